@@ -1,0 +1,345 @@
+"""Group-relative policy-gradient losses, one short pure function each.
+
+N answers ("trajectories") to a few prompts are rewarded at the end only; the G answers to one prompt are one group and
+are compared with each other. Every method below turns the log-probabilities of the sampled tokens into one scalar.
+What a loss really does to a token is its coefficient c = -N dLoss/dlogp. The prompt and the first tokens are shared by
+several answers: there the coefficients of the group add up, and ought to add up to nothing but credit.
+
+Unknowns, and where this file deviates from a paper (grades: P stated by the paper, S second-hand, D derived here):
+  1. DFPO (arXiv 2604.13088v1): its full text was not available. Eq. 17 and 18 (the weight transforms) are second-hand;
+     the loss around them is ours: score form, stop-gradient weight, no clip, constant length normaliser.
+  2. DFPO's sequence ratio: geometric by default (the plain product of its theory under- and overflows on long answers).
+  3. grpo-symmetric: the paper's "GRPO-fix" is known by its purpose only; "clip without min" is our reading of it.
+  4. Advantage "std": unbiased (G-1) standard deviation + 1e-4, as TRL does; equal rewards give exactly 0.
+  5. GRPO's KL term is off by default (the paper: 0.04); the estimator is k3 and sits inside the sequence mean.
+  6. Constant normaliser: 1/(N L) with L the generation budget (Dr. GRPO writes 1/G and no L: a constant factor).
+  7. DAPO: equal-reward groups are left out of the mean; they are not replaced by sampling more prompts.
+  8. GSPO with a per-token advantage uses the answer's mean of it; without a credit rule that is A_i itself.
+  9. pos-only divides by the full group, as GRPO does, so that its step is comparable.
+
+Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1, NTHR 2505.18830.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """What a loss needs to know. N rows = prompts x group_size, T columns = longest answer, EOS included.
+
+    Raises ValueError when a tensor's shape differs from logp's, or the rows are not whole groups of at least 2.
+    """
+
+    logp: Tensor  # (N, T) log pi_theta of the taken tokens, differentiable
+    logp_old: Tensor  # (N, T) log pi_old of the same tokens, no grad
+    adv: Tensor  # (N, T) per-token advantage: A_i repeated along T unless a credit rule reshaped it
+    mask: Tensor  # (N, T) bool, True up to and including the first EOS
+    group_size: int  # G; the rows of a group are contiguous
+    max_tokens: int  # L, the generation budget: the constant length normaliser
+    logp_ref: Tensor | None = None  # (N, T) log pi_ref of a frozen reference, only for the KL term
+
+    def __post_init__(self):
+        for name in ("logp_old", "adv", "mask", "logp_ref"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != self.logp.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logp has {tuple(self.logp.shape)}")
+        if self.logp.dim() != 2 or self.mask.dtype != torch.bool:
+            raise ValueError(f"logp must be (N, T) and mask bool, not {self.logp.dim()}-d and {self.mask.dtype}")
+        if self.group_size < 2 or len(self.logp) % self.group_size:
+            raise ValueError(f"{len(self.logp)} rows are not whole groups of group_size {self.group_size} (at least 2)")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+
+    def __getitem__(self, rows) -> Batch:
+        """The same batch restricted to some rows (an index or a slice of whole groups)."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x[rows] for name, x in tensors.items() if isinstance(x, Tensor)})
+
+
+# ---------------------------------------------------------------- advantages
+
+
+def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
+    """Compare every answer with its group: A_i = R_i - mean(R), for scale "std" also / (std(R) + 1e-4).
+
+    (N,) -> (N,). A group whose rewards are all equal gets exactly 0. The std is the unbiased one (G-1).
+    Raises ValueError for G < 2, N not divisible by G, or another scale. GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P).
+    """
+    if group_size < 2:
+        raise ValueError(f"group_size must be at least 2 (an answer is compared with its siblings), not {group_size}")
+    if rewards.dim() != 1 or len(rewards) % group_size:
+        raise ValueError(f"rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}")
+    if scale not in ("std", "mean"):
+        raise ValueError(f'scale must be "std" or "mean", not {scale!r}')
+    groups = rewards.view(-1, group_size)  # (P, G)
+    adv = groups - groups.mean(1, keepdim=True)
+    if scale == "std":
+        adv = adv / (groups.std(1, keepdim=True) + 1e-4)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return adv.masked_fill(equal, 0.0).view(-1)
+
+
+# ---------------------------------------------------------------- ratios and aggregation
+
+
+def token_ratio(batch: Batch) -> Tensor:
+    """r_{i,t} = pi_theta / pi_old of every taken token, 1 on padding. (N, T)."""
+    # Masked before exp: afterwards a padded inf would still turn the gradient into 0 * inf = NaN.
+    return (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).exp()
+
+
+def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
+    """s_i = (prod_t r_{i,t})^(1/T_i) for "geometric" (GSPO Eq. 7, P), prod_t r_{i,t} for "product" (DFPO, S). (N,)."""
+    if kind not in ("geometric", "product"):
+        raise ValueError(f'ratio must be "geometric" or "product", not {kind!r}')
+    log_ratio = (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).sum(1)
+    return (log_ratio / lengths(batch) if kind == "geometric" else log_ratio).exp()
+
+
+def trajectory_advantage(batch: Batch) -> Tensor:
+    """A_i, one number per answer: the mean of its per-token advantages; 0 for an empty answer. (N,)."""
+    return batch.adv.masked_fill(~batch.mask, 0.0).sum(1) / lengths(batch)
+
+
+def lengths(batch: Batch) -> Tensor:
+    """T_i, at least 1 so that an empty answer divides by 1, not by 0. (N,)."""
+    return batch.mask.sum(1).clamp(min=1)
+
+
+def seq_mean(x: Tensor, batch: Batch) -> Tensor:
+    """(1/N) sum_i (1/T_i) sum_t x_{i,t}: GRPO's average. The 1/T_i alone breaks cancellation (claim C8, D)."""
+    return (x.masked_fill(~batch.mask, 0.0).sum(1) / lengths(batch)).mean()
+
+
+def constant(x: Tensor, batch: Batch) -> Tensor:
+    """(1/(N L)) sum_i sum_t x_{i,t}: every token weighs the same, whatever the length of its answer (Dr. GRPO, P)."""
+    return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
+
+
+def token_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """sum x / number of tokens, over the whole batch (DAPO, P)."""
+    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
+    """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T). The min makes the gate depend on sign(A)."""
+    ratio = token_ratio(batch)
+    return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
+
+
+def k3(batch: Batch) -> Tensor:
+    """Schulman's k3 estimate of KL(pi_theta || pi_ref), per token: q - log q - 1 with q = pi_ref / pi_theta. (N, T)."""
+    if batch.logp_ref is None:
+        raise ValueError("the KL term needs logp_ref, the log-probs of a frozen reference; it is None")
+    log_q = (batch.logp_ref - batch.logp).masked_fill(~batch.mask, 0.0)
+    return log_q.exp() - log_q - 1
+
+
+# ---------------------------------------------------------------- the losses: Batch -> scalar to minimise
+
+
+def reinforce(batch: Batch) -> Tensor:
+    """Plain policy gradient with the group mean as baseline.
+
+    J = A log pi, constant. Williams 1992; group baseline as in Dr. GRPO (P).
+    Shared token: cancels always (it ignores the ratio).
+    """
+    return -constant(batch.adv * batch.logp, batch)
+
+
+def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 0.0) -> Tensor:
+    """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
+
+    J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, seq-mean. GRPO Eq. 3-4 (P).
+    Shared token: is left sum A_i/T_i on-policy (C8), and -r P or +r P outside the clip range (C6).
+    """
+    surrogate = clipped(batch, eps_low, eps_high)
+    if kl:
+        surrogate = surrogate - kl * k3(batch)
+    return -seq_mean(surrogate, batch)
+
+
+def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """GRPO without the min and without 1/T_i: the gate opens and closes for winners and losers alike.
+
+    J = clip(r, 1-e, 1+e) A, constant. DFPO's "GRPO-fix" (S; definition D).
+    Shared token: cancels always (C7).
+    """
+    return -constant(token_ratio(batch).clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
+
+
+def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """GRPO's surrogate with a constant length normaliser; its advantage is not divided by the std (see METHODS).
+
+    J = min(r A, clip(r, 1-e, 1+e) A), constant. Dr. GRPO sec. 3.2 (P).
+    Shared token: cancels inside the clip range only (C6).
+    """
+    return -constant(clipped(batch, eps_low, eps_high), batch)
+
+
+def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+    """GRPO's surrogate with a wider upper clip, averaged over the tokens of the groups that disagree.
+
+    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token-mean without equal-reward groups. DAPO Eq. 8, 10-12 (P).
+    Shared token: cancels inside the clip range only (C6).
+    """
+    groups = (batch.adv.masked_fill(~batch.mask, 0.0) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
+    mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
+    return -token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed[:, None])
+
+
+def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
+    """PPO's surrogate once per answer, on the geometric sequence ratio. Tiny models want a wider clip.
+
+    J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P).
+    Shared token: is left sum A_i s_i/T_i (C4, C8).
+    """
+    ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
+    return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
+
+
+def min_replace(w: Tensor, adv: Tensor) -> Tensor:
+    """w~_i = min_j w_j: one weight for the whole group, so any zero-sum subset cancels. (P, G), (P, G) -> (P, G).
+
+    Detached. DFPO Eq. 17 (S). `adv` is not used; it keeps the two transforms interchangeable.
+    """
+    return w.detach().amin(1, keepdim=True).expand_as(w)
+
+
+def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
+    """w~ = w - (A.w / ||A||^2) A: remove from w what correlates with A, so the group sum cancels. (P, G)^2 -> (P, G).
+
+    Detached; a group whose advantages are all 0 keeps its weights. DFPO Eq. 18 (S). Weights may become negative (C10).
+    """
+    w, norm = w.detach(), (adv * adv).sum(1, keepdim=True)
+    projection = (adv * w).sum(1, keepdim=True) / norm.masked_fill(norm == 0, 1.0)
+    return w - projection * adv
+
+
+def dfpo_min(batch: Batch, ratio: str = "geometric") -> Tensor:
+    """REINFORCE under a sequence ratio that Min-Replace has made equal within the group.
+
+    J = sg[min_j s_j] A log pi, constant. DFPO Eq. 17 (transform S, loss D).
+    Shared token: cancels always, on every zero-sum subset too (C9).
+    """
+    return _dfpo(batch, ratio, min_replace)
+
+
+def dfpo_orthogonal(batch: Batch, ratio: str = "geometric") -> Tensor:
+    """REINFORCE under a sequence ratio that Adv-Orthogonal has made orthogonal to the advantages.
+
+    J = sg[s - (A.s / ||A||^2) A] A log pi, constant. DFPO Eq. 18 (transform S, loss D).
+    Shared token: cancels where the whole group shares it, not on subsets (C10).
+    """
+    return _dfpo(batch, ratio, adv_orthogonal)
+
+
+def _dfpo(batch: Batch, ratio: str, transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    by_group = (-1, batch.group_size)
+    w = transform(sequence_ratio(batch, ratio).view(by_group), trajectory_advantage(batch).view(by_group))  # (P, G)
+    return -constant(w.reshape(-1, 1) * batch.adv * batch.logp, batch)
+
+
+def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """GRPO that learns from the better-than-average answers only: NTHR's control.
+
+    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), seq-mean. NTHR sec. 3 (P).
+    Shared token: never cancels (nothing stands against the winners).
+    """
+    return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
+
+
+# ---------------------------------------------------------------- the meter: what a loss does to shared tokens
+
+
+def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
+    """c = -N dLoss/dlogp: the ascent weight that every token really gets. scalar, (N, T) -> (N, T), detached. (D)
+
+    `logp` must be the tensor that the loss was computed from; the graph is kept.
+    """
+    return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
+
+
+def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    """Node of the group's prefix tree that every token leads to. (N, T), (N, T), G -> (N, T) int64, -1 on padding. (D)
+
+    Two ids are equal iff the rows are of one group and agree up to and including that token.
+    """
+    n, width = tokens.shape
+    groups, valid = tokens.view(-1, group_size, width), mask.view(-1, group_size, width)  # (P, G, T)
+    same = (groups[:, :, None] == groups[:, None]) & valid[:, :, None] & valid[:, None]  # (P, G, G, T)
+    same = same.to(torch.uint8).cumprod(-1, dtype=torch.uint8)
+    first = same.argmax(2).view(n, width)  # the first row of the group with this prefix stands for all of them
+    offset = torch.arange(n, device=tokens.device) // group_size * group_size
+    nodes = (offset[:, None] + first) * width + torch.arange(width, device=tokens.device)
+    return nodes.masked_fill(~mask, -1)
+
+
+def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The K tokens whose A_i is not 0, in a row: (N, T) selector, (K,) A_i, (K,) node index, (V,) visitors per node."""
+    adv = advantages[:, None].expand_as(mask)
+    used = mask & (adv != 0)
+    _, node, count = torch.unique(nodes[used], return_inverse=True, return_counts=True)
+    return used, adv[used], node, count
+
+
+def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
+    """Share of the gradient on shared tokens that is reward-irrelevant: 0 = every shared token gets its credit only.
+
+    With w = c/A and wbar its mean over the visitors S_v of node v: tax_v = sum_{S_v} (w_i - wbar) A_i, and the result
+    is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over nodes with at least 2 visitors; answers with A_i = 0 are left out.
+    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float >= 0. Claim C15 (D).
+    """
+    used, adv, node, count = _visitors(advantages, nodes, mask)
+    c = coefficients[used]
+
+    def per_node(x: Tensor) -> Tensor:  # (K,) -> (V,)
+        return x.new_zeros(len(count)).index_add_(0, node, x)
+
+    tax = (per_node(c) - per_node(c / adv) / count * per_node(adv)).abs()
+    total = per_node(c.abs())[count > 1].sum()
+    return float(tax[count > 1].sum() / total) if total > 0 else 0.0
+
+
+def exchangeable(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
+    """Any loss with its tax removed: each token's weight w = c/A is replaced by its mean over the node's visitors.
+
+    Returns the surrogate -(1/N) sum c' log pi, c' detached; answers with A_i = 0 keep their c. Claim C17 (D, ours).
+    scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise (its value means nothing).
+    """
+    used, adv, node, count = _visitors(advantages, nodes, mask)
+    c = token_coefficients(loss, logp)
+    mean = c.new_zeros(len(count)).index_add_(0, node, c[used] / adv) / count  # (V,)
+    c = c.masked_scatter(used, mean[node] * adv)
+    return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
+
+
+# ---------------------------------------------------------------- a method = advantage scale + credit + passes
+
+
+@dataclass
+class Method:
+    """The three independent choices that make a method."""
+
+    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one optimiser step each
+    scale: str = "std"  # of group_advantages
+    credit: Callable | None = None  # old-policy quantities -> (N, T) advantages, once per rollout batch
+
+
+METHODS: dict[str, Method] = {
+    "reinforce": Method((reinforce,)),
+    "grpo": Method((grpo,)),
+    "grpo-symmetric": Method((grpo_symmetric,)),
+    "dr-grpo": Method((dr_grpo,), scale="mean"),
+    "dapo": Method((dapo,)),
+    "gspo": Method((gspo,)),
+    "dfpo-min": Method((dfpo_min,)),
+    "dfpo-orthogonal": Method((dfpo_orthogonal,)),
+    "pos-only": Method((pos_only,)),
+}

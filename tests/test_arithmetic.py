@@ -1,0 +1,78 @@
+"""The toy task has what the papers speak of: fillers, three solution forms, imperfect demonstrations."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from toy.arithmetic import OPENERS, Arithmetic, Item, solutions
+
+TASK = Arithmetic()
+
+
+def test_train_and_test_are_disjoint_and_cover_every_sum():
+    train, test = ({item.prompt for item in items} for items in (TASK.train, TASK.test))
+    assert not train & test
+    assert train | test == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+
+
+def test_same_seed_same_problems_other_seed_others():
+    assert Arithmetic(0).train[:50] == TASK.train[:50]
+    assert Arithmetic(1).train[:50] != TASK.train[:50]
+
+
+def test_the_three_forms_of_a_sum():
+    assert solutions(37, 48) == {
+        "direct": "#85",
+        "ones first": "7+8=15,30+40=70,#85",
+        "tens first": "30+40=70,7+8=15,#85",
+    }
+
+
+@pytest.mark.parametrize("form", ["direct", "ones first", "tens first"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_every_opener_and_form_earns_the_reward(opener, form):
+    for item in TASK.test[:50]:
+        a, b = map(int, item.prompt[:-1].split("+"))
+        assert TASK.reward(opener + solutions(a, b)[form], item) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#-85", "#٨٥"]
+)
+def test_anything_else_earns_nothing(text):
+    assert TASK.reward(text, Item("37+48=", "85", "")) == 0.0
+
+
+def test_only_the_final_answer_counts():
+    item = Item("37+48=", "85", "")
+    assert TASK.reward("hm 7+8=1,30+40=99,#85", item) == 1.0
+    assert TASK.reward("hm #84,#85", item) == 1.0
+
+
+def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
+    direct = [item for item in TASK.train if "=" not in item.demo]
+    worked = [item for item in TASK.train if "=" in item.demo]
+    assert 0.73 < len(direct) / len(TASK.train) < 0.77
+    assert 0.03 < sum(TASK.reward(item.demo, item) for item in direct) / len(direct) < 0.07
+    assert all(TASK.reward(item.demo, item) == 1.0 for item in worked)
+    for opener in OPENERS:
+        assert 0.30 < sum(item.demo.startswith(opener) for item in TASK.train) / len(TASK.train) < 0.37
+    assert max(len(item.demo) for item in TASK.train) + 1 <= 26
+
+
+def test_prefix_sets_tell_openers_and_forms_apart():
+    for item in TASK.test[:100]:
+        a, b = map(int, item.prompt[:-1].split("+"))
+        sets = TASK.prefixes(item)
+        for form, text in solutions(a, b).items():
+            for opener in OPENERS:
+                hit = [name for name, prefixes in sets.items() if (opener + text).startswith(tuple(prefixes))]
+                assert hit == [f"opener {opener.strip()}", f"form {form}"]
+
+
+def test_tokenizer_is_one_token_per_character_and_survives_saving(tmp_path):
+    tokenizer = TASK.make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for made in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = made.encode("hm 7+8=15,#85", add_special_tokens=False)
+        assert len(ids) == len("hm 7+8=15,#85") and not {made.pad_token_id, made.eos_token_id} & set(ids)
+        assert made.decode([*ids, made.eos_token_id], skip_special_tokens=True) == "hm 7+8=15,#85"

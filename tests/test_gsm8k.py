@@ -1,0 +1,303 @@
+"""The GSM8K task: what the verifier pays for, what it refuses, and which files it reads."""
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+import gsm8k
+from gsm8k import GSM8K, Item, extract
+
+REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
+needs_real = pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
+
+PROBLEMS = [
+    {"question": "Ann has 48 pens and sells half. How many are left?", "answer": "48/2=<<48/2=24>>24 left.\n#### 24"},
+    {"question": "Bob’s flat costs $1,200 a year. And four?", "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
+    {"question": "It was 3° and fell by 10°. Now?", "answer": "3-10 = -7.\n#### -7"},
+]
+
+
+def write(folder, train, test=None):
+    """Raw lines (bytes) or records -> folder/train.jsonl and folder/test.jsonl; the folder's name."""
+    for name, lines in (("train", train), ("test", test or PROBLEMS)):
+        raw = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()
+        (folder / f"{name}.jsonl").write_bytes(raw)
+    return str(folder)
+
+
+@pytest.fixture
+def task(tmp_path):
+    return GSM8K(write(tmp_path, PROBLEMS))
+
+
+def reward(text, gold="42"):
+    return GSM8K.reward(None, text, Item("?", gold, f"#### {gold}"))
+
+
+# ---- the verifier
+
+
+@needs_real
+def test_every_gold_answer_of_the_real_files_is_correct():
+    task = GSM8K(str(REAL))
+    lines = [line for split in ("train", "test") for line in (REAL / f"{split}.jsonl").read_bytes().splitlines()]
+    items = task.train + task.test
+    assert (len(task.train), len(task.test)) == (7473, 1319)
+    assert sum(task.reward(json.loads(line)["answer"], item) for line, item in zip(lines, items, strict=True)) == 8792
+    assert sum(task.reward(item.demo, item) for item in items) == 8792
+    assert not any("<<" in item.demo or ">>" in item.demo for item in items)
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        # where the answer stands
+        ("1 + 1\n#### 42", "42"),
+        ("#### 41\nno:\n#### 42", "42"),
+        ("#### 42\nChecked 3 times.", "42"),
+        ("####\n\n42", "42"),
+        (r"\boxed{7} and #### 42", "42"),
+        (r"first \boxed{7}, then \boxed{42} after 3 tries", "42"),
+        (r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}", None),
+        (r"\boxed{\text{about {all} of }42} of 50", "42"),
+        (r"\boxed{42", "42"),
+        ("7 and 35 make 42.", "42"),
+        ("42, in other digits ٤٣", "42"),
+        # how it may be dressed
+        ("#### 42 dollars", "42"),
+        ("#### USD 42", "42"),
+        ("#### $1,234.00", "1234.00"),
+        ("#### €42", "42"),
+        ("####42.", "42"),
+        ("#### 42kg", "42"),
+        ("#### 50%", "50"),
+        ("#### **42**", "42"),
+        ("#### 42<|im_end|>", "42"),
+        ("#### .5", ".5"),
+        (r"#### \boxed{\$1{,}000}", "1000"),
+        (r"\boxed{\$1{,}000}", "1000"),
+        (r"\boxed{42\text{ apples}}", "42"),
+        ("#### 1,234,567.5", "1234567.5"),
+        # its sign
+        ("#### -7", "-7"),
+        ("#### \u22127", "-7"),
+        ("#### \u20137", "-7"),
+        ("#### - 7", "-7"),
+        ("#### -$7", "-7"),
+        ("#### $-7", "-7"),
+        (r"#### -\$7", "-7"),
+        ("#### -(7)", "-7"),
+        ("#### +7", "7"),
+        ("10-7", "7"),
+        # no clear answer
+        ("#### not 42 but 43", None),
+        ("#### 3/4", None),
+        ("#### 40-42", None),
+        ("#### 9**9**9", None),
+        ("#### 4 2", None),
+        ("#### 4\x002", None),
+        ("42 ####", None),
+        (r"42 \boxed{}", None),
+        ("", None),
+        ("forty-two", None),
+    ],
+)
+def test_reads(text, answer):
+    assert extract(text) == answer
+
+
+NEAR_42 = "420 142 4 2 -42 \u221242 0.42 .42 ,42 4.2 42.0001 42e3 42e0 4_2 x42 0x2A 42½ 42² 0,042 ٤٢ 42٣ ٣42".split()
+NEAR_42 += ["not 42 but 43", "4 2", "42.5.1", "...42", "４２", "9" * 10_000, "nan", ""]
+NEAR = [("7", "-7"), ("-7", "7"), ("1,234", "234"), ("234", "1,234"), ("1,2", "12"), ("1,2", "2"), ("1,2", "1")]
+NEAR += [("12,34", "1234"), ("1,2345", "12345"), ("1234,567", "1234567"), ("1.234,5", "1.2345"), ("1e400", "1")]
+NEAR += [("42e3", "3"), ("42e3", "42000"), ("9**9**8", "9"), ("1/2", "1"), ("42٣", "423"), ("", "0")]
+
+
+@pytest.mark.parametrize("where", ["{}", "#### {}", r"\boxed{{{}}}", "The answer is {}."])
+@pytest.mark.parametrize("near, gold", [(near, "42") for near in NEAR_42] + NEAR, ids=lambda text: text[:20])
+def test_near_misses_earn_nothing(where, near, gold):
+    assert reward(where.format(near), gold) == 0.0
+
+
+EQUAL = [("18.00", "18"), ("1,234", "1234"), ("1234", "1,234"), ("-0", "0"), ("0.50", ".5")]
+
+
+@pytest.mark.parametrize("text, gold", EQUAL)
+def test_equal_numbers_written_differently_are_correct(text, gold):
+    assert reward(f"#### {text}", gold) == 1.0
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_comparison_is_exact_beyond_floats_and_decimal_contexts(sign):
+    digits = "9" * 40
+    assert reward(f"#### {sign}{digits}1", f"{sign}{digits}1") == 1.0
+    assert reward(f"#### {sign}{digits}2", f"{sign}{digits}1") == 0.0
+    assert reward(f"#### {sign}0.{digits}2", f"{sign}0.{digits}1") == 0.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text(alphabet="0123456789.,-−# $%\\boxed{}eE/*\n٣½"), st.sampled_from(["42", "-1,234", "0.5"]))
+def test_any_text_earns_zero_or_one(text, gold):
+    for marked in (text, f"#### {text}", rf"\boxed{{{text}"):
+        assert reward(marked, gold) in (0.0, 1.0)
+
+
+HOSTILE = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{", "}", "{,}", "\0"]
+HOSTILE += ["_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, "]
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+@pytest.mark.parametrize("start", ["1", "#### -", r"\boxed{"])
+def test_hostile_text_of_100_kb_is_read_in_under_50_ms(start, unit):
+    text = start + unit * (100_000 // len(unit)) + "é"
+
+    def seconds():
+        begin = time.process_time()
+        assert reward(text) == 0.0
+        return time.process_time() - begin
+
+    assert any(seconds() < 0.05 for _ in range(3))
+
+
+# ---- the files
+
+
+def test_items_hold_question_gold_and_solution_without_calculator_marks(task):
+    expected = [
+        Item("Ann has 48 pens and sells half. How many are left?", "24", "48/2=24 left.\n#### 24"),
+        Item("Bob’s flat costs $1,200 a year. And four?", "4,800", "4*1200 = $4800\n#### 4,800"),
+        Item("It was 3° and fell by 10°. Now?", "-7", "3-10 = -7.\n#### -7"),
+    ]
+    assert (task.train, task.test) == (expected, expected)
+
+
+def test_byte_order_mark_crlf_blank_last_line_and_raw_utf8_are_read(tmp_path):
+    lines = [json.dumps(record, ensure_ascii=False) for record in PROBLEMS]
+    raw = ("\ufeff" + "\r\n".join(lines) + "\r\n\r\n").encode()
+    task = GSM8K(write(tmp_path, raw))
+    assert task.train == task.test
+
+
+GOOD = json.dumps(PROBLEMS[0]).encode()
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (b'{"question": "a"', "Expecting ',' delimiter"),
+        (b"nonsense", "Expecting value"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"question": "\xff", "answer": "#### 1"}', "utf-8"),
+        (b'["question", "answer"]', 'no text under "question"'),
+        (b'{"answer": "#### 1"}', 'no text under "question"'),
+        (b'{"question": "a"}', 'no text under "answer"'),
+        (b'{"question": "a", "answer": 1}', 'no text under "answer"'),
+        (b'{"question": "a", "answer": "is 1"}', '"answer" has no "####" followed by one number'),
+        (b'{"question": "a", "answer": "1 #### one"}', '"answer" has no "####" followed by one number'),
+        (b'{"question": "a", "answer": "#### 1 or 2"}', '"answer" has no "####" followed by one number'),
+    ],
+)
+def test_a_malformed_line_is_named_with_the_reason_and_the_format(tmp_path, line, reason):
+    with pytest.raises(ValueError) as error:
+        GSM8K(write(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD))
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'train.jsonl'}:2: bad record: ") and reason in message
+    assert message.endswith('; expected {"question": "...", "answer": "... #### 42"} on each line')
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("raw", [b"", b"\n\r\n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path, raw):
+    write(tmp_path, PROBLEMS)
+    (tmp_path / "test.jsonl").write_bytes(raw)
+    with pytest.raises(ValueError, match="test.jsonl holds no problem; expected .*on each line$"):
+        GSM8K(str(tmp_path))
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere/train.jsonl is not a file; --data DIR reads DIR/train.jsonl and"):
+        GSM8K(str(tmp_path / "nowhere"))
+    (tmp_path / "train.jsonl").write_bytes(GOOD)
+    with pytest.raises(ValueError, match="test.jsonl is not a file; --data DIR reads DIR/train.jsonl and"):
+        GSM8K(str(tmp_path))
+
+
+def test_the_hub_gives_the_same_items(monkeypatch, task):
+    hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
+    monkeypatch.setattr(gsm8k, "load_dataset", lambda *names: hub[names])
+    assert (GSM8K(None).train, GSM8K(None).test) == (task.train, task.test[:1])
+
+
+def test_an_unreachable_hub_points_to_local_files(monkeypatch):
+    def unreachable(*names):
+        raise ConnectionError("a long\ntale")
+
+    monkeypatch.setattr(gsm8k, "load_dataset", unreachable)
+    with pytest.raises(ValueError) as error:
+        GSM8K(None)
+    assert str(error.value) == "cannot load openai/gsm8k (ConnectionError); --data DIR reads local files"
+
+
+# ---- tokens
+
+
+def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
+    tokenizer = task.make_tokenizer()
+    for item in task.train:
+        prompt = task.encode(tokenizer, item)
+        assert tokenizer.decode(prompt) == f"Question: {item.prompt}\nAnswer:\n"
+        assert prompt + tokenizer.encode(item.demo) == tokenizer.encode(item.plain() + item.demo)
+
+
+@pytest.mark.parametrize("default", [False, True])  # transformers 4 returns a list, 5 a BatchEncoding
+def test_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task, default):
+    tokenizer = task.make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=default)
+    ids = task.encode(tokenizer, task.train[0])
+    assert type(ids) is list and all(type(i) is int for i in ids)
+    question = "Ann has 48 pens and sells half. How many are left?"
+    instruction = "Reason step by step; end with '#### ' and the number."
+    assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
+
+
+@pytest.mark.parametrize("text", ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "#### -7"])
+def test_tokenizer_gives_any_text_back(task, text):
+    tokenizer = task.make_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokenizer_splits_digits_and_has_its_own_pad_and_eos(task):
+    tokenizer = task.make_tokenizer()
+    assert tokenizer.tokenize("48 + 1200") == ["4", "8", "Ġ", "+", "Ġ", "1", "2", "0", "0"]
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "<eos>")
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_tokenizer_is_deterministic_and_survives_saving(task, tmp_path):
+    one, two = task.make_tokenizer(), task.make_tokenizer()
+    assert one.get_vocab() == two.get_vocab()
+    one.save_pretrained(tmp_path / "tokenizer")
+    back = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    texts = [item.plain() + item.demo for item in task.train] + ["unseen <eos> 17"]
+    assert [back.encode(text) for text in texts] == [one.encode(text) for text in texts]
+    assert [back.decode(back.encode(text)) for text in texts] == texts
+    assert (back.pad_token_id, back.eos_token_id) == (one.pad_token_id, one.eos_token_id)
+
+
+@needs_real
+def test_tokenizer_of_real_problems_fills_its_vocabulary_and_gives_unseen_text_back():
+    task = GSM8K(str(REAL))
+    task.train = task.train[:1000]
+    tokenizer = task.make_tokenizer()
+    assert len(tokenizer) == gsm8k.VOCAB_SIZE == 2048
+    texts = [item.plain() + item.demo for item in task.test]
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts

@@ -1,0 +1,303 @@
+"""The training script: its sampler, its log-probs, its gradient, its promises on the command line."""
+
+import itertools
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from losses import METHODS, Batch, group_advantages
+from train import Config, Rows, load_model, rollout, score
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 60, 61, 62], [70], [80, 81, 82, 83, 84, 85, 86]]
+TINY = ["--steps", "4", "--warm-steps", "3", "--warm-rows", "8", "--prompts", "4", "--group-size", "3", "--layers", "1"]
+TINY += ["--width", "16", "--eval-items", "6", "--eval-every", "2", "--save-every", "2", "--minibatches", "2"]
+
+
+@pytest.fixture(scope="module")
+def loaded(model_path):
+    return load_model(Config(), None, CPU, model_path)
+
+
+def sample(loaded, prompts=PROMPTS, copies=1, tokens=12, temperature=0.0, seed=0):
+    model, _, eos = loaded
+    return rollout(model, prompts, copies, tokens, temperature, eos, train.rng(seed))
+
+
+def test_greedy_rollout_is_token_by_token_argmax_without_a_cache(loaded):
+    model, _, eos = loaded
+    rows, _ = sample(loaded)
+    for i, prompt in enumerate(PROMPTS):
+        ids = list(prompt)
+        for token in rows.tokens[i][rows.mask[i]].tolist():
+            assert token == model(torch.tensor([ids])).logits[0, -1].argmax().item()
+            ids.append(token)
+        assert ids[-1] in eos or len(ids) == len(prompt) + 12
+
+
+def test_rollout_log_probs_are_scoring_log_probs_at_every_temperature(loaded):
+    for temperature in (0.7, 1.0, 1.6):
+        rows, logp = sample(loaded, copies=4, temperature=temperature)
+        again, _ = score(loaded[0], rows, temperature)
+        assert torch.allclose(logp, again, atol=1e-4)
+
+
+def test_scoring_is_the_plain_log_softmax_of_the_unpadded_sequence(loaded, monkeypatch):
+    rows, _ = sample(loaded, copies=2, temperature=1.0)
+    for chunk in (2**25, 300):  # 300 logits at once: three tokens a chunk, recomputed in backward
+        monkeypatch.setattr(train, "CHUNK", chunk)
+        logp, entropy = score(loaded[0], rows, 0.8)
+        loaded[0].zero_grad()
+        logp.sum().backward()
+        grad = loaded[0].get_input_embeddings().weight.grad.clone()
+        loaded[0].zero_grad()
+        total = 0.0
+        for i in range(len(rows.tokens)):
+            answer = rows.tokens[i][rows.mask[i]]
+            ids = torch.cat([rows.prompt[i][rows.prompt_mask[i]], answer])
+            full = (loaded[0](ids[None]).logits[0, -len(answer) - 1 : -1] / 0.8).log_softmax(-1)
+            expected = full.gather(1, answer[:, None]).squeeze(1)
+            assert torch.allclose(logp[i][rows.mask[i]], expected, atol=1e-4)
+            assert torch.allclose(entropy[i][rows.mask[i]], -(full.exp() * full).sum(-1), atol=1e-4)
+            total = total + expected.sum()
+        assert (logp[~rows.mask] == 0).all() and (entropy[~rows.mask] == 0).all()
+        total.backward()
+        assert torch.allclose(grad, loaded[0].get_input_embeddings().weight.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_left_padding_changes_nothing(loaded):
+    together, logp = sample(loaded)
+    for i, prompt in enumerate(PROMPTS):
+        alone, alone_logp = sample(loaded, [prompt])
+        assert alone.tokens[0][alone.mask[0]].tolist() == together.tokens[i][together.mask[i]].tolist()
+        assert torch.allclose(alone_logp[0][alone.mask[0]], logp[i][together.mask[i]], atol=1e-4)
+
+
+def test_a_repeated_cache_is_a_repeated_prompt(loaded):
+    rows, logp = sample(loaded, copies=3, temperature=1.0)
+    again, again_logp = sample(loaded, [p for p in PROMPTS for _ in range(3)], temperature=1.0)
+    assert torch.equal(rows.tokens[rows.mask], again.tokens[again.mask])
+    assert torch.allclose(logp, again_logp, atol=1e-4)
+
+
+def test_mask_ends_with_the_first_eos(loaded):
+    eos = set(loaded[2].tolist())
+    rows, _ = sample(loaded, copies=200, tokens=30, temperature=3.0)
+    ended = set()
+    for tokens, mask in zip(rows.tokens.tolist(), rows.mask.tolist(), strict=True):
+        length = sum(mask)
+        assert mask == [True] * length + [False] * (len(mask) - length)
+        assert not eos & set(tokens[: length - 1])
+        assert tokens[length - 1] in eos or length == 30
+        ended |= eos & {tokens[length - 1]}
+    assert ended == eos  # each of several EOS ids ends an answer
+
+
+def test_the_sampler_follows_the_models_distribution(loaded):
+    """Nothing of the model's own generation config (top_k = 1 in one of them) shapes it."""
+    model, _, eos = loaded
+    rows, _ = sample(loaded, [PROMPTS[0]], copies=20000, tokens=1, temperature=1.5)
+    p = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 1.5).softmax(-1)
+    count = torch.bincount(rows.tokens[:, 0], minlength=len(p))
+    chi2 = ((count - 20000 * p) ** 2 / (20000 * p)).sum().item()
+    assert chi2 < len(p) + 5 * math.sqrt(2 * len(p))
+
+
+def make_batch(loaded, rewards=(1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0)):
+    rows, _ = sample(loaded, PROMPTS[:2], copies=4, temperature=1.0)
+    logp, _ = train.score_all(loaded[0], rows, 1.0, 8)
+    adv = group_advantages(torch.tensor(rewards), 4)[:, None].expand_as(logp)
+    old = logp + 0.3 * torch.randn(logp.shape, generator=train.rng("old"))
+    return rows, Batch(logp, old, adv, rows.mask, 4, 12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_have_the_gradient_of_the_unsplit_loss(loaded, method):
+    model = loaded[0]
+    rows, batch = make_batch(loaded)
+    for loss_fn in METHODS[method].passes:
+        model.zero_grad()
+        logp, _ = score(model, rows, 1.0)
+        loss_fn(replace(batch, logp=logp)).backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for micro_rows in (1, 3, 4, 8, 100):
+            got = {}
+            optimizer = SimpleNamespace(zero_grad=model.zero_grad, step=lambda: None)
+            config = Config(micro_rows=micro_rows, grad_clip=1e9)
+            train.update(model, optimizer, loss_fn, rows, batch, config)
+            got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            for name in expected:
+                assert torch.allclose(got[name], expected[name], rtol=1e-3, atol=1e-5), (micro_rows, name)
+
+
+def test_a_non_finite_gradient_stops_before_the_weights_change(loaded):
+    model = loaded[0]
+    rows, batch = make_batch(loaded)
+    before = [p.clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(FloatingPointError, match="nan"):
+        train.update(model, optimizer, lambda b: (b.logp * math.nan).sum(), rows, batch, Config())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    for n, c, k in itertools.product(range(1, 7), range(7), range(1, 7)):
+        if c <= n and k <= n:
+            hits = [any(i < c for i in subset) for subset in itertools.combinations(range(n), k)]
+            assert math.isclose(train.pass_at_k(n, c, k), sum(hits) / len(hits), abs_tol=1e-12)
+
+
+def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
+    task, config = SimpleNamespace(train=list(range(10))), Config(prompts=4)
+    seen = [i for step in range(1, 11) for i in train.next_items(task, config, step)]
+    for epoch in range(4):
+        assert sorted(seen[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert seen[:10] != seen[10:20]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def run(tmp_path, *args) -> Path:
+    train.main([*TINY, "--out", str(tmp_path), "--name", "run", *args])
+    return tmp_path / "run"
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.endswith("_s")} for line in lines]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_the_toy(tmp_path, method):
+    lines = metrics(run(tmp_path, "--method", method, "--steps", "2", "--epochs", "2"))
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for key in (
+        "reward",
+        "equal_groups",
+        "length",
+        "truncated",
+        "entropy",
+        "clip_share",
+        "kl_start",
+        "grad_norm",
+        "tax",
+    ):
+        assert math.isfinite(lines[1][key])
+    assert lines[2]["kl_start"] > 0 or lines[1]["grad_norm"] == 0  # the weights moved
+    for key in ("greedy", "sampled", "pass@4", "opener so", "form direct"):
+        assert 0 <= lines[2][key] <= 1
+
+
+def test_a_run_leaves_what_it_promises(tmp_path):
+    folder = run(tmp_path)
+    about = json.loads((folder / "config.json").read_text())
+    assert about["config"]["method"] == "grpo" and about["versions"]["torch"] == torch.__version__
+    assert "step 4" in (folder / "samples.txt").read_text()
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "step-000004")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "checkpoints" / "step-000004")
+    assert model(torch.tensor([tokenizer.encode("37+48=")])).logits.isfinite().all()
+
+
+def test_same_seed_same_metrics_other_seed_others(tmp_path):
+    first, second, other = (run(tmp_path / name, "--seed", seed) for name, seed in (("a", "1"), ("b", "1"), ("c", "2")))
+    assert metrics(first) == metrics(second)
+    assert (first / "samples.txt").read_text() == (second / "samples.txt").read_text()
+    assert metrics(first)[1:] != metrics(other)[1:]
+
+
+def test_ctrl_c_saves_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys):
+    whole = run(tmp_path / "whole")
+    step = train.train_step
+
+    def interrupted(*args):
+        if args[-1] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(*args)
+
+    monkeypatch.setattr(train, "train_step", interrupted)
+    cut = run(tmp_path / "cut")
+    assert f"python train.py --resume {cut}" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(cut)] == [0, 1, 2, 3]
+    monkeypatch.setattr(train, "train_step", step)
+    (cut / "metrics.jsonl").open("a").write('{"step": 4, "torn')
+    train.main(["--resume", str(cut)])
+    assert metrics(cut) == metrics(whole)
+    for name in ("model.safetensors", "trainer.pt"):
+        last = Path("checkpoints") / "step-000004" / name
+        if name == "trainer.pt":
+            a, b = (torch.load(folder / last, weights_only=True)["optimizer"]["state"] for folder in (whole, cut))
+            assert all(torch.equal(a[i][k], b[i][k]) for i in a for k in a[i])
+        else:
+            assert (whole / last).read_bytes() == (cut / last).read_bytes()
+
+
+@pytest.mark.parametrize("model", ["scratch", "qwen"])
+def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
+    args = ["--task", "gsm8k", "--data", small_gsm8k, "--model", "scratch" if model == "scratch" else qwen_path]
+    lines = metrics(run(tmp_path, *args, "--max-tokens", "20", "--kl", "0.1"))
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------- a user's mistakes: one line, exit code 2
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ("--method gpro", "invalid choice: 'gpro'"),
+        ("--task chess", "invalid choice: 'chess'"),
+        ("--model no/such/model", "--model no/such/model cannot be loaded"),
+        ("--task gsm8k --data DATA --model nobody/nothing-7b", "--model nobody/nothing-7b cannot be loaded"),
+        ("--group-size 1", "--group-size 1: must be a finite number, at least 2"),
+        ("--prompts 30 --minibatches 4", "--prompts 30 is not divisible by --minibatches 4"),
+        ("--lr -0.1", "--lr -0.1: must be a finite number, at least 0"),
+        ("--lr nan", "--lr nan"),
+        ("--lr fast", "invalid float value: 'fast'"),
+        ("--temperature 0", "--temperature 0.0"),
+        ("--width 20", "--width 20: must be a multiple of 8"),
+        ("--grup-size 4", "unknown argument --grup-size; did you mean --group-size?"),
+        ("--kl 0.1 --method gspo", "method gspo has no hyperparameter 'kl'; accepted, with defaults: eps_low="),
+        ("--kl 0.1 --no-reference", "contradicts --no-reference"),
+        ("--hyper eps=0.1", "method grpo has no hyperparameter 'eps'; accepted, with defaults: eps_low=0.2"),
+        ("--hyper eps_low=wide", "eps_low=wide: could not convert string to float"),
+        ("--method dfpo-min --hyper ratio=sum", 'ratio=sum: ratio must be "geometric" or "product"'),
+        ("--data somewhere", "only --task gsm8k reads data"),
+        ("--task gsm8k --data /no/such/dir", "/no/such/dir"),
+        ("--task gsm8k --data BROKEN", "train.jsonl:2"),
+        ("--task gsm8k --data DATA --model scratch --max-tokens 2000", "exceed the model's context of 1024 tokens"),
+        ("--name taken", "taken exists; choose another"),
+        ("--resume nowhere", "--resume nowhere: no config.json there"),
+        ("--resume taken --lr 1", "--lr cannot be changed when resuming"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_trained(args, said, tmp_path, small_gsm8k, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "broken").mkdir()
+    good = (Path(small_gsm8k) / "train.jsonl").read_text().splitlines()[0]
+    (tmp_path / "broken" / "train.jsonl").write_text(f'{good}\n{{"question": \n')
+    (tmp_path / "broken" / "test.jsonl").write_text(good + "\n")
+    monkeypatch.setattr(train, "warm_start", lambda *_: pytest.fail("training began"))
+    args = args.replace("DATA", small_gsm8k).replace("BROKEN", str(tmp_path / "broken"))
+    with pytest.raises(SystemExit) as stopped:
+        train.main(args.split())
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "taken"]
+
+
+def test_rows_can_be_indexed_together():
+    rows = Rows(*(torch.arange(6).view(3, 2) for _ in range(4)))
+    assert torch.equal(rows[torch.tensor([2, 0])].tokens, torch.tensor([[4, 5], [0, 1]]))

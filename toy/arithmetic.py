@@ -1,0 +1,92 @@
+"""The toy task: add two 2-digit numbers, out loud or not.
+
+A prompt is "37+48=". An answer opens with a filler that means nothing ("so ", "ok " or "hm "), then either says the sum
+directly or works it out column by column, in either order, and ends with "#" and the sum:
+
+    so #85                           direct
+    ok 7+8=15,30+40=70,#85           worked, ones first
+    hm 30+40=70,7+8=15,#85           worked, tens first
+
+So it has what the papers speak of: shared tokens that carry no credit (the opener), two solutions of equal reward,
+answers of different lengths, and a policy that can discover that working it out pays. The demonstrations of the warm
+start are imperfect on purpose: mostly direct, and then mostly wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+OPENERS = ("so ", "ok ", "hm ")
+SYMBOLS = "0123456789+=,#sokhm "
+DIRECT_SHARE, DIRECT_RIGHT = 0.75, 0.05  # of the demonstrations; of the direct ones
+TEST_SIZE = 500
+
+
+@dataclass(frozen=True)
+class Item:
+    prompt: str  # "37+48="
+    answer: str  # "85"
+    demo: str  # one demonstration, right or wrong
+
+
+def solutions(a: int, b: int) -> dict[str, str]:
+    """The three solution forms of a+b without their opener, all right: name -> text."""
+    ones = f"{a % 10}+{b % 10}={a % 10 + b % 10},"
+    tens = f"{a - a % 10}+{b - b % 10}={a - a % 10 + b - b % 10},"
+    end = f"#{a + b}"
+    return {"direct": end, "ones first": ones + tens + end, "tens first": tens + ones + end}
+
+
+def demonstration(a: int, b: int, rng: random.Random) -> str:
+    """What a hasty pupil would write: usually just a guess near the sum."""
+    forms = solutions(a, b)
+    if rng.random() > DIRECT_SHARE:
+        return rng.choice(OPENERS) + forms[rng.choice(("ones first", "tens first"))]
+    if rng.random() < DIRECT_RIGHT:
+        return rng.choice(OPENERS) + forms["direct"]
+    return rng.choice(OPENERS) + f"#{a + b + rng.choice((-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))}"
+
+
+class Arithmetic:
+    """Task object: .train and .test are disjoint lists of Item; all 8,100 sums of two 2-digit numbers are in one."""
+
+    name = "arithmetic"
+
+    def __init__(self, seed: int = 0):
+        rng = random.Random(seed)
+        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        rng.shuffle(pairs)
+        items = [Item(f"{a}+{b}=", str(a + b), demonstration(a, b, rng)) for a, b in pairs]
+        self.test, self.train = items[:TEST_SIZE], items[TEST_SIZE:]
+
+    def reward(self, text: str, item: Item) -> float:
+        """1.0 if what follows the last "#" is exactly the sum, else 0.0. How it got there does not matter."""
+        _, mark, final = text.rpartition("#")
+        return float(bool(mark) and final == item.answer)
+
+    def encode(self, tokenizer, item: Item) -> list[int]:
+        return tokenizer.encode(item.prompt, add_special_tokens=False)
+
+    def prefixes(self, item: Item) -> dict[str, list[str]]:
+        """Openers and solution forms as sets of answer prefixes; the policy's probability of a set is exact.
+
+        {"opener so": ["so "], ..., "form direct": ["so #", "ok #", "hm #"], ...}
+        """
+        a, b = map(int, item.prompt[:-1].split("+"))
+        sets = {f"opener {opener.strip()}": [opener] for opener in OPENERS}
+        for form, text in solutions(a, b).items():
+            start = "#" if form == "direct" else text[: text.index("+") + 1]
+            sets[f"form {form}"] = [opener + start for opener in OPENERS]
+        return sets
+
+    def make_tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token per character, plus padding and the end of the answer."""
+        vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *SYMBOLS])}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

@@ -1,0 +1,644 @@
+"""Group-relative RL for a language model, from first line to last.
+
+config -> task -> model -> rollout -> score -> loss -> update -> evaluate -> checkpoint -> main, in this order.
+`python train.py` needs no GPU and no download; `python train.py --help` lists every knob. The methods are in losses.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from cli import check_ranges, fail, flag, given_flags, knob
+from gsm8k import GSM8K
+from losses import METHODS, Batch, group_advantages, k3, learning_tax, prefix_nodes, token_coefficients
+from toy.arithmetic import Arithmetic
+
+# ---------------------------------------------------------------- config
+
+
+@dataclass
+class Config:
+    task: str = knob("arithmetic", "what to learn", choices=("arithmetic", "gsm8k"))
+    method: str = knob("grpo", "which loss of losses.py", choices=tuple(METHODS))
+    hyper: tuple[str, ...] = knob((), "hyperparameters of the method, name=value ..., e.g. eps_high=0.3")
+    kl: float = knob(0.0, "weight of the k3 KL term to the start (methods with a kl term only)", low=0)
+    model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
+    layers: int = knob(1, "layers of the scratch model", low=1)
+    width: int = knob(64, "hidden size of the scratch model, a multiple of 8", low=8)
+    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl (default: the hub)")
+    threads: int = knob(
+        1, "CPU threads, 0 = all: a tiny model gains nothing from more, and loses on a busy machine", low=0
+    )
+    device: str = knob("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    seed: int = knob(0, "seed of everything random", low=0)
+    warm_steps: int = knob(700, "supervised steps on the task's demonstrations before RL", low=0)
+    warm_rows: int = knob(64, "demonstrations per supervised step", low=1)
+    warm_lr: float = knob(6e-3, "its learning rate", low=0)
+    steps: int = knob(100, "rollout batches", low=1)
+    prompts: int = knob(32, "prompts per rollout batch", low=1)
+    group_size: int = knob(8, "G, answers per prompt", low=2)
+    max_tokens: int = knob(26, "L, the longest answer in tokens", low=1)
+    temperature: float = knob(1.0, "sampling temperature, also inside every log-prob", low=1e-3)
+    epochs: int = knob(1, "passes over a rollout batch", low=1)
+    minibatches: int = knob(4, "optimiser batches per pass: whole groups, off-policy after the first", low=1)
+    micro_rows: int = knob(64, "rows per forward/backward: memory only, never changes the result", low=1)
+    lr: float = knob(5e-4, "learning rate of AdamW", low=0)
+    schedule: str = knob("linear", "learning rate over the run", choices=("constant", "linear"))
+    grad_clip: float = knob(1.0, "largest gradient norm", low=1e-12)
+    reference: bool = knob(True, "keep the start policy, to report the KL to it (memory: one more model)")
+    eval_every: int = knob(25, "steps between evaluations", low=1)
+    eval_items: int = knob(200, "held-out items per evaluation", low=1)
+    eval_samples: int = knob(4, "k of pass@k: samples per held-out item", low=1)
+    save_every: int = knob(50, "steps between checkpoints", low=1)
+    out: str = knob("runs", "where run directories are made")
+    name: str = knob("", "run directory (default: task-method-seed-time)")
+    resume: str = knob("", "run directory to go on with; only --steps may be given beside it")
+
+
+# What differs from the dataclass (which is the toy) when nothing is said on the command line.
+GSM8K_HUB = dict(
+    model="Qwen/Qwen2.5-0.5B-Instruct", threads=0, warm_steps=0, steps=200, prompts=16, max_tokens=512, minibatches=1
+)
+GSM8K_HUB |= dict(micro_rows=8, lr=1e-6, eval_samples=1, save_every=25)
+GSM8K_SCRATCH = dict(
+    model="scratch", layers=4, width=256, warm_steps=600, warm_rows=32, warm_lr=1e-3, steps=60, prompts=16
+)
+GSM8K_SCRATCH |= dict(max_tokens=160, minibatches=1, micro_rows=64, lr=1e-4, eval_samples=1, eval_every=30)
+
+
+def parse(argv: list[str]) -> Config:
+    presets = {"gsm8k": GSM8K_HUB, "gsm8k from scratch": GSM8K_SCRATCH}
+    given = given_flags(Config, __doc__.splitlines()[0], presets, argv)
+    if "resume" in given:
+        config = resumed_config(given)
+    else:
+        scratch = given.get("model") == "scratch"
+        preset = {} if given.get("task") != "gsm8k" else GSM8K_SCRATCH if scratch else GSM8K_HUB
+        config = Config(**preset | given)
+    check(config)
+    return config
+
+
+def resumed_config(given: dict) -> Config:
+    path = Path(given["resume"]) / "config.json"
+    if extra := set(given) - {"resume", "steps"}:
+        fail(f"{flag(min(extra))} cannot be changed when resuming; only --steps can")
+    if not path.is_file():
+        fail(f"--resume {given['resume']}: no config.json there; accepted: a run directory, such as runs/NAME")
+    return Config(**json.loads(path.read_text())["config"] | given)
+
+
+def check(config: Config):
+    """Refuse what cannot work, before anything is loaded."""
+    check_ranges(config)
+    if config.prompts % config.minibatches:
+        fail(f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}")
+    if config.width % 8:
+        fail(f"--width {config.width}: must be a multiple of 8")
+    if config.kl and not config.reference:
+        fail(f"--kl {config.kl} needs the start policy: it contradicts --no-reference")
+    if config.data and config.task != "gsm8k":
+        fail(f"--data {config.data}: only --task gsm8k reads data")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch finds no CUDA device; accepted: auto, cpu")
+    if config.name and not config.resume and (Path(config.out) / config.name).exists():
+        fail(f"--name {config.name}: {Path(config.out) / config.name} exists; choose another, or --resume it")
+    hyperparameters(config)
+
+
+def hyperparameters(config: Config) -> dict:
+    """--hyper and --kl as keyword arguments of the method's passes, tried on a small batch before a model is loaded."""
+    accepted, zeros = {}, torch.zeros(2, 1)
+    for loss_fn in METHODS[config.method].passes:
+        accepted |= {k: p.default for k, p in inspect.signature(loss_fn).parameters.items() if p.default is not p.empty}
+    chosen = dict(text.partition("=")[::2] for text in config.hyper) | ({"kl": config.kl} if config.kl else {})
+    for key, value in chosen.items():
+        if key not in accepted:
+            names = ", ".join(f"{k}={v}" for k, v in accepted.items()) or "none"
+            fail(f"method {config.method} has no hyperparameter {key!r}; accepted, with defaults: {names}")
+        try:
+            chosen[key] = type(accepted[key])(value)
+            for loss_fn in METHODS[config.method].passes:
+                loss_fn(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros), **{key: chosen[key]})
+        except ValueError as error:
+            fail(f"{key}={value}: {error}")
+    return chosen
+
+
+def rng(*key) -> torch.Generator:
+    """A fresh generator for each use and step, so that a resumed run needs no random state to be restored."""
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big"))
+
+
+# ---------------------------------------------------------------- model
+
+
+def load_model(config: Config, task, device: torch.device, path: str):
+    """A causal LM with fp32 master weights, its tokenizer, its end-of-answer ids. eval() for good: no dropout."""
+    if path == "scratch":
+        tokenizer = task.make_tokenizer()
+        ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+        shape = dict(n_layer=config.layers, n_embd=config.width, n_head=max(4, config.width // 64), n_positions=1024)
+        torch.manual_seed(config.seed)
+        # The usual init of 0.02 is meant for wide models; a narrow one learns several times faster from this.
+        start = dict(initializer_range=config.width**-0.5)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **shape, **ids, **start))
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            fail(f"--model {path} cannot be loaded ({reason}); accepted: scratch, a directory, a hub id")
+    eos = model.generation_config.eos_token_id
+    eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if not eos:
+        fail(f"--model {path}: neither its tokenizer nor its generation config names an end-of-sequence token")
+    model.to(device).eval()
+    with torch.no_grad():  # score() applies the output layer itself, in chunks: make sure nothing happens in between
+        ids = torch.arange(min(8, model.config.vocab_size), device=device)[None]
+        hidden = model.base_model(ids).last_hidden_state
+        if not torch.allclose(model.get_output_embeddings()(hidden), model(ids).logits, atol=1e-4):
+            fail(f"--model {path}: {type(model).__name__} changes its logits after the output layer; not supported")
+    return model, tokenizer, torch.tensor(sorted(eos), device=device)
+
+
+def autocast(device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+# ---------------------------------------------------------------- rollout
+
+
+@dataclass
+class Rows:
+    """Prompts with their answers, as ids. A row is prompt (left-padded) + answer (right-padded)."""
+
+    prompt: Tensor  # (N, P)
+    prompt_mask: Tensor  # (N, P) bool
+    tokens: Tensor  # (N, T)
+    mask: Tensor  # (N, T) bool, True up to and including the first EOS
+
+    def __getitem__(self, index) -> Rows:
+        return Rows(self.prompt[index], self.prompt_mask[index], self.tokens[index], self.mask[index])
+
+
+def pad_left(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
+    return ids, mask
+
+
+def make_rows(prompts: list[list[int]], answers: list[list[int]], device: torch.device) -> Rows:
+    width = max(map(len, answers))
+    tokens = torch.tensor([a + [0] * (width - len(a)) for a in answers], device=device)
+    mask = torch.tensor([[True] * len(a) + [False] * (width - len(a)) for a in answers], device=device)
+    return Rows(*pad_left(prompts, device), tokens, mask)
+
+
+@torch.no_grad()
+def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eos: Tensor, gen) -> tuple[Rows, Tensor]:
+    """Sample `copies` answers to each prompt (list of id lists); temperature 0 is greedy. Rows, (N, T) log-probs.
+
+    Nothing but the temperature shapes the distribution: no top-p, no top-k, no penalty, whatever the model's own
+    generation config says. A prompt is read once and its key-value cache repeated; finished rows leave the batch.
+    """
+    device = eos.device
+    ids, prompt_mask = pad_left(prompts, device)
+    n = len(prompts) * copies
+    uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
+    tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
+    mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
+    logps = torch.zeros(n, max_tokens, device=device)
+    with autocast(device):
+        cache = DynamicCache(config=model.config)
+        position = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+        inputs = dict(attention_mask=prompt_mask.long(), position_ids=position, past_key_values=cache, use_cache=True)
+        logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1].repeat_interleave(copies, 0)
+        cache.batch_repeat_interleave(copies)
+        attention = prompt_mask.long().repeat_interleave(copies, 0)
+        position = position[:, -1:].repeat_interleave(copies, 0)
+        rows = torch.arange(n, device=device)  # which answers are still in the batch
+        for t in range(max_tokens):
+            logp = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+            if temperature:  # inverse of the distribution function: a row's draws do not depend on its neighbours
+                cdf = logp.double().exp().cumsum(-1)
+                token = torch.searchsorted(cdf, uniform[rows, t, None] * cdf[:, -1:], right=True).squeeze(1)
+                token = token.clamp(max=logp.shape[1] - 1)
+            else:
+                token = logp.argmax(-1)
+            tokens[rows, t], mask[rows, t] = token, True
+            logps[rows, t] = logp.gather(1, token[:, None]).squeeze(1)
+            alive = ~torch.isin(token, eos)
+            if t + 1 == max_tokens or not alive.any():
+                break
+            if not alive.all():
+                keep = alive.nonzero().squeeze(1)
+                cache.batch_select_indices(keep)
+                rows, token, attention, position = rows[keep], token[keep], attention[keep], position[keep]
+            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
+            position = position + 1
+            inputs = dict(attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True)
+            logits = model(token[:, None], **inputs).logits[:, -1]
+    ids, prompt_mask = ids.repeat_interleave(copies, 0), prompt_mask.repeat_interleave(copies, 0)
+    return Rows(ids, prompt_mask, tokens[:, : t + 1], mask[:, : t + 1]), logps[:, : t + 1]
+
+
+# ---------------------------------------------------------------- score
+
+CHUNK = 2**25  # logits held at once: 128 MB of fp32
+
+
+def score(model, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the answers' tokens (differentiable) and entropies (detached), both (N, T) fp32, 0 on padding.
+
+    The output layer runs on answer positions only, chunk by chunk, and again in backward: full logits never exist.
+    """
+    ids = torch.cat([rows.prompt, rows.tokens], 1)
+    attention = torch.cat([rows.prompt_mask, rows.mask], 1).long()
+    position = (attention.cumsum(1) - 1).clamp(min=0)
+    with autocast(ids.device):
+        inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
+        hidden = model.base_model(ids, **inputs).last_hidden_state[:, rows.prompt.shape[1] - 1 : -1]  # predict answers
+        hidden, targets, head = hidden[rows.mask], rows.tokens[rows.mask], model.get_output_embeddings()  # (M, d), (M,)
+        size = max(1, CHUNK // model.config.vocab_size)
+        if len(targets) <= size:
+            parts = [head_logps(head, hidden, targets, temperature)]
+        else:
+            chunks = zip(hidden.split(size), targets.split(size), strict=True)
+            parts = [checkpoint(head_logps, head, h, t, temperature, use_reentrant=False) for h, t in chunks]
+    logp, entropy = (torch.cat(x) for x in zip(*parts, strict=True))
+    zeros = logp.new_zeros(rows.mask.shape)
+    return zeros.masked_scatter(rows.mask, logp), zeros.masked_scatter(rows.mask, entropy)
+
+
+def head_logps(head, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(M, d), (M,) -> log-prob of the target and entropy of the distribution, (M,) fp32 each."""
+    logp = (head(hidden).float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def pieces(rows: Rows, size: int) -> list[slice]:
+    return [slice(i, i + size) for i in range(0, len(rows.tokens), size)]
+
+
+@torch.no_grad()
+def score_all(model, rows: Rows, temperature: float, size: int) -> tuple[Tensor, Tensor]:
+    parts = [score(model, rows[piece], temperature) for piece in pieces(rows, size)]
+    logp, entropy = (torch.cat(x) for x in zip(*parts, strict=True))
+    return logp, entropy
+
+
+# ---------------------------------------------------------------- update
+
+
+def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) -> tuple[Tensor, Tensor, float]:
+    """One optimiser step. Returns the loss, the token coefficients (N, T) and the gradient norm.
+
+    The loss is taken on the whole batch as a function of its (N, T) log-probs, a small matrix; its gradient there is
+    then carried through the model in pieces of micro_rows. So any loss, however it couples the rows, has exactly the
+    gradient of the unsplit batch, and the token coefficients that the meter wants are there for free.
+    """
+    split = pieces(rows, config.micro_rows)
+    if len(split) == 1:
+        logp, _ = score(model, rows, config.temperature)
+    else:
+        logp, _ = score_all(model, rows, config.temperature, config.micro_rows)
+    leaf = logp.detach().requires_grad_()
+    loss = loss_fn(replace(batch, logp=leaf))
+    coefficients = token_coefficients(loss, leaf)
+    optimizer.zero_grad()
+    for piece in split:
+        part = logp if len(split) == 1 else score(model, rows[piece], config.temperature)[0]
+        part.backward(-coefficients[piece] / len(leaf))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
+    if not (math.isfinite(norm) and math.isfinite(loss.item())):
+        raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm}: the weights were left as they were")
+    optimizer.step()
+    return leaf.detach(), coefficients, norm
+
+
+def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batch, advantages: Tensor, gen) -> dict:
+    """All optimiser steps on one rollout batch: epochs x minibatches x passes. Returns their mean diagnostics."""
+    nodes = prefix_nodes(rows.tokens, rows.mask, config.group_size)
+    groups = torch.arange(len(rows.tokens), device=rows.tokens.device).view(-1, config.group_size)
+    seen = []
+    for _ in range(config.epochs):
+        order = torch.randperm(len(groups), generator=gen).to(groups.device)
+        for index in groups[order].view(config.minibatches, -1):  # whole groups
+            part, adv, mask = batch[index], advantages[index], batch.mask[index]
+            for loss_fn in METHODS[config.method].passes:
+                logp, c, norm = update(model, optimizer, lambda b, f=loss_fn: f(b, **hyper), rows[index], part, config)
+                if not seen:
+                    off = (logp - part.logp_old)[mask].abs().max().item()
+                    limit = 1e-3 if logp.device.type == "cpu" else 0.1  # bf16 rounds differently in other shapes
+                    assert off < limit, f"the first step is not on-policy: log-ratio {off}"
+                counted = mask & (adv != 0)[:, None]
+                clipped = (counted & (c == 0)).sum() / counted.sum().clamp(min=1)
+                seen.append((norm, clipped.item(), learning_tax(c, adv, nodes[index], mask)))
+    means = [sum(x) / len(x) for x in zip(*seen, strict=True)]
+    return dict(zip(("grad_norm", "clip_share", "tax"), means, strict=True))
+
+
+# ---------------------------------------------------------------- evaluate
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k answers is right) from n answers: 1 - C(n-c, k) / C(n, k)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def decode(tokenizer, rows: Rows) -> list[str]:
+    ids, keep = rows.tokens.tolist(), rows.mask.tolist()
+    answers = [[i for i, m in zip(row, k, strict=True) if m] for row, k in zip(ids, keep, strict=True)]
+    return tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+
+def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict, list[str]]:
+    """Held-out greedy accuracy, sampled accuracy and pass@k, exact prefix probabilities; and a few answers to read."""
+    items, k, lines = task.test[: config.eval_items], config.eval_samples, []
+    gen = rng(config.seed, "evaluate")
+    greedy, sampled = [], []
+    at_once = max(1, config.prompts * config.group_size // k)
+    for i in range(0, len(items), at_once):
+        some = items[i : i + at_once]
+        prompts = [task.encode(tokenizer, item) for item in some]
+        for copies, temperature, scores in ((1, 0.0, greedy), (k, config.temperature, sampled)):
+            rows, _ = rollout(model, prompts, copies, config.max_tokens, temperature, eos, gen)
+            texts = decode(tokenizer, rows)
+            rewards = [task.reward(text, some[j // copies]) for j, text in enumerate(texts)]
+            scores += rewards
+            if temperature and len(lines) < 3:
+                lines = [f"{some[j].prompt} -> {texts[j * k]}  [{rewards[j * k]:g}]" for j in range(min(3, len(some)))]
+    right = [sum(r == 1 for r in sampled[j : j + k]) for j in range(0, len(sampled), k)]
+    metrics = {
+        "greedy": sum(greedy) / len(greedy),
+        "sampled": sum(sampled) / len(sampled),
+        f"pass@{k}": sum(pass_at_k(k, c, k) for c in right) / len(right),
+    }
+    if hasattr(task, "prefixes"):
+        metrics |= prefix_probabilities(model, tokenizer, task, items[:32], config, eos.device)
+    return metrics, lines
+
+
+def prefix_probabilities(model, tokenizer, task, items: list, config: Config, device: torch.device) -> dict:
+    """Mean over items of the policy's exact probability that an answer begins with one of a named set of prefixes."""
+    names, prompts, prefixes = [], [], []
+    for item in items:
+        for name, texts in task.prefixes(item).items():
+            for text in texts:
+                names.append(name)
+                prompts.append(task.encode(tokenizer, item))
+                prefixes.append(tokenizer.encode(text, add_special_tokens=False))
+    logp, _ = score_all(model, make_rows(prompts, prefixes, device), config.temperature, config.micro_rows)
+    total = dict.fromkeys(names, 0.0)
+    for name, p in zip(names, logp.sum(1).exp().tolist(), strict=True):
+        total[name] += p / len(items)
+    return total
+
+
+# ---------------------------------------------------------------- checkpoint
+
+
+def save(run: Path, step: int, model, tokenizer, optimizer):
+    """runs/NAME/checkpoints/step-000050: the model in transformers' format, and what the trainer needs to go on."""
+    final = run / "checkpoints" / f"step-{step:06d}"
+    part = final.with_name(f"unfinished-{step:06d}")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    sizes = {name: (run / name).stat().st_size for name in ("metrics.jsonl", "samples.txt")}
+    torch.save({"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}, part / "trainer.pt")
+    for path in part.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    part.rename(final)  # the name appears only when everything is on disk
+    for old in sorted((run / "checkpoints").glob("step-*"))[:-2]:
+        shutil.rmtree(old)
+
+
+def load_trainer(run: Path, optimizer, folder: Path, device: torch.device) -> int:
+    """Restore the optimiser and cut the logs back to the checkpoint's step, which is returned."""
+    state = torch.load(folder / "trainer.pt", map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    for name, size in state["sizes"].items():
+        os.truncate(run / name, size)
+    return state["step"]
+
+
+# ---------------------------------------------------------------- main
+
+
+def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
+    """Supervised steps on the task's demonstrations, so that RL has something to find."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    end = [tokenizer.eos_token_id]
+    for step in tqdm(range(config.warm_steps), desc="warm start", mininterval=1.0):
+        for group in optimizer.param_groups:
+            group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
+        picks = torch.randint(len(task.train), (config.warm_rows,), generator=rng(config.seed, "warm", step)).tolist()
+        items = [task.train[i] for i in picks]
+        demos = [tokenizer.encode(item.demo, add_special_tokens=False) + end for item in items]
+        rows = make_rows([task.encode(tokenizer, item) for item in items], demos, eos.device)
+        logp, _ = score(model, rows, 1.0)
+        loss = -logp.sum() / rows.mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def next_items(task, config: Config, step: int) -> list:
+    """The prompts of a step: walk through one permutation of the training split after another."""
+    n, items = len(task.train), []
+    for i in range((step - 1) * config.prompts, step * config.prompts):
+        if i % n == 0 or not items:
+            order = torch.randperm(n, generator=rng(config.seed, "order", i // n)).tolist()
+        items.append(task.train[order[i % n]])
+    return items
+
+
+def train_step(
+    model, reference, tokenizer, optimizer, eos: Tensor, task, config: Config, hyper: dict, step: int
+) -> dict:
+    """Rollout, reward, score, learn. Returns the step's metrics."""
+    gen, clock = rng(config.seed, "step", step), [time.perf_counter()]
+    if config.schedule == "linear":
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * (1 - (step - 1) / config.steps)
+    items = next_items(task, config, step)
+    prompts = [task.encode(tokenizer, item) for item in items]
+    rows, _ = rollout(model, prompts, config.group_size, config.max_tokens, config.temperature, eos, gen)
+    texts = decode(tokenizer, rows)
+    rewards = [task.reward(text, items[i // config.group_size]) for i, text in enumerate(texts)]
+    rewards = torch.tensor(rewards, device=eos.device)  # (N,)
+    clock.append(time.perf_counter())
+
+    logp_old, entropy = score_all(model, rows, config.temperature, config.micro_rows)  # (N, T) each
+    logp_ref = None
+    if reference is not None:
+        logp_ref, _ = score_all(reference, rows, config.temperature, config.micro_rows)
+    method = METHODS[config.method]
+    advantages = group_advantages(rewards, config.group_size, method.scale)  # (N,)
+    adv = advantages[:, None].expand_as(logp_old)
+    batch = Batch(logp_old, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
+    if method.credit is not None:
+        batch.adv = method.credit(batch)
+    clock.append(time.perf_counter())
+
+    diagnostics = learn(model, optimizer, config, hyper, rows, batch, advantages, gen)
+    clock.append(time.perf_counter())
+    grouped, tokens = rewards.view(-1, config.group_size), rows.mask.sum()
+    ended = torch.isin(rows.tokens, eos).logical_and(rows.mask).any(1)
+    metrics = {
+        "step": step,
+        "reward": rewards.mean().item(),
+        "equal_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
+        "length": (tokens / len(rewards)).item(),
+        "truncated": 1 - ended.float().mean().item(),
+        "entropy": (entropy.sum() / tokens).item(),
+        **({} if reference is None else {"kl_start": (k3(batch).sum() / tokens).item()}),
+        **diagnostics,
+        "lr": optimizer.param_groups[0]["lr"],
+        "tokens": tokens.item(),
+        "tokens_per_s": tokens.item() / (clock[-1] - clock[0]),
+    }
+    times = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+    return metrics | dict(zip(("rollout_s", "score_s", "update_s"), times, strict=True))
+
+
+def start_run(config: Config, task, device: torch.device):
+    """A new run directory with a warm-started model, or the newest checkpoint of an old one."""
+    run = Path(config.resume or Path(config.out) / (config.name or default_name(config)))
+    found = sorted((run / "checkpoints").glob("step-*")) if config.resume else []
+    if config.resume and not found:
+        fail(f"--resume {run}: it holds no complete checkpoint; start it anew")
+    model, tokenizer, eos = load_model(config, task, device, str(found[-1]) if found else config.model)
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    longest = max(len(task.encode(tokenizer, item)) for item in [*task.train, *task.test[: config.eval_items]])
+    if longest + config.max_tokens > limit:
+        fail(
+            f"longest prompt {longest} + --max-tokens {config.max_tokens} exceed the model's context of {limit} tokens"
+        )
+    start = run / "start" if config.warm_steps else config.model  # the policy that the KL is measured from
+    if not found:
+        try:
+            run.mkdir(parents=True)
+        except OSError as error:
+            fail(f"cannot make the run directory {run}: {error.strerror}")
+        (run / "config.json").write_text(json.dumps({"config": asdict(config), **about(device)}, indent=1) + "\n")
+        (run / "metrics.jsonl").touch()
+        (run / "samples.txt").touch()
+        print(
+            f"{config.method} on {config.task}, {sum(p.numel() for p in model.parameters()):,} parameters, into {run}"
+        )
+        print(f"1. warm start: {config.warm_steps} supervised steps on the task's own, imperfect, demonstrations")
+        each = f"{config.prompts} prompts x {config.group_size} answers, {config.epochs * config.minibatches} update(s)"
+        print(
+            f"2. reinforcement learning: {config.steps} steps of {each}; only the final answer is rewarded", flush=True
+        )
+        warm_start(model, tokenizer, task, config, eos)
+        if config.reference and config.warm_steps:
+            model.save_pretrained(start)
+            tokenizer.save_pretrained(start)
+    reference = load_model(config, task, device, str(start))[0] if config.reference else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    done = load_trainer(run, optimizer, found[-1], device) if found else 0
+    return run, model, reference, tokenizer, optimizer, eos, done
+
+
+def default_name(config: Config) -> str:
+    return f"{config.task}-{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def about(device: torch.device) -> dict:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"versions": versions, "git_commit": commit.stdout.strip() or None, "device": str(device)}
+
+
+def record(run: Path, metrics: dict, evaluated: dict | None = None, lines: tuple[str, ...] = (), show: bool = False):
+    """One line of metrics.jsonl; at an evaluation also a line on the screen and some answers in samples.txt."""
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics | (evaluated or {})) + "\n")
+    if evaluated:
+        with open(run / "samples.txt", "a") as file:
+            file.write(f"step {metrics['step']}\n" + "".join(f"  {line}\n" for line in lines))
+        shown = {k: metrics[k] for k in ("reward", "entropy", "tax") if k in metrics} | evaluated
+        tqdm.write(f"step {metrics['step']}: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items()))
+        for line in lines if show else ():
+            tqdm.write("    " + line)
+
+
+def summary(run: Path):
+    """What changed: every measured quantity at its first and last evaluation, and the reward over 10 steps."""
+    seen = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = [[m for m in seen if "greedy" in m][i] for i in (0, -1)]
+    steps = [m for m in seen if "reward" in m]
+    print(f"\n{'':18} before   after")
+    for key in ("reward", "entropy", "tax", "length"):
+        print(f"{key:18} {steps[0][key]:6.3f}  {sum(m[key] for m in steps[-10:]) / len(steps[-10:]):6.3f}")
+    for key in first.keys() - {"step"} & last.keys():
+        print(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
+
+
+def main(argv: list[str] | None = None):
+    config = parse(sys.argv[1:] if argv is None else argv)
+    hyper = hyperparameters(config)
+    torch.set_num_threads(config.threads or os.cpu_count())
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    try:
+        task = GSM8K(config.data or None) if config.task == "gsm8k" else Arithmetic()
+    except ValueError as error:
+        fail(str(error))
+    run, model, reference, tokenizer, optimizer, eos, done = start_run(config, task, device)
+    if not done:
+        record(run, {"step": 0}, *evaluate(model, tokenizer, eos, task, config), show=True)
+    stop = []  # Ctrl-C: finish the step, save, leave; a second one leaves at once
+    previous = signal.signal(signal.SIGINT, lambda *_: stop.append(1) if not stop else sys.exit(130))
+    bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, desc=config.method)
+    for step in bar:
+        metrics = train_step(model, reference, tokenizer, optimizer, eos, task, config, hyper, step)
+        bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "entropy", "length", "tax", "tokens_per_s")})
+        last = step == config.steps
+        due = step % config.eval_every == 0 or last
+        record(run, metrics, *(evaluate(model, tokenizer, eos, task, config) if due else ()), show=last)
+        if step % config.save_every == 0 or last or stop:
+            save(run, step, model, tokenizer, optimizer)
+        if stop:
+            break
+    bar.close()
+    signal.signal(signal.SIGINT, previous)
+    if stop:
+        return print(f"stopped after step {step}; go on with: python train.py --resume {run}")
+    summary(run)
+    print(f"\neverything is in {run}; try next: python train.py --method dfpo-min, or --help")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("interrupted before the first step; there is nothing to resume")
