@@ -14,7 +14,7 @@ Unknowns, and where this file deviates from a paper (grades: P stated by the pap
   5. GRPO's KL term is off by default (the paper: 0.04); the estimator is k3 and sits inside the sequence mean.
   6. Constant normaliser: 1/(N L) with L the generation budget (Dr. GRPO writes 1/G and no L: a constant factor).
   7. DAPO: equal-reward groups are left out of the mean; they are not replaced by sampling more prompts.
-  8. GSPO with a per-token advantage uses the answer's mean of it; without a credit rule that is A_i itself.
+  8. GSPO and DFPO's transforms take an answer's mean per-token advantage; without a credit rule that is A_i itself.
   9. pos-only divides by the full group, as GRPO does, so that its step is comparable.
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1, NTHR 2505.18830.
@@ -51,7 +51,7 @@ class Batch:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logp has {tuple(self.logp.shape)}")
         if self.logp.dim() != 2 or self.mask.dtype != torch.bool:
             raise ValueError(f"logp must be (N, T) and mask bool, not {self.logp.dim()}-d and {self.mask.dtype}")
-        if self.group_size < 2 or len(self.logp) % self.group_size:
+        if self.group_size < 2 or len(self.logp) % self.group_size or not self.logp.numel():
             raise ValueError(f"{len(self.logp)} rows are not whole groups of group_size {self.group_size} (at least 2)")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
@@ -73,8 +73,10 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (an answer is compared with its siblings), not {group_size}")
-    if rewards.dim() != 1 or len(rewards) % group_size:
-        raise ValueError(f"rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}")
+    if rewards.dim() != 1 or len(rewards) % group_size or not rewards.is_floating_point():
+        raise ValueError(
+            f"rewards: {rewards.dtype} of shape {tuple(rewards.shape)}, not whole groups of {group_size} floats"
+        )
     if scale not in ("std", "mean"):
         raise ValueError(f'scale must be "std" or "mean", not {scale!r}')
     groups = rewards.view(-1, group_size)  # (P, G)
@@ -104,7 +106,12 @@ def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
 
 def trajectory_advantage(batch: Batch) -> Tensor:
     """A_i, one number per answer: the mean of its per-token advantages; 0 for an empty answer. (N,)."""
-    return batch.adv.masked_fill(~batch.mask, 0.0).sum(1) / lengths(batch)
+    return masked_adv(batch).sum(1) / lengths(batch)
+
+
+def masked_adv(batch: Batch) -> Tensor:
+    """A_{i,t}, 0 on padding: a nan there would reach the gradient of A log pi, though the product is masked. (N, T)."""
+    return batch.adv.masked_fill(~batch.mask, 0.0)
 
 
 def lengths(batch: Batch) -> Tensor:
@@ -150,14 +157,14 @@ def reinforce(batch: Batch) -> Tensor:
     J = A log pi, constant. Williams 1992; group baseline as in Dr. GRPO (P).
     Shared token: cancels always (it ignores the ratio).
     """
-    return -constant(batch.adv * batch.logp, batch)
+    return -constant(masked_adv(batch) * batch.logp, batch)
 
 
 def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 0.0) -> Tensor:
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, seq-mean. GRPO Eq. 3-4 (P).
-    Shared token: is left sum A_i/T_i on-policy (C8), and -r P or +r P outside the clip range (C6).
+    Shared token: is left sum A_i/T_i on-policy (C8); outside the clip range only losers or only winners act (C6).
     """
     surrogate = clipped(batch, eps_low, eps_high)
     if kl:
@@ -187,9 +194,9 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     """GRPO's surrogate with a wider upper clip, averaged over the tokens of the groups that disagree.
 
     J = min(r A, clip(r, 1-e_low, 1+e_high) A), token-mean without equal-reward groups. DAPO Eq. 8, 10-12 (P).
-    Shared token: cancels inside the clip range only (C6).
+    Shared token: cancels inside the clip range only (C6). A part of a batch weighs by its tokens in mixed groups.
     """
-    groups = (batch.adv.masked_fill(~batch.mask, 0.0) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
+    groups = (masked_adv(batch) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     return -token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed[:, None])
 
@@ -243,14 +250,14 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric") -> Tensor:
 def _dfpo(batch: Batch, ratio: str, transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     by_group = (-1, batch.group_size)
     w = transform(sequence_ratio(batch, ratio).view(by_group), trajectory_advantage(batch).view(by_group))  # (P, G)
-    return -constant(w.reshape(-1, 1) * batch.adv * batch.logp, batch)
+    return -constant(w.reshape(-1, 1) * masked_adv(batch) * batch.logp, batch)
 
 
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
     J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), seq-mean. NTHR sec. 3 (P).
-    Shared token: never cancels (nothing stands against the winners).
+    Shared token: does not cancel (nothing stands against the winners), save where the clip stops them all.
     """
     return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
@@ -272,9 +279,8 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     Two ids are equal iff the rows are of one group and agree up to and including that token.
     """
     n, width = tokens.shape
-    groups, valid = tokens.view(-1, group_size, width), mask.view(-1, group_size, width)  # (P, G, T)
-    same = (groups[:, :, None] == groups[:, None]) & valid[:, :, None] & valid[:, None]  # (P, G, G, T)
-    same = same.to(torch.uint8).cumprod(-1, dtype=torch.uint8)
+    groups = tokens.view(-1, group_size, width)  # (P, G, T)
+    same = (groups[:, :, None] == groups[:, None]).to(torch.uint8).cumprod(-1, dtype=torch.uint8)  # (P, G, G, T)
     first = same.argmax(2).view(n, width)  # the first row of the group with this prefix stands for all of them
     offset = torch.arange(n, device=tokens.device) // group_size * group_size
     nodes = (offset[:, None] + first) * width + torch.arange(width, device=tokens.device)
@@ -290,11 +296,11 @@ def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, 
 
 
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
-    """Share of the gradient on shared tokens that is reward-irrelevant: 0 = every shared token gets its credit only.
+    """Reward-irrelevant gradient on shared tokens, relative to all of it there: 0 = they get their credit only.
 
     With w = c/A and wbar its mean over the visitors S_v of node v: tax_v = sum_{S_v} (w_i - wbar) A_i, and the result
     is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over nodes with at least 2 visitors; answers with A_i = 0 are left out.
-    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float >= 0. Claim C15 (D).
+    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float >= 0, and it may exceed 1. Claim C15 (D).
     """
     used, adv, node, count = _visitors(advantages, nodes, mask)
     c = coefficients[used]
@@ -311,6 +317,7 @@ def exchangeable(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, 
     """Any loss with its tax removed: each token's weight w = c/A is replaced by its mean over the node's visitors.
 
     Returns the surrogate -(1/N) sum c' log pi, c' detached; answers with A_i = 0 keep their c. Claim C17 (D, ours).
+    Meant for losses with c proportional to A_i; a KL term's c / A_i may be huge, so add such a term outside.
     scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise (its value means nothing).
     """
     used, adv, node, count = _visitors(advantages, nodes, mask)

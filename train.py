@@ -28,7 +28,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2
 
 from cli import check_ranges, fail, flag, given_flags, knob
 from gsm8k import GSM8K
-from losses import METHODS, Batch, group_advantages, k3, learning_tax, prefix_nodes, token_coefficients
+from losses import (
+    METHODS,
+    Batch,
+    exchangeable,
+    group_advantages,
+    k3,
+    learning_tax,
+    prefix_nodes,
+    token_coefficients,
+)
 from toy.arithmetic import Arithmetic
 
 # ---------------------------------------------------------------- config
@@ -44,15 +53,14 @@ class Config:
     layers: int = knob(1, "layers of the scratch model", low=1)
     width: int = knob(64, "hidden size of the scratch model, a multiple of 8", low=8)
     data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl (default: the hub)")
-    threads: int = knob(
-        1, "CPU threads, 0 = all: a tiny model gains nothing from more, and loses on a busy machine", low=0
-    )
+    train_items: int = knob(0, "use only the first so many training problems; 0 = all", low=0)
+    threads: int = knob(1, "CPU threads, 0 = all; a tiny model gains nothing from more than one", low=0)
     device: str = knob("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     seed: int = knob(0, "seed of everything random", low=0)
     warm_steps: int = knob(700, "supervised steps on the task's demonstrations before RL", low=0)
     warm_rows: int = knob(64, "demonstrations per supervised step", low=1)
     warm_lr: float = knob(6e-3, "its learning rate", low=0)
-    steps: int = knob(100, "rollout batches", low=1)
+    steps: int = knob(60, "rollout batches", low=1)
     prompts: int = knob(32, "prompts per rollout batch", low=1)
     group_size: int = knob(8, "G, answers per prompt", low=2)
     max_tokens: int = knob(26, "L, the longest answer in tokens", low=1)
@@ -60,11 +68,12 @@ class Config:
     epochs: int = knob(1, "passes over a rollout batch", low=1)
     minibatches: int = knob(4, "optimiser batches per pass: whole groups, off-policy after the first", low=1)
     micro_rows: int = knob(64, "rows per forward/backward: memory only, never changes the result", low=1)
-    lr: float = knob(5e-4, "learning rate of AdamW", low=0)
+    lr: float = knob(1e-3, "learning rate of AdamW", low=0)
     schedule: str = knob("linear", "learning rate over the run", choices=("constant", "linear"))
     grad_clip: float = knob(1.0, "largest gradient norm", low=1e-12)
+    exchangeable: bool = knob(False, "project the loss: no reward-irrelevant part on shared tokens (ours, claim C17)")
     reference: bool = knob(True, "keep the start policy, to report the KL to it (memory: one more model)")
-    eval_every: int = knob(25, "steps between evaluations", low=1)
+    eval_every: int = knob(20, "steps between evaluations", low=1)
     eval_items: int = knob(200, "held-out items per evaluation", low=1)
     eval_samples: int = knob(4, "k of pass@k: samples per held-out item", low=1)
     save_every: int = knob(50, "steps between checkpoints", low=1)
@@ -78,10 +87,9 @@ GSM8K_HUB = dict(
     model="Qwen/Qwen2.5-0.5B-Instruct", threads=0, warm_steps=0, steps=200, prompts=16, max_tokens=512, minibatches=1
 )
 GSM8K_HUB |= dict(micro_rows=8, lr=1e-6, eval_samples=1, save_every=25)
-GSM8K_SCRATCH = dict(
-    model="scratch", layers=4, width=256, warm_steps=600, warm_rows=32, warm_lr=1e-3, steps=60, prompts=16
-)
-GSM8K_SCRATCH |= dict(max_tokens=160, minibatches=1, micro_rows=64, lr=1e-4, eval_samples=1, eval_every=30)
+GSM8K_SCRATCH = dict(model="scratch", threads=0, layers=2, width=128, train_items=256, max_tokens=96, prompts=8)
+GSM8K_SCRATCH |= dict(warm_steps=600, warm_rows=16, warm_lr=3e-3, minibatches=1, micro_rows=16, lr=5e-4)
+GSM8K_SCRATCH |= dict(schedule="constant", eval_samples=1, eval_every=30)
 
 
 def parse(argv: list[str]) -> Config:
@@ -126,20 +134,20 @@ def check(config: Config):
 
 def hyperparameters(config: Config) -> dict:
     """--hyper and --kl as keyword arguments of the method's passes, tried on a small batch before a model is loaded."""
-    accepted, zeros = {}, torch.zeros(2, 1)
-    for loss_fn in METHODS[config.method].passes:
+    accepted, passes, zeros = {}, METHODS[config.method].passes, torch.zeros(2, 1)
+    for loss_fn in passes:
         accepted |= {k: p.default for k, p in inspect.signature(loss_fn).parameters.items() if p.default is not p.empty}
     chosen = dict(text.partition("=")[::2] for text in config.hyper) | ({"kl": config.kl} if config.kl else {})
-    for key, value in chosen.items():
-        if key not in accepted:
-            names = ", ".join(f"{k}={v}" for k, v in accepted.items()) or "none"
-            fail(f"method {config.method} has no hyperparameter {key!r}; accepted, with defaults: {names}")
-        try:
+    try:
+        for key, value in chosen.items():
+            if key not in accepted:
+                names = ", ".join(f"{k}={v}" for k, v in accepted.items()) or "none"
+                fail(f"method {config.method} has no hyperparameter {key!r}; accepted, with defaults: {names}")
             chosen[key] = type(accepted[key])(value)
-            for loss_fn in METHODS[config.method].passes:
-                loss_fn(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros), **{key: chosen[key]})
-        except ValueError as error:
-            fail(f"{key}={value}: {error}")
+        for loss_fn in passes:
+            loss_fn(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros), **chosen)
+    except ValueError as error:
+        fail(f"--hyper {key}={value}: {error}")
     return chosen
 
 
@@ -175,8 +183,9 @@ def load_model(config: Config, task, device: torch.device, path: str):
     model.to(device).eval()
     with torch.no_grad():  # score() applies the output layer itself, in chunks: make sure nothing happens in between
         ids = torch.arange(min(8, model.config.vocab_size), device=device)[None]
-        hidden = model.base_model(ids).last_hidden_state
-        if not torch.allclose(model.get_output_embeddings()(hidden), model(ids).logits, atol=1e-4):
+        inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+        logits = model.get_output_embeddings()(model.base_model(**inputs).last_hidden_state)
+        if not torch.allclose(logits, model(**inputs).logits, atol=1e-4):
             fail(f"--model {path}: {type(model).__name__} changes its logits after the output layer; not supported")
     return model, tokenizer, torch.tensor(sorted(eos), device=device)
 
@@ -265,7 +274,7 @@ def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eo
 
 # ---------------------------------------------------------------- score
 
-CHUNK = 2**25  # logits held at once: 128 MB of fp32
+CHUNK = {"cpu": 2**22, "cuda": 2**26}  # logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU
 
 
 def score(model, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
@@ -280,7 +289,7 @@ def score(model, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
         inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
         hidden = model.base_model(ids, **inputs).last_hidden_state[:, rows.prompt.shape[1] - 1 : -1]  # predict answers
         hidden, targets, head = hidden[rows.mask], rows.tokens[rows.mask], model.get_output_embeddings()  # (M, d), (M,)
-        size = max(1, CHUNK // model.config.vocab_size)
+        size = max(1, CHUNK[ids.device.type] // model.config.vocab_size)
         if len(targets) <= size:
             parts = [head_logps(head, hidden, targets, temperature)]
         else:
@@ -348,13 +357,18 @@ def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batc
         order = torch.randperm(len(groups), generator=gen).to(groups.device)
         for index in groups[order].view(config.minibatches, -1):  # whole groups
             part, adv, mask = batch[index], advantages[index], batch.mask[index]
-            for loss_fn in METHODS[config.method].passes:
-                logp, c, norm = update(model, optimizer, lambda b, f=loss_fn: f(b, **hyper), rows[index], part, config)
+            for method_pass in METHODS[config.method].passes:
+
+                def loss_fn(b: Batch, method_pass=method_pass, adv=adv, index=index) -> Tensor:
+                    loss = method_pass(b, **hyper)
+                    return exchangeable(loss, b.logp, adv, nodes[index], b.mask) if config.exchangeable else loss
+
+                logp, c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
                 if not seen:
                     off = (logp - part.logp_old)[mask].abs().max().item()
                     limit = 1e-3 if logp.device.type == "cpu" else 0.1  # bf16 rounds differently in other shapes
                     assert off < limit, f"the first step is not on-policy: log-ratio {off}"
-                counted = mask & (adv != 0)[:, None]
+                counted = mask & (part.adv != 0)
                 clipped = (counted & (c == 0)).sum() / counted.sum().clamp(min=1)
                 seen.append((norm, clipped.item(), learning_tax(c, adv, nodes[index], mask)))
     means = [sum(x) / len(x) for x in zip(*seen, strict=True)]
@@ -505,7 +519,7 @@ def train_step(
     adv = advantages[:, None].expand_as(logp_old)
     batch = Batch(logp_old, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
     if method.credit is not None:
-        batch.adv = method.credit(batch)
+        batch = replace(batch, adv=method.credit(batch))
     clock.append(time.perf_counter())
 
     diagnostics = learn(model, optimizer, config, hyper, rows, batch, advantages, gen)
@@ -605,6 +619,8 @@ def summary(run: Path):
 
 
 def main(argv: list[str] | None = None):
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     config = parse(sys.argv[1:] if argv is None else argv)
     hyper = hyperparameters(config)
     torch.set_num_threads(config.threads or os.cpu_count())
@@ -613,6 +629,7 @@ def main(argv: list[str] | None = None):
         task = GSM8K(config.data or None) if config.task == "gsm8k" else Arithmetic()
     except ValueError as error:
         fail(str(error))
+    task.train = task.train[: config.train_items or None]
     run, model, reference, tokenizer, optimizer, eos, done = start_run(config, task, device)
     if not done:
         record(run, {"step": 0}, *evaluate(model, tokenizer, eos, task, config), show=True)

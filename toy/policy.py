@@ -1,0 +1,137 @@
+"""A language model small enough to know everything about it: logits = W phi(history).
+
+A real policy maps a history h (prompt + answer so far) to features with a transformer, and the features to logits with
+one matrix. Here phi is any fixed function and the matrix W is all there is to learn. Then nothing has to be estimated:
+gradients, the Fisher matrix and the probability of every possible answer are short formulas, written out below.
+Nothing here uses autograd; only `log_probs` can be differentiated, so that the two can be compared.
+
+V = vocabulary size, D = number of features. An answer ends with token 0 (EOS) or after `horizon` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EOS = 0
+Tokens = tuple[int, ...]  # an answer, or a history: the prompt's tokens and the answer's so far
+
+
+@dataclass
+class Policy:
+    """pi(a|h) = softmax(W phi(h))_a."""
+
+    W: Tensor  # (V, D) float64
+    phi: Callable[[Tokens], Tensor]  # history -> (D,)
+    horizon: int  # longest answer
+
+    # ------------------------------------------------ one token
+
+    def probs(self, h: Tokens) -> Tensor:
+        """pi(.|h) = exp(z) / sum exp(z) with z = W phi(h). (V,)"""
+        z = self.W.detach() @ self.phi(h)
+        e = (z - z.max()).exp()
+        return e / e.sum()
+
+    def grad_log_prob(self, h: Tokens, a: int) -> Tensor:
+        """grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T: what was taken minus what was expected. (V, D)"""
+        error = -self.probs(h)
+        error[a] += 1
+        return torch.outer(error, self.phi(h))
+
+    def fisher(self, h: Tokens) -> Tensor:
+        """F(h) = E_a[grad log pi(a|h) grad log pi(a|h)^T] = (diag(pi) - pi pi^T) kron (phi phi^T). (VD, VD)
+
+        The order of its rows and columns is that of W.flatten().
+        """
+        p, phi = self.probs(h), self.phi(h)
+        return torch.kron(p.diag() - torch.outer(p, p), torch.outer(phi, phi))
+
+    def step(self, direction: Tensor, eta: float) -> Policy:
+        """The policy after W + eta * direction."""
+        return Policy(self.W.detach() + eta * direction, self.phi, self.horizon)
+
+    # ------------------------------------------------ whole answers
+
+    def answers(self, prompt: Tokens) -> Iterator[tuple[Tokens, float]]:
+        """Every possible answer with its probability, prod_t pi(y_t|h_t). The probabilities sum to 1."""
+        unfinished: list[tuple[Tokens, float]] = [((), 1.0)]
+        while unfinished:
+            y, p = unfinished.pop()
+            for a, p_a in enumerate(self.probs(prompt + y).tolist()):
+                longer = (*y, a)
+                if a == EOS or len(longer) == self.horizon:
+                    yield longer, p * p_a
+                else:
+                    unfinished.append((longer, p * p_a))
+
+    def grad_log_prob_answer(self, prompt: Tokens, y: Tokens) -> Tensor:
+        """grad_W log pi(y) = sum_t grad_W log pi(y_t|h_t). (V, D)"""
+        return sum(self.grad_log_prob(prompt + y[:t], a) for t, a in enumerate(y))
+
+    def expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> float:
+        """J = sum_y pi(y) R(y), over every possible answer."""
+        return sum(p * reward(y) for y, p in self.answers(prompt))
+
+    def grad_expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> Tensor:
+        """grad_W J = sum_y pi(y) R(y) grad_W log pi(y): what every method below estimates from samples. (V, D)"""
+        return sum(p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in self.answers(prompt))
+
+    def sample(self, prompt: Tokens, n: int, generator: torch.Generator) -> list[Tokens]:
+        """n answers, drawn token by token."""
+        answers = []
+        for _ in range(n):
+            y: Tokens = ()
+            while len(y) < self.horizon and EOS not in y:
+                y = (*y, int(torch.multinomial(self.probs(prompt + y), 1, generator=generator)))
+            answers.append(y)
+        return answers
+
+    def log_probs(self, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """log pi(y_t|h_t) of every token, 0 on padding, and the mask. Differentiable in W. Both (N, T).
+
+        N prompts, N answers; T is the longest answer given.
+        """
+        _, mask = pad(answers)
+        pairs = list(zip(prompts, answers, strict=True))
+        features = torch.stack([self.phi(x + y[:t]) for x, y in pairs for t in range(len(y))])  # (tokens, D)
+        taken = torch.tensor([a for y in answers for a in y])  # (tokens,)
+        log_pi = torch.log_softmax(features @ self.W.T, dim=-1)  # (tokens, V)
+        logp = torch.zeros(mask.shape, dtype=self.W.dtype)
+        return logp.masked_scatter(mask, log_pi.gather(1, taken[:, None])), mask
+
+
+def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    """Answers of unequal length as a rectangle: tokens (0 on padding) and mask. -> (N, T) int64, (N, T) bool."""
+    width = max(len(y) for y in answers)
+    tokens = torch.tensor([[*y, *[0] * (width - len(y))] for y in answers])
+    lengths = torch.tensor([[len(y)] for y in answers])
+    return tokens, torch.arange(width) < lengths
+
+
+def kl(new: Policy, old: Policy, h: Tokens) -> float:
+    """KL(new(.|h) || old(.|h)) = sum_a new(a|h) log(new(a|h) / old(a|h))."""
+    p, q = new.probs(h), old.probs(h)
+    return float((p * (p / q).log()).sum())
+
+
+# ---------------------------------------------------------------- feature maps
+
+
+def tabular(histories: Iterable[Tokens]) -> Callable[[Tokens], Tensor]:
+    """One-hot features: every history has logits of its own, one column of W, in the order given."""
+    distinct = list(dict.fromkeys(histories))
+    one_hot = dict(zip(distinct, torch.eye(len(distinct), dtype=torch.float64), strict=True))
+    return one_hot.__getitem__
+
+
+def all_histories(prompt: Tokens, vocabulary: int, horizon: int) -> list[Tokens]:
+    """Every history that can occur after the prompt: no EOS in the answer so far, fewer than `horizon` tokens."""
+    histories = level = [prompt]
+    for _ in range(horizon - 1):
+        level = [(*h, a) for h in level for a in range(vocabulary) if a != EOS]
+        histories = histories + level
+    return histories
