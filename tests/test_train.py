@@ -149,6 +149,25 @@ def test_a_non_finite_gradient_stops_before_the_weights_change(loaded):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(loaded):
+    model = loaded[0]
+    rows, batch = make_batch(loaded)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    train.update(model, optimizer, METHODS["grpo"].passes[0], rows, batch, Config())
+    optimizer.param_groups[0]["lr"] = 1.0
+    before = [p.clone() for p in model.parameters()]
+    train.update(model, optimizer, METHODS["grpo"].passes[0], rows, replace(batch, adv=0 * batch.adv), Config())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_decoding_drops_the_eos_and_hides_nothing_else():
+    tokenizer = train.Arithmetic().make_tokenizer()
+    ids = tokenizer.encode("so #8<pad>5", add_special_tokens=False) + [tokenizer.eos_token_id, 5]
+    rows = train.make_rows([[2]], [ids], CPU)
+    rows.mask[0, -1] = False
+    assert train.decode(tokenizer, rows, torch.tensor([tokenizer.eos_token_id])) == ["so #8<pad>5"]
+
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
     for n, c, k in itertools.product(range(1, 7), range(7), range(1, 7)):
         if c <= n and k <= n:
@@ -248,6 +267,27 @@ def test_ctrl_c_saves_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys, e
             assert (whole / last).read_bytes() == (cut / last).read_bytes()
 
 
+def test_a_constant_schedule_can_be_extended_and_a_linear_one_cannot(tmp_path, capsys, easy):
+    whole = run(tmp_path / "whole", "--schedule", "constant", "--steps", "4")
+    half = run(tmp_path / "half", "--schedule", "constant", "--steps", "2")
+    train.main(["--resume", str(half), "--steps", "4"])
+    assert metrics(half) == metrics(whole)
+    assert json.loads((half / "config.json").read_text())["config"]["steps"] == 4
+    linear = run(tmp_path / "linear", "--steps", "2")
+    for args, said in (("--steps 4", "cannot be extended"), ("", "has already made 2 of 2 steps")):
+        with pytest.raises(SystemExit) as stopped:
+            train.main(["--resume", str(linear), *args.split()])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_changed_logs_are_noticed_on_resume(tmp_path, capsys):
+    folder = run(tmp_path, "--schedule", "constant", "--steps", "2")
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(folder), "--steps", "4"])
+    assert "metrics.jsonl is shorter than it was at step 2" in capsys.readouterr().err
+
+
 def test_a_credit_rule_reshapes_the_advantages_of_the_whole_batch(tmp_path, monkeypatch, easy):
     monkeypatch.setitem(METHODS, "grpo", replace(METHODS["grpo"], credit=lambda batch: 0 * batch.adv))
     assert all(line["grad_norm"] == 0 and line["tax"] == 0 for line in metrics(run(tmp_path))[1:])
@@ -287,16 +327,19 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
         ("--grup-size 4", "unknown argument --grup-size; did you mean --group-size?"),
         ("--kl 0.1 --method gspo", "method gspo has no hyperparameter 'kl'; accepted, with defaults: eps_low="),
         ("--kl 0.1 --no-reference", "contradicts --no-reference"),
+        ("--kl 0.1 --exchangeable", "--exchangeable would average the KL term away"),
+        ("--hyper kl=0.1 --no-reference", "the KL term needs logp_ref"),
+        ("--hyper eps_low=nan", "eps_low=nan: must be a finite number, at least 0"),
         ("--hyper eps=0.1", "method grpo has no hyperparameter 'eps'; accepted, with defaults: eps_low=0.2"),
         ("--hyper eps_low=wide", "eps_low=wide: could not convert string to float"),
-        ("--hyper eps_low=0.1 eps_high=-1 kl=maybe", "kl=maybe: could not convert"),
+        ("--hyper eps_low=0.1 eps_high=1 kl=maybe", "kl=maybe: could not convert"),
         ("--method dfpo-min --hyper ratio=sum", 'ratio=sum: ratio must be "geometric" or "product"'),
         ("--data somewhere", "only --task gsm8k reads data"),
         ("--task gsm8k --data /no/such/dir", "/no/such/dir"),
         ("--task gsm8k --data BROKEN", "train.jsonl:2"),
         ("--task gsm8k --data DATA --model scratch --max-tokens 2000", "exceed the model's context of 1024 tokens"),
         ("--name taken", "taken exists; choose another"),
-        ("--resume nowhere", "--resume nowhere: no config.json there"),
+        ("--resume nowhere", "--resume nowhere: no config.json of a run there"),
         ("--resume taken --lr 1", "--lr cannot be changed when resuming"),
     ],
 )
