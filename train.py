@@ -439,7 +439,8 @@ def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict,
             rewards = [task.reward(text, some[j // copies]) for j, text in enumerate(texts)]
             scores += rewards
             if temperature and len(lines) < 3:
-                lines = [f"{some[j].prompt} -> {texts[j * k]}  [{rewards[j * k]:g}]" for j in range(min(3, len(some)))]
+                shown = [(some[j].prompt, texts[j * k], rewards[j * k]) for j in range(min(3, len(some)))]
+                lines = [" / ".join(f"{prompt} -> {text}  [{r:g}]".splitlines()) for prompt, text, r in shown]
     right = [sum(r == 1 for r in sampled[j : j + k]) for j in range(0, len(sampled), k)]
     metrics = {
         "greedy": sum(greedy) / len(greedy),
@@ -605,7 +606,7 @@ def start_run(config: Config, task, device: torch.device):
         print(
             f"{config.method} on {config.task}, {sum(p.numel() for p in model.parameters()):,} parameters, into {run}"
         )
-        print(f"1. warm start: {config.warm_steps} supervised steps on the task's own, imperfect, demonstrations")
+        print(f"1. warm start: {config.warm_steps} supervised steps on the task's own demonstrations")
         each = f"{config.prompts} prompts x {config.group_size} answers, {config.epochs * config.minibatches} update(s)"
         print(
             f"2. reinforcement learning: {config.steps} steps of {each}; only the final answer is rewarded", flush=True
