@@ -98,7 +98,7 @@ def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ra
 
 def m1(L, name, draws, e):
     """Each loss, and every one of its token coefficients, is what the paper's formula gives.
-    theory, section 2 (P; dfpo and grpo-symmetric S)
+    each method's paper (P; dfpo and grpo-symmetric S)
 
     A loss that is identically 0 would pass every check of the form "the sum is 0", so the coefficients themselves come
     first. `formula` computes them from the definition with two nested loops. The min is written as a gate: the gradient
@@ -128,7 +128,7 @@ def m1(L, name, draws, e):
 
 def m2(L, name, draws, e):
     """A batch without tokens, or without a difference in reward, gives loss 0 and gradient 0, never NaN.
-    theory, section 7, pitfalls 9 and 16 (D)
+    pitfalls of public implementations (D)
 
     0/0 lurks in every mean over tokens and in A/||A||^2, inf - inf in every exp of a padded position. Here all
     positions are masked and hold garbage, or all advantages are 0 while the ratios are not 1.
@@ -169,7 +169,7 @@ def m3(L, name, draws, e):
 
 def m4(L, name, draws, e):
     """METHODS gives each loss the advantage scale of its paper: only Dr. GRPO leaves the standard deviation out.
-    theory, section 2 (P; dfpo and grpo-symmetric S)
+    each method's paper (P; dfpo and grpo-symmetric S)
 
     A method is three choices: the scale of its advantages, an optional credit rule, and its loss functions.
     """
@@ -760,7 +760,7 @@ def c17f(L, name, draws, e):
         e.equal(coefficients(loss, batch), coefficients(project(L, d, batch, loss), batch))
 
 
-# What is left at a fully shared token, regime by regime: 0 nothing, x something (theory, section 3).
+# What is left at a fully shared token, regime by regime: 0 nothing, x something.
 REGIMES = ("on-policy, equal T_i", "on-policy, unequal T_i", "off-policy, inside the clip", "off-policy, outside it")
 AUDIT = {
     "reinforce": "0000",

@@ -32,7 +32,9 @@ def given_flags(cls, description: str, presets: dict[str, dict], argv: list[str]
     """The fields of dataclass `cls` that argv sets. `presets` are shown in --help beside the defaults."""
     parser = Parser(description=description, allow_abbrev=False)
     for f in fields(cls):
-        shown = [str(f.default) or "none"] + [f"{name}: {p[f.name]}" for name, p in presets.items() if f.name in p]
+        shown = ["none" if f.default in ("", ()) else str(f.default)] + [
+            f"{name}: {p[f.name]}" for name, p in presets.items() if f.name in p
+        ]
         help = f"{f.metadata['help']} (default {', '.join(shown)})".replace("%", "%%")
         kwargs = dict(default=argparse.SUPPRESS, help=help)
         if isinstance(f.default, bool):

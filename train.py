@@ -59,7 +59,7 @@ class Config:
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
     layers: int = knob(1, "layers of the scratch model", low=1)
     width: int = knob(64, "hidden size of the scratch model, a multiple of 8", low=8)
-    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl (default: the hub)")
+    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; none: the hub")
     train_items: int = knob(0, "use only the first so many training problems; 0 = all", low=0)
     threads: int = knob(1, "CPU threads, 0 = all; a tiny model gains nothing from more than one", low=0)
     device: str = knob("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
@@ -85,7 +85,7 @@ class Config:
     eval_samples: int = knob(4, "k of pass@k: samples per held-out item", low=1)
     save_every: int = knob(50, "steps between checkpoints", low=1)
     out: str = knob("runs", "where run directories are made")
-    name: str = knob("", "run directory (default: task-method-seed-time)")
+    name: str = knob("", "name of the run directory; none: task-method-seed-time")
     resume: str = knob("", "run directory to go on with; only --steps may be given beside it")
 
 
@@ -151,6 +151,9 @@ def hyperparameters(config: Config) -> dict:
     accepted, passes, zeros = {}, METHODS[config.method].passes, torch.zeros(2, 1)
     for loss_fn in passes:
         accepted |= {k: p.default for k, p in inspect.signature(loss_fn).parameters.items() if p.default is not p.empty}
+    for text in config.hyper:
+        if "=" not in text:
+            fail(f"--hyper {text}: NAME=VALUE is expected, such as eps_high=0.3")
     chosen = ({"kl": config.kl} if config.kl else {}) | dict(text.partition("=")[::2] for text in config.hyper)
     try:
         for key, value in chosen.items():
@@ -508,7 +511,7 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
     """Supervised steps on the task's demonstrations, so that RL has something to find."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr, betas=(0.9, 0.95), weight_decay=0.0)
     end = [eos[0].item() if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
-    for step in tqdm(range(config.warm_steps), desc="warm start", mininterval=1.0):
+    for step in tqdm(range(config.warm_steps), desc="warm start", disable=None):
         for group in optimizer.param_groups:
             group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
         picks = torch.randint(len(task.train), (config.warm_rows,), generator=rng(config.seed, "warm", step)).tolist()
@@ -611,7 +614,11 @@ def start_run(config: Config, task, device: torch.device):
         print(
             f"2. reinforcement learning: {config.steps} steps of {each}; only the final answer is rewarded", flush=True
         )
-        warm_start(model, tokenizer, task, config, eos)
+        try:
+            warm_start(model, tokenizer, task, config, eos)
+        except KeyboardInterrupt:
+            shutil.rmtree(run)  # nothing to resume: leave no dead end behind
+            raise
         if config.reference and config.warm_steps:
             model.save_pretrained(start)
             tokenizer.save_pretrained(start)
@@ -683,7 +690,7 @@ def main(argv: list[str] | None = None):
         record(run, {"step": 0}, *evaluate(model, tokenizer, eos, task, config), show=True)
     stop = []  # Ctrl-C: finish the step, save, leave; a second one leaves at once
     previous = signal.signal(signal.SIGINT, lambda *_: stop.append(1) if not stop else sys.exit(130))
-    bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, desc=config.method)
+    bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, desc=config.method, disable=None)
     for step in bar:
         metrics = train_step(model, reference, tokenizer, optimizer, eos, task, config, hyper, step)
         bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "entropy", "length", "tax", "tokens_per_s")})
@@ -697,9 +704,9 @@ def main(argv: list[str] | None = None):
     bar.close()
     signal.signal(signal.SIGINT, previous)
     if stopping and not last:
-        return print(f"stopped after step {step}; go on with: python train.py --resume {run}")
+        return print(f"stopped after step {step}; go on with: python {os.path.relpath(__file__)} --resume {run}")
     summary(run)
-    print(f"\neverything is in {run}; try next: python train.py --method dfpo-min, or --help")
+    print(f"\neverything is in {run}; try next: python {os.path.relpath(__file__)} --method dfpo-min, or --help")
 
 
 if __name__ == "__main__":

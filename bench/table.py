@@ -21,7 +21,8 @@ def row(folder: Path) -> tuple[str, list[float]]:
     config = json.loads((folder / "config.json").read_text())["config"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first, last = ([m for m in lines if "greedy" in m][i] for i in (0, -1))
-    steps, tail = lines[1:], lines[-10:]
+    steps = [m for m in lines if "reward" in m]
+    tail = steps[-10:]
 
     def mean(key: str, over: list[dict]) -> float:
         return sum(m[key] for m in over) / len(over)
@@ -36,7 +37,10 @@ def row(folder: Path) -> tuple[str, list[float]]:
 def main(folders: list[str]):
     rows = defaultdict(list)
     for folder in folders:
-        name, values = row(Path(folder))
+        try:
+            name, values = row(Path(folder))
+        except (OSError, ValueError, LookupError):
+            sys.exit(f"error: {folder} is not a finished run of the toy; expected run directories, such as runs/*")
         rows[name].append(values)
     columns = ["method", "seeds", "reward before", "after", "greedy", "opener drift", "form drift"]
     columns += ["entropy before", "after", "tax", "clipped"]
@@ -50,4 +54,4 @@ def main(folders: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:] or sys.exit(__doc__))
