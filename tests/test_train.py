@@ -278,6 +278,11 @@ def test_a_constant_schedule_can_be_extended_and_a_linear_one_cannot(tmp_path, c
         with pytest.raises(SystemExit) as stopped:
             train.main(["--resume", str(linear), *args.split()])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
+    about = (half / "config.json").read_text()
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(half), "--steps", "3"])
+    assert "has already made 4 of 3 steps" in capsys.readouterr().err
+    assert (half / "config.json").read_text() == about  # refused before anything is written
 
 
 def test_changed_logs_are_noticed_on_resume(tmp_path, capsys):
