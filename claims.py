@@ -37,12 +37,17 @@ NORMALISER = {
     "dfpo_min": "constant",
     "dfpo_orthogonal": "constant",
     "pos_only": "seq-mean",
+    "token_grpo": "token-mean",
+    "lopti_low": "token-mean",
+    "lopti_high": "token-mean",
 }
-ALL = tuple(NORMALISER)
+NEIGHBOURS = ("token_grpo", "lopti_low", "lopti_high")  # the surrogates of Advantage Reweighting and Lopti
+ALL = tuple(name for name in NORMALISER if name not in NEIGHBOURS)
 DFPO = ("dfpo_min", "dfpo_orthogonal")
 CLIP = defaultdict(lambda: (0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
-WIDER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}  # gspo's own clip range is made for long answers
+# gspo's own clip range is made for long answers; in a small tree few shared tokens are likelier than lopti's 0.5.
+WIDER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}, "lopti_high": {"eta": 0.0}}
 
 # ---------------------------------------------------------------- M: each function is what its paper writes
 
@@ -53,7 +58,7 @@ def share(name: str, d: Draw, i: int) -> float:
         return 1 / d.T[i]
     if NORMALISER[name] == "constant":
         return 1 / d.max_tokens
-    return d.N / d.tokens_in_use
+    return d.N / (d.tokens_in_use if name == "dapo" else sum(d.T))
 
 
 def is_open(name: str, r: float, a: float, low: float, high: float) -> bool:
@@ -64,7 +69,7 @@ def is_open(name: str, r: float, a: float, low: float, high: float) -> bool:
     return not (above and a > 0 or below and a < 0)
 
 
-def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ratio="geometric"):
+def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ratio="geometric", eta=0.5):
     """Loss value and coefficients of a method, with two loops over plain numbers. -> float, (N, T)."""
     low, high = eps or CLIP[name]
     log_r, logp, ref, A = (x.tolist() for x in (d.log_ratio(spread), d.logp, d.logp_ref, adv))
@@ -88,6 +93,8 @@ def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ra
                 term = slope = r * a
                 if not is_open(name, r, a, low, high):
                     term, slope = min(max(r, 1 - low), 1 + high) * a, 0
+                if name.startswith("lopti") and (math.exp(logp[i][t] - log_r[i][t]) <= eta) != (name == "lopti_low"):
+                    term = slope = 0
             if kl:
                 q = math.exp(ref[i][t] - logp[i][t])
                 term, slope = term - kl * (q - math.log(q) - 1), slope - kl * (1 - q)
@@ -105,7 +112,7 @@ def m1(L, name, draws, e):
     of min(r A, clip(r) A) is r A, but 0 for a winner above 1 + e_high and for a loser below 1 - e_low. Checked on- and
     off-policy, with default and with unequal clip ranges, with advantages that differ from token to token, with and
     without GRPO's KL term (k3: q - log q - 1, q = pi_ref/pi; its slope in log pi is 1 - q), with both sequence ratios
-    of DFPO, and on batches in which one group has no advantage at all.
+    of DFPO, with two thresholds of Lopti, and on batches in which one group has no advantage at all.
     """
     cases = [(0.0, False, {}), (0.6, False, {}), (0.6, True, {})]
     if name not in ("reinforce", *DFPO):
@@ -116,12 +123,14 @@ def m1(L, name, draws, e):
         cases.append((1.5e-3, False, {}))
     if name in DFPO:
         cases.append((0.6, True, {"ratio": "product"}))
+    if name in ("lopti_low", "lopti_high"):
+        cases.append((0.6, True, {"eta": 0.25}))
     for d, (spread, reshaped, hyper) in itertools.product(draws, cases):
         adv = d.rows(d.adv) * (1 + 0.5 * d.noise if reshaped else 1)
         batch = d.batch(L, spread, adv=adv)
         loss = getattr(L, name)(batch, **hyper)
         eps = (hyper["eps_low"], hyper["eps_high"]) if "eps_low" in hyper else None
-        value, c = formula(name, d, spread, adv, eps, hyper.get("kl", 0), hyper.get("ratio", "geometric"))
+        value, c = formula(name, d, spread, adv, eps, **{k: v for k, v in hyper.items() if not k.startswith("eps")})
         e.equal(c, coefficients(loss, batch))
         e.equal(value, loss)
 
@@ -772,6 +781,9 @@ AUDIT = {
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
     "pos_only": "xxxx",
+    "token_grpo": "000x",
+    "lopti_low": "000x",
+    "lopti_high": "000x",
     "exchangeable": "0000",
 }
 
@@ -782,8 +794,8 @@ def audit(L, name, draws, e):
 
     The mean over all draws of |sum_i c_i| / sum_i |c_i| at fully shared nodes: 0 = the answers cancel, 1 = all push the
     same way. Off-policy the answers of a group are equally long, so that C8 does not mix in. GSPO gets the clip range
-    0.2/0.28: its own is made for long answers. The row "exchangeable" puts one method after another through the
-    projection of C17.
+    0.2/0.28: its own is made for long answers; lopti_high gets eta 0, so that it takes every token. The row
+    "exchangeable" puts one method after another through the projection of C17.
     """
     methods = itertools.cycle(ALL)
     for k, (spread, offset) in enumerate(((0, 0), (0, 0), (0.15, 0), (0.3, 0.35))):

@@ -16,8 +16,11 @@ Unknowns, and where this file deviates from a paper (grades: P stated by the pap
   7. DAPO: equal-reward groups are left out of the mean; they are not replaced by sampling more prompts.
   8. GSPO and DFPO's transforms take an answer's mean per-token advantage; without a credit rule that is A_i itself.
   9. pos-only divides by the full group, as GRPO does, so that its step is comparable.
+ 10. NTHR's self term, eta and the vocabulary of its score are ambiguous: arguments of `nthr`, with our choice.
+ 11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without the KL term.
 
-Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1, NTHR 2505.18830.
+Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1, NTHR 2505.18830,
+Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929.
 """
 
 from __future__ import annotations
@@ -262,6 +265,139 @@ def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
     return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
 
+def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """GRPO's surrogate averaged over all tokens of the batch: what Advantage Reweighting and Lopti stand on.
+
+    J = min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti sec. 5 (S).
+    Shared token: cancels inside the clip range only (C6).
+    """
+    return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
+
+
+def lopti_low(batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """Lopti's first pass: the improbable tokens alone, pi_old <= eta; the denominator stays all tokens.
+
+    J = 1[pi_old <= eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti sec. 4.3 (P).
+    Shared token: as token_grpo, in the one pass it belongs to (all visitors have the same pi_old).
+    """
+    return _lopti(batch, batch.logp_old.exp() <= eta, eps_low, eps_high)
+
+
+def lopti_high(batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """Lopti's second pass: the other tokens, pi_old > eta, from the parameters that the first pass has left.
+
+    J = 1[pi_old > eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti sec. 4.3 (P).
+    Shared token: as lopti_low. The clip is live here even on-policy: r has moved since pi_old.
+    """
+    return _lopti(batch, batch.logp_old.exp() > eta, eps_low, eps_high)
+
+
+def _lopti(batch: Batch, kept: Tensor, eps_low: float, eps_high: float) -> Tensor:
+    return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~kept, 0.0), batch.mask)
+
+
+# ---------------------------------------------------------------- credit rules: what the old policy knew -> (N, T) adv
+
+
+@dataclass
+class Old:
+    """What the old policy's pass over a rollout batch leaves to a credit rule, which is applied once, then frozen.
+
+    Raises ValueError when a shape does not fit tokens', or the rows are not whole groups of at least 2.
+    """
+
+    tokens: Tensor  # (N, T) ids
+    mask: Tensor  # (N, T) bool
+    logp: Tensor  # (N, T) log pi_old of the tokens, at the sampling temperature
+    rewards: Tensor  # (N,) 1 = correct
+    group_size: int  # G
+    temperature: float = 1.0
+    hidden: Tensor | None = None  # (N, T, d) last hidden state, after the final norm, that predicts each token
+    head: Tensor | None = None  # (V, d) output embeddings: logits = hidden @ head.T / temperature
+    gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
+
+    def __post_init__(self):
+        n = len(self.tokens)
+        wanted = {"mask": self.tokens.shape, "logp": self.tokens.shape, "rewards": (n,)}
+        if self.hidden is not None and self.head is not None:
+            wanted["hidden"] = (*self.tokens.shape, self.head.shape[1])
+        for name, shape in wanted.items():
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"{name} has shape {tuple(getattr(self, name).shape)}, not {tuple(shape)}")
+        if self.group_size < 2 or n % self.group_size:
+            raise ValueError(f"{n} rows are not whole groups of group_size {self.group_size} (at least 2)")
+
+
+def advantage_reweighting(adv: Tensor, old: Old, alpha: float = 0.3) -> Tensor:
+    """Shrink the advantage of improbable tokens, whose gradients are the largest. (N, T), Old -> (N, T).
+
+    A_{i,t} = (alpha pi_old + 1 - alpha) A_i, both signs; the paper takes alpha = 0.1 for maths. AR/Lopti Eq. 4 (P).
+    Shared token: one factor for all visitors, so what cancelled still does.
+    """
+    return (alpha * old.logp.exp() + 1 - alpha) * adv
+
+
+def nthr(
+    adv: Tensor, old: Old, beta: float = 1.0, eta: float = -1.0, self_term: bool = True, full_vocab: bool = False
+) -> Tensor:
+    """Soften the penalty on the tokens of wrong answers that push the correct ones down. (N, T), Old -> (N, T).
+
+    A_{j,k} = eta A_j where s_{j,k} > tau = beta min_{correct i} mean_k s_{i,k} (nthr_scores). NTHR Eq. 7 (S; rule P).
+    Open readings: eta -1 stands for 2|0.5 - p|, p the group's share of correct answers, or give a constant; self_term:
+    whether a correct token's score, in tau, counts its product with itself; full_vocab: see nthr_scores.
+    Shared token: a winner's counterweight is taken away, on purpose.
+    """
+    share = (old.rewards == 1).to(adv.dtype).view(-1, old.group_size).mean(1).repeat_interleave(old.group_size)  # (N,)
+    factor = 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
+    return torch.where(nthr_selected(old, beta, self_term, full_vocab), factor[:, None] * adv, adv)
+
+
+def nthr_random(adv: Tensor, old: Old, beta: float = 1.0) -> Tensor:
+    """NTHR's control: in each wrong answer as many tokens as nthr selects, at random, get advantage 0. NTHR (P)."""
+    count = nthr_selected(old, beta).sum(1, keepdim=True)  # (N, 1)
+    draw = torch.rand(old.mask.shape, generator=old.gen).to(adv.device).masked_fill(~old.mask, 2.0)  # padding last
+    return adv.masked_fill(draw.argsort(1).argsort(1) < count, 0.0)
+
+
+def nthr_selected(old: Old, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False) -> Tensor:
+    """The tokens of wrong answers whose score exceeds tau; none in a group without correct answers. (N, T) bool."""
+    correct, scores = old.rewards == 1, nthr_scores(old, self_term, full_vocab)
+    means = scores.sum(1) / old.mask.sum(1).clamp(min=1)  # (N,)
+    lowest = means.masked_fill(~correct, torch.inf).view(-1, old.group_size).amin(1)  # (P,)
+    tau = torch.where(lowest < torch.inf, beta * lowest, lowest).repeat_interleave(old.group_size)[:, None]  # (N, 1)
+    return (scores > tau) & old.mask & ~correct[:, None]
+
+
+@torch.no_grad()
+def nthr_scores(old: Old, self_term: bool = True, full_vocab: bool = False) -> Tensor:
+    """How much a token's push moves the group's correct answers: s = g^T M h, M = sum of g h^T over their tokens.
+
+    g = e_y - pi(.|h), the prediction error, on the ids that occur in the group's answers (full softmax denominator), or
+    with full_vocab on all; h the last hidden state. One matrix a group stands for the double sum of <g,g'> <h,h'>
+    (N4, D). Without self_term a correct token does not count itself. At least fp32; 0 on padding and in groups without
+    correct or without wrong answers. Old -> (N, T). NTHR Eq. 7 (S).
+    """
+    if old.hidden is None or old.head is None:
+        raise ValueError("nthr needs the last hidden states and the output embeddings; hidden or head is None")
+    dtype = torch.promote_types(old.hidden.dtype, torch.float32)
+    scores, correct = torch.zeros(old.mask.shape, dtype=dtype, device=old.mask.device), old.rewards == 1
+    for start in range(0, len(correct), old.group_size):
+        rows = slice(start, start + old.group_size)
+        right, mask, tokens, h = correct[rows], old.mask[rows], old.tokens[rows], old.hidden[rows].to(dtype)
+        if right.all() or not right.any() or not mask.any():
+            continue
+        ids = torch.arange(len(old.head), device=mask.device) if full_vocab else tokens[mask].unique()  # V*
+        where = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)[..., None]  # (G, T, 1) place in V*
+        g = (h @ old.head[ids].to(dtype).T).div_(old.temperature)  # (G, T, |V*|) logits; all in place, it is large
+        g.sub_(g.gather(2, where)).add_(old.logp[rows, :, None]).exp_().neg_()  # -pi: logp has the full denominator
+        g.scatter_add_(2, where, torch.ones_like(g[..., :1]))
+        M = sum(g[i, mask[i]].T @ h[i, mask[i]] for i in right.nonzero().flatten())  # (|V*|, d)
+        scores[rows] = torch.stack([((g_i @ M) * h_i).sum(1) for g_i, h_i in zip(g, h, strict=True)])
+        if not self_term:
+            scores[rows] -= right[:, None] * g.norm(dim=2).square() * h.norm(dim=2).square()
+    return scores.masked_fill(~old.mask, 0.0)
+
+
 # ---------------------------------------------------------------- the meter: what a loss does to shared tokens
 
 
@@ -336,7 +472,8 @@ class Method:
 
     passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one optimiser step each
     scale: str = "std"  # of group_advantages
-    credit: Callable | None = None  # old-policy quantities -> (N, T) advantages, once per rollout batch
+    credit: Callable[..., Tensor] | None = None  # (N, T) advantages, Old -> (N, T) advantages; once per rollout batch
+    needs_hidden: bool = False  # whether credit reads Old.hidden and Old.head
 
 
 METHODS: dict[str, Method] = {
@@ -349,4 +486,9 @@ METHODS: dict[str, Method] = {
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),
     "pos-only": Method((pos_only,)),
+    "nthr": Method((grpo,), credit=nthr, needs_hidden=True),
+    "nthr-random": Method((grpo,), credit=nthr_random, needs_hidden=True),
+    "advantage-reweighting": Method((token_grpo,), credit=advantage_reweighting),
+    "lopti": Method((lopti_low, lopti_high)),
+    "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
 }

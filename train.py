@@ -38,6 +38,7 @@ from gsm8k import GSM8K
 from losses import (
     METHODS,
     Batch,
+    Old,
     exchangeable,
     group_advantages,
     k3,
@@ -147,10 +148,11 @@ def check(config: Config):
 
 
 def hyperparameters(config: Config) -> dict:
-    """--hyper and --kl as keyword arguments of the method's passes, tried on a small batch before a model is loaded."""
-    accepted, passes, zeros = {}, METHODS[config.method].passes, torch.zeros(2, 1)
-    for loss_fn in passes:
-        accepted |= {k: p.default for k, p in inspect.signature(loss_fn).parameters.items() if p.default is not p.empty}
+    """--hyper and --kl as keyword arguments of the method, tried on a small batch before a model is loaded."""
+    method, accepted, zeros = METHODS[config.method], {}, torch.zeros(2, 1)
+    for function in filter(None, (method.credit, *method.passes)):
+        parameters = inspect.signature(function).parameters.values()
+        accepted |= {p.name: p.default for p in parameters if p.default is not p.empty}
     for text in config.hyper:
         if "=" not in text:
             fail(f"--hyper {text}: NAME=VALUE is expected, such as eps_high=0.3")
@@ -160,14 +162,23 @@ def hyperparameters(config: Config) -> dict:
             if key not in accepted:
                 names = ", ".join(f"{k}={v}" for k, v in accepted.items()) or "none"
                 fail(f"method {config.method} has no hyperparameter {key!r}; accepted, with defaults: {names}")
-            chosen[key] = type(accepted[key])(value)
-            if isinstance(chosen[key], float) and not 0 <= chosen[key] < math.inf:
+            kind = type(accepted[key])
+            if kind is bool and value not in ("True", "False"):
+                raise ValueError("must be True or False")
+            chosen[key] = value == "True" if kind is bool else kind(value)
+            if kind is float and not 0 <= chosen[key] < math.inf:
                 raise ValueError("must be a finite number, at least 0")
-        for loss_fn in passes:
-            loss_fn(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros if config.reference else None), **chosen)
+        for loss_fn in method.passes:
+            batch = Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros if config.reference else None)
+            loss_fn(batch, **pick(chosen, loss_fn))
     except ValueError as error:
         fail(f"--hyper {key}={value}: {error}")
     return chosen
+
+
+def pick(hyper: dict, function) -> dict:
+    """The hyperparameters that this function takes: a method's credit rule and its passes share one list."""
+    return {k: v for k, v in hyper.items() if k in inspect.signature(function).parameters}
 
 
 def rng(*key) -> torch.Generator:
@@ -215,6 +226,8 @@ def load_model(config: Config, task, device: torch.device, path: str):
         fail(f"--model {path}: {type(model).__name__} is not supported ({str(error).splitlines()[0]})")
     if not torch.allclose(plain, ours, atol=1e-4):
         fail(f"--model {path}: {type(model).__name__} changes its logits after the output layer; not supported")
+    if METHODS[config.method].needs_hidden and getattr(model.get_output_embeddings(), "bias", None) is not None:
+        fail(f"--method {config.method}: the output layer of {path} has a bias, which its token scores leave out")
     return model, tokenizer, eos
 
 
@@ -311,10 +324,11 @@ def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eo
 CHUNK = {"cpu": 2**22, "cuda": 2**26}  # logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU
 
 
-def score(model, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+def score(model, rows: Rows, temperature: float, keep_hidden: bool = False) -> tuple[Tensor, ...]:
     """Log-probs of the answers' tokens (differentiable) and entropies (detached), both (N, T) fp32, 0 on padding.
 
     The output layer runs on answer positions only, chunk by chunk, and again in backward: full logits never exist.
+    With keep_hidden also the last hidden states that predict the tokens, (N, T, d), detached.
     """
     ids = torch.cat([rows.prompt, rows.tokens], 1)
     attention = torch.cat([rows.prompt_mask, rows.mask], 1).long()
@@ -329,9 +343,8 @@ def score(model, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
         else:
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             parts = [checkpoint(head_logps, model, h, t, temperature, use_reentrant=False) for h, t in chunks]
-    logp, entropy = (torch.cat(x) for x in zip(*parts, strict=True))
-    zeros = logp.new_zeros(rows.mask.shape)
-    return zeros.masked_scatter(rows.mask, logp), zeros.masked_scatter(rows.mask, entropy)
+    flat = [torch.cat(x) for x in zip(*parts, strict=True)] + ([hidden.detach()] if keep_hidden else [])
+    return tuple(x.new_zeros(*rows.mask.shape, *x.shape[1:]).index_put((rows.mask,), x) for x in flat)
 
 
 def head_logps(model, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -347,10 +360,9 @@ def pieces(rows: Rows, size: int) -> list[slice]:
 
 
 @torch.no_grad()
-def score_all(model, rows: Rows, temperature: float, size: int) -> tuple[Tensor, Tensor]:
-    parts = [score(model, rows[piece], temperature) for piece in pieces(rows, size)]
-    logp, entropy = (torch.cat(x) for x in zip(*parts, strict=True))
-    return logp, entropy
+def score_all(model, rows: Rows, temperature: float, size: int, keep_hidden: bool = False) -> tuple[Tensor, ...]:
+    parts = [score(model, rows[piece], temperature, keep_hidden) for piece in pieces(rows, size)]
+    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
 
 
 # ---------------------------------------------------------------- update
@@ -395,7 +407,7 @@ def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batc
             for method_pass in METHODS[config.method].passes:
 
                 def loss_fn(b: Batch, method_pass=method_pass, adv=adv, index=index) -> Tensor:
-                    loss = method_pass(b, **hyper)
+                    loss = method_pass(b, **pick(hyper, method_pass))
                     return exchangeable(loss, b.logp, adv, nodes[index], b.mask) if config.exchangeable else loss
 
                 logp, c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
@@ -554,22 +566,32 @@ def train_step(
     rewards = torch.tensor(rewards, device=eos.device)  # (N,)
     clock.append(time.perf_counter())
 
-    logp_old, entropy = score_all(model, rows, config.temperature, config.micro_rows)  # (N, T) each
+    method, scoring = METHODS[config.method], (config.temperature, config.micro_rows)
+    logp_old, entropy, *hidden = score_all(model, rows, *scoring, method.needs_hidden)  # (N, T) each, [(N, T, d)]
     logp_ref = None
     if reference is not None:
-        logp_ref, _ = score_all(reference, rows, config.temperature, config.micro_rows)
-    method = METHODS[config.method]
+        logp_ref, _ = score_all(reference, rows, *scoring)
     advantages = group_advantages(rewards, config.group_size, method.scale)  # (N,)
-    adv = advantages[:, None].expand_as(logp_old)
-    batch = Batch(logp_old, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
+    adv, credited = advantages[:, None].expand_as(logp_old).masked_fill(~rows.mask, 0.0), {}
     if method.credit is not None:
-        batch = replace(batch, adv=method.credit(batch))
+        old = Old(rows.tokens, rows.mask, logp_old, rewards, config.group_size, config.temperature, gen=gen)
+        if method.needs_hidden:
+            old = replace(old, hidden=hidden[0], head=model.get_output_embeddings().weight.detach())
+        plain, adv = adv, method.credit(adv, old, **pick(hyper, method.credit))
+        left = adv.abs().sum() / plain.abs().sum().clamp(min=1e-12)
+        credited = {"reshaped": ((adv != plain).sum() / rows.mask.sum()).item(), "adv_left": left.item()}
+    batch = Batch(logp_old, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
     clock.append(time.perf_counter())
 
     diagnostics = learn(model, optimizer, config, hyper, rows, batch, advantages, gen)
     clock.append(time.perf_counter())
     grouped, tokens = rewards.view(-1, config.group_size), rows.mask.sum()
     ended = torch.isin(rows.tokens, eos).logical_and(rows.mask).any(1)
+    # Delta(x): how much likelier this step made the correct answers of its own mixed groups (32 of them, to be cheap).
+    probe = ((rewards == 1) & (advantages != 0)).nonzero().squeeze(1)[:32]
+    if len(probe):
+        change = score_all(model, rows[probe], *scoring)[0] - logp_old[probe]
+        diagnostics["delta"] = change.sum(1).mean().item()
     metrics = {
         "step": step,
         "reward": rewards.mean().item(),
@@ -578,6 +600,7 @@ def train_step(
         "truncated": 1 - ended.float().mean().item(),
         "entropy": (entropy.sum() / tokens).item(),
         **({} if reference is None else {"kl_start": (k3(batch).sum() / tokens).item()}),
+        **credited,
         **diagnostics,
         "lr": optimizer.param_groups[0]["lr"],
         "tokens": tokens.item(),

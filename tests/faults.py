@@ -1,6 +1,6 @@
 """Wrong versions of losses.py: single faults, each a patch of one place, to see who notices.
 
-    python -m tests.faults      who sees what: verify.py alone, tests/test_losses.py alone, both (20 minutes)
+    python -m tests.faults      who sees what: verify.py alone, the unit tests alone, both (30 minutes)
 
 A fault is (what is wrong, text in losses.py, text in its place); the text must be there exactly once.
 """
@@ -17,7 +17,7 @@ import losses
 from verify import CLAIMS, Draws, examine
 
 SOURCE = Path(losses.__file__).read_text()
-UNIT_TESTS = Path(__file__).with_name("test_losses.py")
+UNIT_TESTS = [str(Path(__file__).with_name(name)) for name in ("test_neighbours.py", "test_losses.py")]
 
 DRAWS = Draws(seed=0, count=5)
 FAULTS = [
@@ -217,8 +217,8 @@ FAULTS = [
     ("dapo: default clip of grpo", "eps_high: float = 0.28", "eps_high: float = 0.2"),
     (
         "dapo: bounds swapped",
-        "token_mean(clipped(batch, eps_low, eps_high)",
-        "token_mean(clipped(batch, eps_high, eps_low)",
+        "token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed",
+        "token_mean(clipped(batch, eps_high, eps_low), batch.mask & mixed",
     ),
     ("dapo: equal-reward groups counted", "batch.mask & mixed[:, None])", "batch.mask)"),
     (
@@ -231,7 +231,11 @@ FAULTS = [
         "-token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed[:, None])",
         "-constant(clipped(batch, eps_low, eps_high) * mixed[:, None], batch)",
     ),
-    ("dapo: sign", "-token_mean(clipped(batch", "token_mean(clipped(batch"),
+    (
+        "dapo: sign",
+        "-token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed",
+        "token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed",
+    ),
     ("gspo: product", "ratio, adv = sequence_ratio(batch),", 'ratio, adv = sequence_ratio(batch, "product"),'),
     (
         "gspo: detached",
@@ -357,7 +361,170 @@ FAULTS = [
         "-(c * logp).masked_fill(~mask, 0.0).sum()",
     ),
     ("projection: sign", "return -(c * logp).masked_fill", "return (c * logp).masked_fill"),
+    # -------- Advantage Reweighting and Lopti
+    (
+        "token-grpo: mean over the mixed groups' tokens",
+        "return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)\n\n\ndef lopti_low",
+        "return -token_mean(clipped(batch, eps_low, eps_high), batch.mask & (batch.adv != 0))\n\n\ndef lopti_low",
+    ),
+    (
+        "token-grpo: mean per answer",
+        "return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)\n\n\ndef lopti_low",
+        "return -seq_mean(clipped(batch, eps_low, eps_high), batch)\n\n\ndef lopti_low",
+    ),
+    ("lopti: first pass by the new policy", "batch.logp_old.exp() <= eta", "batch.logp.exp() <= eta"),
+    ("lopti: second pass by the new policy", "batch.logp_old.exp() > eta", "batch.logp.exp() > eta"),
+    ("lopti: the threshold in neither part", "batch.logp_old.exp() <= eta", "batch.logp_old.exp() < eta"),
+    ("lopti: the threshold in both parts", "batch.logp_old.exp() > eta", "batch.logp_old.exp() >= eta"),
+    ("lopti: log-probability against eta", "batch.logp_old.exp() <= eta", "batch.logp_old <= eta"),
+    ("lopti: both passes low", "batch.logp_old.exp() > eta", "batch.logp_old.exp() <= eta"),
+    (
+        "lopti: denominators shrunk to the kept tokens",
+        "return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~kept, 0.0), batch.mask)",
+        "return -token_mean(clipped(batch, eps_low, eps_high), batch.mask & kept)",
+    ),
+    (
+        "lopti: kept tokens dropped",
+        "return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~kept, 0.0), batch.mask)",
+        "return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(kept, 0.0), batch.mask)",
+    ),
+    (
+        "reweighting: alpha on the wrong side",
+        "(alpha * old.logp.exp() + 1 - alpha)",
+        "((1 - alpha) * old.logp.exp() + alpha)",
+    ),
+    ("reweighting: improbable tokens favoured", "(alpha * old.logp.exp() + 1 - alpha)", "(1 - alpha * old.logp.exp())"),
+    ("reweighting: log-probability", "(alpha * old.logp.exp() + 1 - alpha)", "(alpha * old.logp + 1 - alpha)"),
+    (
+        "reweighting: winners only",
+        "return (alpha * old.logp.exp() + 1 - alpha) * adv",
+        "return torch.where(adv > 0, (alpha * old.logp.exp() + 1 - alpha) * adv, adv)",
+    ),
+    ("reweighting: default of the paper's maths", "old: Old, alpha: float = 0.3", "old: Old, alpha: float = 0.1"),
+    # -------- NTHR
+    ("nthr: eta without the 2", "2 * (0.5 - share).abs()", "(0.5 - share).abs()"),
+    ("nthr: eta = |p|", "2 * (0.5 - share).abs()", "2 * share"),
+    ("nthr: eta signed", "2 * (0.5 - share).abs()", "2 * (0.5 - share)"),
+    (
+        "nthr: p of the whole batch",
+        ".mean(1).repeat_interleave(old.group_size)  # (N,)",
+        ".mean().expand(len(adv))  # (N,)",
+    ),
+    ("nthr: constant eta ignored", "if eta < 0 else torch.full_like(share, eta)", ""),
+    ("nthr: reshapes what is not selected", "factor[:, None] * adv, adv)", "adv, factor[:, None] * adv)"),
+    (
+        "nthr: beta ignored",
+        "nthr_selected(old, beta, self_term, full_vocab), factor",
+        "nthr_selected(old, 1.0, self_term, full_vocab), factor",
+    ),
+    (
+        "nthr: self_term ignored",
+        "nthr_selected(old, beta, self_term, full_vocab), factor",
+        "nthr_selected(old, beta, True, full_vocab), factor",
+    ),
+    (
+        "nthr: full_vocab ignored",
+        "nthr_selected(old, beta, self_term, full_vocab), factor",
+        "nthr_selected(old, beta, self_term), factor",
+    ),
+    (
+        "nthr: tau the largest mean",
+        "masked_fill(~correct, torch.inf).view(-1, old.group_size).amin(1)",
+        "masked_fill(~correct, -torch.inf).view(-1, old.group_size).amax(1)",
+    ),
+    (
+        "nthr: tau from the wrong answers",
+        "means.masked_fill(~correct, torch.inf)",
+        "means.masked_fill(correct, torch.inf)",
+    ),
+    ("nthr: tau of all answers", "means.masked_fill(~correct, torch.inf)", "means"),
+    ("nthr: tau from sums, not means", "scores.sum(1) / old.mask.sum(1).clamp(min=1)  # (N,)", "scores.sum(1)  # (N,)"),
+    (
+        "nthr: mean over the padded width",
+        "scores.sum(1) / old.mask.sum(1).clamp(min=1)  # (N,)",
+        "scores.mean(1)  # (N,)",
+    ),
+    ("nthr: tau of the batch", "beta * lowest, lowest)", "beta * lowest.min(), lowest)"),
+    ("nthr: tau without beta", "beta * lowest, lowest)", "lowest, lowest)"),
+    (
+        "nthr: selects below tau",
+        "(scores > tau) & old.mask & ~correct[:, None]",
+        "(scores < tau) & old.mask & ~correct[:, None]",
+    ),
+    ("nthr: selects right answers too", "(scores > tau) & old.mask & ~correct[:, None]", "(scores > tau) & old.mask"),
+    ("nthr: selects padding", "(scores > tau) & old.mask & ~correct[:, None]", "(scores > tau) & ~correct[:, None]"),
+    ("nthr: half right is right", "old.rewards == 1, nthr_scores", "old.rewards > 0, nthr_scores"),
+    (
+        "nthr: half right is right, in the scores",
+        "device=old.mask.device), old.rewards == 1",
+        "device=old.mask.device), old.rewards > 0",
+    ),
+    (
+        "nthr: scores with the wrong sign",
+        "scores[rows] = torch.stack([((g_i @ M)",
+        "scores[rows] = torch.stack([(-(g_i @ M)",
+    ),
+    ("nthr: g of the taken token only", ".exp_().neg_()", ".mul_(0)"),
+    ("nthr: g without the taken token", "g.scatter_add_(2, where, torch.ones_like(g[..., :1]))", "pass"),
+    (
+        "nthr: pi renormalised on V*",
+        "g.sub_(g.gather(2, where)).add_(old.logp[rows, :, None]).exp_()",
+        "g = g.softmax(-1)",
+    ),
+    ("nthr: V* of the whole batch", "tokens[mask].unique()  # V*", "old.tokens[old.mask].unique()  # V*"),
+    ("nthr: temperature left out", ".to(dtype).T).div_(old.temperature)", ".to(dtype).T)"),
+    ("nthr: M from the wrong answers", "for i in right.nonzero().flatten())", "for i in (~right).nonzero().flatten())"),
+    ("nthr: M from all answers", "for i in right.nonzero().flatten())", "for i in range(len(right)))"),
+    (
+        "nthr: M from the first right answer",
+        "for i in right.nonzero().flatten())",
+        "for i in right.nonzero().flatten()[:1])",
+    ),
+    ("nthr: M with the padding", "M = sum(g[i, mask[i]].T @ h[i, mask[i]] for", "M = sum(g[i].T @ h[i] for"),
+    ("nthr: self term without the hidden state", " * h.norm(dim=2).square()", ""),
+    ("nthr: self term taken off when wanted", "if not self_term:", "if self_term:"),
+    ("nthr: self term taken off wrong answers", "scores[rows] -= right[:, None] *", "scores[rows] -="),
+    ("nthr: vocabularies swapped", "if full_vocab else tokens", "if not full_vocab else tokens"),
+    (
+        "nthr: groups with one wrong answer skipped",
+        "if right.all() or not right.any()",
+        "if right.sum() >= len(right) - 1 or not right.any()",
+    ),
+    ("nthr: half precision", "torch.promote_types(old.hidden.dtype, torch.float32)", "old.hidden.dtype"),
+    ("nthr: carries a gradient", "@torch.no_grad()\n", ""),
+    ("nthr-random: padding drawn", ".masked_fill(~old.mask, 2.0)", ""),
+    (
+        "nthr-random: always the first tokens",
+        "draw.argsort(1).argsort(1) < count",
+        "draw.new_tensor(range(draw.shape[1])).expand_as(draw) < count",
+    ),
+    ("nthr-random: sorted once", "draw.argsort(1).argsort(1) < count", "draw.argsort(1) < count"),
+    ("nthr-random: draws of its own", "generator=old.gen", "generator=None"),
+    ("nthr-random: beta ignored", "nthr_selected(old, beta).sum(1", "nthr_selected(old).sum(1"),
+    (
+        "nthr-random: halves",
+        "return adv.masked_fill(draw.argsort(1).argsort(1) < count, 0.0)",
+        "return torch.where(draw.argsort(1).argsort(1) < count, adv / 2, adv)",
+    ),
     # -------- the table of methods, and the batch
+    (
+        "methods: lopti's passes swapped",
+        '"lopti": Method((lopti_low, lopti_high))',
+        '"lopti": Method((lopti_high, lopti_low))',
+    ),
+    ("methods: lopti in one pass", '"lopti": Method((lopti_low, lopti_high))', '"lopti": Method((token_grpo,))'),
+    (
+        "methods: ar-lopti without reweighting",
+        "Method((lopti_low, lopti_high), credit=advantage_reweighting)",
+        "Method((lopti_low, lopti_high))",
+    ),
+    ("methods: reweighting on grpo", "Method((token_grpo,), credit=", "Method((grpo,), credit="),
+    ("methods: nthr at random", "credit=nthr,", "credit=nthr_random,"),
+    ("methods: nthr without hidden states", "credit=nthr, needs_hidden=True", "credit=nthr"),
+    ("old: any shape", "if getattr(self, name).shape != shape:", "if False:"),
+    ("old: broken groups accepted", "if self.group_size < 2 or n % self.group_size:", "if self.group_size < 2:"),
+    ("old: groups of one accepted", "if self.group_size < 2 or n % self.group_size:", "if n % self.group_size:"),
+    ("old: hidden states of any width", 'wanted["hidden"] = (*self.tokens.shape, self.head.shape[1])', "pass"),
     ("methods: dr-grpo with std", 'Method((dr_grpo,), scale="mean")', "Method((dr_grpo,))"),
     ("methods: grpo without std", "Method((grpo,))", 'Method((grpo,), scale="mean")'),
     ("methods: dfpo twice the same", "Method((dfpo_orthogonal,))", "Method((dfpo_min,))"),
@@ -413,15 +580,16 @@ def verify_says(module: types.ModuleType, suspect: str = "") -> str:
 
 
 def unit_tests_fail(module: types.ModuleType) -> bool:
-    """Whether tests/test_losses.py fails on it; in a forked process, because it imports losses anew."""
+    """Whether the unit tests of losses.py fail on it; in a forked process, because it imports losses anew."""
     child = os.fork()
     if not child:
         sys.modules["losses"] = module
-        sys.modules.pop("test_losses", None)
+        for path in UNIT_TESTS:
+            sys.modules.pop(Path(path).stem, None)
         sys.stdout = sys.stderr = open(os.devnull, "w")
         import pytest
 
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", str(UNIT_TESTS)]))
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *UNIT_TESTS]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 

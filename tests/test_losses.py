@@ -17,11 +17,13 @@ import losses
 from losses import METHODS, Batch, exchangeable, group_advantages, learning_tax, prefix_nodes, token_coefficients
 
 EPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}  # every other clip is (0.2, 0.2)
-SEQ_MEAN, TOKEN_MEAN = ("grpo", "gspo", "pos-only"), ("dapo",)  # every other normaliser is 1/(N L)
+SEQ_MEAN, TOKEN_MEAN = ("grpo", "gspo", "pos-only"), ("dapo", "token-grpo", "lopti-low", "lopti-high")
+LOSSES = {f.__name__.replace("_", "-"): f for method in METHODS.values() for f in method.passes}  # others: 1/(N L)
 WIDE, NARROW = {"eps_low": 0.1, "eps_high": 0.5}, {"eps_low": 0.03, "eps_high": 0.06}
 CASES = (
-    [(name, {}) for name in METHODS]
-    + [(name, WIDE) for name in ("grpo", "grpo-symmetric", "dr-grpo", "dapo", "pos-only")]
+    [(name, {}) for name in LOSSES]
+    + [(name, WIDE) for name in ("grpo", "grpo-symmetric", "dr-grpo", "dapo", "pos-only", *TOKEN_MEAN[1:])]
+    + [(name, {"eta": 0.2}) for name in ("lopti-low", "lopti-high")]
     + [("gspo", NARROW), ("grpo", {"kl": 0.3}), ("grpo", {"kl": 0.3, **WIDE})]
     + [(name, {"ratio": "product"}) for name in ("dfpo-min", "dfpo-orthogonal")]
 )
@@ -40,7 +42,7 @@ def ppo(r, a, low, high):
     return r * a, r * a
 
 
-def naive(name, b, eps_low=None, eps_high=None, kl=0.0, ratio="geometric"):
+def naive(name, b, eps_low=None, eps_high=None, kl=0.0, ratio="geometric", eta=0.5):
     """(loss, dloss/dlogp) in floats; A_i, where a formula wants one per answer, is the mean over the answer."""
     low, high = EPS.get(name, (0.2, 0.2)) if eps_low is None else (eps_low, eps_high)
     logp, old, ref, adv = (x.tolist() for x in (b.logp, b.logp_old, b.logp_ref, b.adv))
@@ -67,12 +69,15 @@ def naive(name, b, eps_low=None, eps_high=None, kl=0.0, ratio="geometric"):
                 j, c = ppo(s[i], A[i], low, high)
             else:
                 j, c = ppo(r, max(a, 0.0) if name == "pos-only" else a, low, high)
+            if name.startswith("lopti") and (math.exp(old[i][t]) <= eta) != (name == "lopti-low"):
+                j, c = 0.0, 0.0
             log_q = ref[i][t] - logp[i][t]
             j, c = j - kl * (math.exp(log_q) - log_q - 1), c - kl * (1 - math.exp(log_q))
             if name in SEQ_MEAN:
                 share = 1 / n / T[i]
             elif name in TOKEN_MEAN:
-                share = mixed[i] / sum(T[k] for k in range(n) if mixed[k])
+                counted = [name != "dapo" or mixed[k] for k in range(n)]  # dapo leaves equal-reward groups out
+                share = counted[i] / sum(T[k] for k in range(n) if counted[k])
             else:
                 share = 1 / n / b.max_tokens
             loss, grad[i, t] = loss - share * j, -share * c
@@ -107,7 +112,7 @@ def make_batch(seed=0, groups=4, size=4, width=6, spread=0.4, credit=False):
 
 def loss_and_grad(name, b, **options):
     b = replace(b, logp=b.logp.clone().requires_grad_())
-    loss = METHODS[name].passes[0](b, **options)
+    loss = LOSSES[name](b, **options)
     return loss.detach(), torch.autograd.grad(loss, b.logp)[0]
 
 
@@ -191,7 +196,7 @@ def test_order_of_rows_in_a_group_and_of_groups_changes_nothing(name, options):
 def test_micro_batches_of_whole_groups_add_up(name, options):
     b, total, grads = make_batch(seed=7), 0.0, []
     size = b.mask.float() if name in TOKEN_MEAN else torch.ones(16, 1)  # what the average divides by
-    size[4:8] *= name not in TOKEN_MEAN  # group 1 has equal rewards
+    size[4:8] *= name != "dapo"  # group 1 has equal rewards
     for part in (slice(0, 4), slice(4, 8), slice(8, 16)):
         weight = size[part].sum().double() / size.sum()
         loss, grad = loss_and_grad(name, b[part], **options)
@@ -381,7 +386,7 @@ def test_exchangeable_takes_the_tax_and_keeps_the_credit_of_every_method(name, o
     for shape in TREES:
         b, tokens, _, nodes = make_tree(*shape)
         b = replace(b, logp=b.logp.masked_fill(~b.mask, math.nan).requires_grad_())
-        A, loss = b.adv[:, 0].clone(), METHODS[name].passes[0](b, **options)
+        A, loss = b.adv[:, 0].clone(), LOSSES[name](b, **options)
         surrogate = exchangeable(loss, b.logp, A, nodes, b.mask)
         c, new = (token_coefficients(x, b.logp) for x in (loss, surrogate))
         assert_same([surrogate.detach()], [-(new * b.logp.detach())[b.mask].sum() / len(A)])
@@ -413,18 +418,21 @@ AUDIT = {  # 0: the coefficients of the group cancel at the shared token, x: the
     "gspo": "0xxx",
     "dfpo-min": "0000",
     "dfpo-orthogonal": "0000",
+    "token-grpo": "000x",
 }
 
 
 def shared_token(name, lengths, ratio, other, projected=False, **options):
     """(G,) coefficients of the first token, which all four answers share; two win, two lose."""
-    A = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), 4, METHODS[name].scale)
+    A = group_advantages(
+        torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), 4, "mean" if name == "dr-grpo" else "std"
+    )
     log_ratio = other * A.sign()[:, None].repeat(1, 7)
     log_ratio[:, 0] = math.log(ratio)
     logp = torch.full((4, 7), -1.0, dtype=torch.float64, requires_grad=True)
     mask = torch.arange(7) < torch.tensor(lengths)[:, None]
     b = Batch(logp, logp.detach() - log_ratio, A[:, None].expand(4, 7), mask, 4, 10)
-    loss = METHODS[name].passes[0](b, **options)
+    loss = LOSSES[name](b, **options)
     if projected:
         tokens = torch.arange(28).view(4, 7).index_fill(1, torch.tensor(0), 99)
         loss = exchangeable(loss, logp, A, prefix_nodes(tokens, mask, 4), mask)
@@ -445,7 +453,7 @@ def test_audit_table(name, situation):
             assert abs(c.sum()) > 0.05 * c.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_audit_table_with_the_projection_everything_cancels(name):
     for setting in (s for settings in SITUATIONS.values() for s in settings):
         assert abs(shared_token(name, *setting, projected=True)[0].sum()) < 1e-12

@@ -293,9 +293,58 @@ def test_changed_logs_are_noticed_on_resume(tmp_path, capsys):
     assert "metrics.jsonl is shorter than it was at step 2" in capsys.readouterr().err
 
 
-def test_a_credit_rule_reshapes_the_advantages_of_the_whole_batch(tmp_path, monkeypatch, easy):
-    monkeypatch.setitem(METHODS, "grpo", replace(METHODS["grpo"], credit=lambda batch: 0 * batch.adv))
-    assert all(line["grad_norm"] == 0 and line["tax"] == 0 for line in metrics(run(tmp_path))[1:])
+def test_a_credit_rule_reshapes_the_advantages_of_the_whole_batch_once(tmp_path, monkeypatch, easy):
+    seen = []
+
+    def credit(adv, old, strength: float = 1.0):
+        seen.append((adv, old, strength))
+        return adv * (old.tokens != old.tokens[0, 0]) * (1 - strength)
+
+    monkeypatch.setitem(METHODS, "grpo", replace(METHODS["grpo"], credit=credit))
+    lines = metrics(run(tmp_path, "--epochs", "2", "--hyper", "eps_low=0.3"))[1:]
+    assert len(seen) == 4 and all(line["grad_norm"] == line["adv_left"] == 0 < line["reshaped"] for line in lines)
+    run(tmp_path / "other", "--hyper", "strength=0.25")
+    adv, old, strength = seen[-1]
+    assert strength == 0.25 and old.hidden is None and not old.logp.requires_grad
+    expected = group_advantages(old.rewards, 3)[:, None] * old.mask
+    assert torch.equal(adv, expected) and torch.equal(old.logp * old.mask, old.logp)
+
+
+def test_hidden_states_are_what_the_log_probs_come_from(loaded):
+    model, rows = loaded[0], sample(loaded, copies=2, temperature=1.0)[0]
+    logp, _, hidden = train.score_all(model, rows, 0.8, 2, keep_hidden=True)
+    assert hidden.shape[:2] == logp.shape and (hidden[~rows.mask] == 0).all() and not hidden.requires_grad
+    again = (hidden @ model.get_output_embeddings().weight.T / 0.8).log_softmax(-1).gather(2, rows.tokens[..., None])
+    assert torch.allclose(again[..., 0][rows.mask], logp[rows.mask], atol=1e-4)
+
+
+def test_nthr_gets_them_and_reports_what_it_reshaped(tmp_path, easy):
+    for method, reshaped in (("nthr", True), ("nthr-random", True), ("grpo", False)):
+        lines = metrics(run(tmp_path / method, "--method", method, *(["--hyper", "beta=0"] if reshaped else [])))[1:]
+        assert all(("reshaped" in line) == reshaped for line in lines)
+        assert not reshaped or any(0 < line["reshaped"] < 1 and 0 < line["adv_left"] < 1 for line in lines)
+
+
+def test_each_pass_of_lopti_is_a_step_of_its_own_with_the_old_log_probs_frozen(tmp_path, monkeypatch, easy):
+    seen = []
+
+    def spy(f):
+        return lambda b, **hyper: seen.append((f.__name__, b.logp.detach(), b.logp_old, hyper)) or f(b, **hyper)
+
+    method = METHODS["lopti"]
+    monkeypatch.setitem(METHODS, "lopti", replace(method, passes=tuple(map(spy, method.passes))))
+    monkeypatch.setattr(train, "pick", lambda hyper, function: hyper)
+    run(tmp_path, "--method", "lopti", "--steps", "1", "--minibatches", "1")
+    (first, before, old, _), (second, after, frozen, _) = seen[-2:]
+    assert (first, second) == ("lopti_low", "lopti_high")
+    assert torch.equal(old, frozen) and torch.allclose(before, old, atol=1e-3) and not torch.allclose(after, old, 1e-3)
+
+
+def test_delta_is_what_the_step_did_to_the_correct_answers_of_mixed_groups(tmp_path, easy):
+    still = metrics(run(tmp_path / "still", "--lr", "0"))[1:]
+    winners = metrics(run(tmp_path / "winners", "--method", "pos-only", "--minibatches", "1"))[1:]
+    assert all(line.get("delta", 0) == 0 for line in still) and any("delta" in line for line in still)
+    assert all(line.get("delta", 1) > 0 for line in winners) and any("delta" in line for line in winners)
 
 
 @pytest.mark.parametrize("method", ["gspo", "grpo"])
@@ -324,6 +373,8 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
         ("--task gsm8k --data DATA --model nobody/nothing-7b", "--model nobody/nothing-7b cannot be loaded"),
         ("--group-size 1", "--group-size 1: must be a finite number, at least 2"),
         ("--prompts 30 --minibatches 4", "--prompts 30 is not divisible by --minibatches 4"),
+        ("--method nthr --hyper self_term=perhaps", "--hyper self_term=perhaps: must be True or False"),
+        ("--method ar-lopti --hyper beta=1", "accepted, with defaults: alpha=0.3, eta=0.5, eps_low=0.2, eps_high=0.2"),
         ("--lr -0.1", "--lr -0.1: must be a finite number, at least 0"),
         ("--lr nan", "--lr nan"),
         ("--lr fast", "invalid float value: 'fast'"),

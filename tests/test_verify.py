@@ -1,6 +1,7 @@
 """verify.py: the verdicts, the random trees they stand on, the command line, and the grader."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ def test_every_verdict_is_the_expected_one_and_the_tables_follow(capsys):
     assert list(verdicts) == [claim.id for claim in CLAIMS]
     assert {id_ for id_, line in verdicts.items() if "FAILS AS STATED" in line} == {"C5b", "C14"}
     only_if = {id_ for id_, line in verdicts.items() if "HOLDS ONLY IF" in line}
-    assert only_if == {"C7", "C8", "C10", "C11", "C12", "C15", "C16"}
+    assert only_if == {"C7", "C8", "C10", "C11", "C12", "C15", "C16", "N2", "A5"}
     table = out[out.index("What is left") :].splitlines()
-    assert [row.split()[0] for row in table[2:12]] == list(claims.AUDIT)
-    audit = {row.split()[0]: ["0" if cell == "0" else "x" for cell in row.split()[1:]] for row in table[2:12]}
+    end = 2 + len(claims.AUDIT)
+    audit = {row.split()[0]: ["0" if cell == "0" else "x" for cell in row.split()[1:]] for row in table[2:end]}
     assert {name: "".join(cells) for name, cells in audit.items()} == claims.AUDIT
-    assert table[13].startswith("The price") and len(table) == 15 + len(losses.METHODS)
+    assert table[end + 1].startswith("The price") and table[end + 3 + len(claims.ALL)] == ""
+    titles = [line[:3] for line in table if re.match(r"[NA]\d: ", line)]
+    assert titles == ["N3:", "N7:", "A3:"]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -33,7 +36,9 @@ def test_the_verdicts_do_not_depend_on_the_seed(seed):
 
 def test_each_claim_says_what_it_shows_where_it_is_from_why_and_of_which_function():
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
-    assert {f"C{k}" for k in range(1, 18)} == {claim.id.rstrip("abcdef") for claim in CLAIMS if claim.id[0] == "C"}
+    for letter, count in (("C", 17), ("N", 7), ("A", 5)):
+        ids = {claim.id.rstrip("abcdef") for claim in CLAIMS if claim.id[0] == letter and claim.id != "AUDIT"}
+        assert {f"{letter}{k}" for k in range(1, count + 1)} == ids
     for claim in CLAIMS:
         statement, source, why = claim.text
         assert statement.endswith(".") and len(statement) < 116, claim.id
@@ -45,10 +50,12 @@ def test_each_claim_says_what_it_shows_where_it_is_from_why_and_of_which_functio
 
 def test_every_function_of_the_contract_is_spoken_of():
     spoken = {function for claim in CLAIMS for function in claim.functions}
-    methods = {name.replace("-", "_") for name in losses.METHODS}
+    parts = [f for method in losses.METHODS.values() for f in (*method.passes, method.credit) if f]
+    methods = {f.__name__ for f in parts}
     meter = {"token_coefficients", "prefix_nodes", "learning_tax", "exchangeable"}
     assert methods | meter | {"group_advantages", "sequence_ratio", "min_replace", "adv_orthogonal"} <= spoken
-    assert set(claims.AUDIT) == methods | {"exchangeable"}
+    rules = {method.credit.__name__ for method in losses.METHODS.values() if method.credit}
+    assert set(claims.AUDIT) == methods - rules | {"exchangeable"}
 
 
 # ---------------------------------------------------------------- what the verdicts stand on
@@ -209,7 +216,7 @@ def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, cap
         "pos_only": "predicted 0, measured",
     }.items():
         assert message in score[function] and "0 of  1" in score[function]
-    assert "2 of 10" in score["all"]
+    assert "2 of 13" in score["all"]
 
 
 def test_a_file_that_cannot_be_loaded_is_one_clear_line(tmp_path, capfd):
