@@ -1,4 +1,4 @@
-"""What NTHR, Advantage Reweighting and Lopti claim about the same gradients: N1..N7, A1..A5, and M6, M7.
+"""What NTHR, Advantage Reweighting, Lopti and IBPO claim about the same gradients: N1..N7, A1..A5, I1..I3, M6..M8.
 
 A claim is written as in claims.py. What is new here is the hidden state h in R^d that predicts a token, and the
 prediction error g = e_y - pi(.|h): in the output embeddings W, log pi(y|h) has the gradient g h^T. So two tokens help
@@ -98,7 +98,7 @@ def small(draws: list[Draw]) -> list[Draw]:
 
 
 def m6(L, name, draws, e):
-    """NTHR multiplies by eta the advantages of wrong tokens that score above tau; its control as many, at random, by 0.
+    """NTHR multiplies by eta the negative advantages of wrong tokens scoring above tau; its control as many, by chance.
     NTHR Eq. 7 (S; rule P)
 
     s = sum over the tokens of correct answers of <g, g'> <h, h'>, here pair by pair; tau = beta times the smallest mean
@@ -116,14 +116,14 @@ def m6(L, name, draws, e):
         if name == "nthr_random":
             chosen = selected_by_pairs(r, beta, True, False)
             measured = L.nthr_random(adv, r.old(L), beta)
-            counts = [sum(i == j for j, _ in chosen) for i in range(d.N)]
-            e.equal(counts, (measured != adv).sum(1))
+            counts = [sum(i == j and adv[j, t] < 0 for j, t in chosen) for i in range(d.N)]
+            e.equal(torch.tensor(counts), (measured != adv).sum(1))
             e.equal(True, bool(((measured == adv) | (measured == 0)).all()))
             continue
         for rows, winners, _ in r.groups():
             for i, t in r.visits(rows):
                 factor = 2 * abs(0.5 - len(winners) / d.G) if eta is None else eta
-                predicted[i, t] *= factor if (i, t) in chosen else 1
+                predicted[i, t] *= factor if (i, t) in chosen and adv[i, t] < 0 else 1
         e.equal(predicted, L.nthr(adv, r.old(L), **hyper))
 
 
@@ -171,7 +171,7 @@ def n1(L, name, draws, e):
 
 def n2(L, name, draws, e):
     """Right and wrong answers weigh the same: p+ N+ = p- N-. That is per answer; per token the longer side weighs more.
-    NTHR sec. 4 (P); per token (D)
+    NTHR (P); per token (D)
 
     sum_i A_i = 0 is just that. With a constant normaliser each token brings A_i / L, so a side weighs by its tokens,
     sum T_i A_i ("left", relative to sum T_i |A_i|).
@@ -298,9 +298,7 @@ def n6(L, name, draws, e):
             for at in r.visits(rows):
                 lost = 0.0
                 for other in r.visits(winners):
-                    pi_pi = float(r.g[at][others] @ r.g[other][others])
-                    e.equal(True, pi_pi >= 0)
-                    lost += pi_pi * float(r.h[at] @ r.h[other])
+                    lost += float(r.g[at][others] @ r.g[other][others]) * float(r.h[at] @ r.h[other])
                 e.equal(-lost, change[at])
 
 
@@ -333,19 +331,11 @@ class Sampled:
             for t, token in enumerate(y):
                 hidden[i, t] = phi((0, *y[:t]))
                 self.norms[i, t] = self.policy.grad_log_prob((0, *y[:t]), token).norm()  # ||g|| ||h||
-        gen = torch.Generator().manual_seed(int(tokens.sum()))
-        head = self.policy.W.detach()
-        self.old = (
-            tokens,
-            self.mask,
-            self.logp.detach(),
-            torch.tensor(self.R).double(),
-            self.G,
-            1.0,
-            hidden,
-            head,
-            gen,
-        )
+        rewards, head = torch.tensor(self.R, dtype=torch.float64), self.policy.W.detach()
+        self.readout = (tokens, self.mask, self.logp.detach(), rewards, self.G, 1.0, hidden, head)
+
+    def old(self, L):
+        return L.Old(*self.readout, gen=torch.Generator().manual_seed(int(self.readout[0].sum())))
 
     def adv(self, L) -> Tensor:
         A = L.group_advantages(torch.tensor(self.R, dtype=torch.float64), self.G, "std")
@@ -368,17 +358,17 @@ def sampled(seed: int) -> list[Sampled]:
 
 def n7(L, name, draws, e):
     """Where NTHR selects anything, its step (eta = 0) mostly leaves the right answers likelier than grpo's or random's.
-    NTHR sec. 5 (P); formula (D)
+    NTHR (P); formula (D)
 
     Delta(x) is the change of the correct answers' mean log-likelihood by one step on the group. On-policy, grpo gives
     wrong token k of answer j the coefficient A_j / T_j. Without it the slope of Delta grows by |A_j| s / (G N+ T_j), s
     its score. The formula is checked on every group; the table has the shares of 200 sampled groups, to first order and
-    after a step of length 1. They are shares of a toy, not a law: a tau below 0 selects tokens that help, and a long
+    after a step of size 1. They are shares of a toy, not a law: a tau below 0 selects tokens that help, and a long
     step also moves what the first order leaves out.
     """
     lazy, wins = [], []
     for group in sampled(draws[0].seed):
-        adv, old = group.adv(L), L.Old(*group.old)
+        adv, old = group.adv(L), group.old(L)
         slopes, deltas = {}, {}
         before = group.winners_likelihood(group.policy)
         rise = ascent(-before, group.policy.W)
@@ -448,7 +438,7 @@ def a2(L, name, draws, e):
 
 def a3(L, name, draws, e):
     """Low-probability tokens carry more of the gradient than their number says; Advantage Reweighting takes some of it.
-    AR/Lopti sec. 4 (P)
+    AR/Lopti (P)
 
     The gradient of one token in W has the norm |c| ||e_o - pi|| ||h||: compared token by token with autograd's. The
     table has the share of their sum by the token's probability, on 200 sampled groups, before and after A2.
@@ -458,7 +448,7 @@ def a3(L, name, draws, e):
         adv, mask = group.adv(L), group.mask
         decile = (10 * group.probs[mask]).long().clamp(max=9)
         by_decile[0] += decile.bincount(minlength=10)
-        for row, a in ((1, adv), (2, L.advantage_reweighting(adv, L.Old(*group.old)))):
+        for row, a in ((1, adv), (2, L.advantage_reweighting(adv, group.old(L)))):
             sizes = a.abs() * group.norms * group.G / mask.sum()  # (G, T)
             by_decile[row] += decile.bincount(sizes[mask], minlength=10)
             if number < 5:
@@ -474,7 +464,7 @@ def a3(L, name, draws, e):
 
 def a4(L, name, draws, e):
     """Lopti's two passes part the tokens at pi_old = eta; at equal parameters their gradients add up to the joint one.
-    AR/Lopti sec. 4.3 (P)
+    AR/Lopti (P)
 
     The parts are disjoint and cover everything, each divided by the number of all tokens. What decides is pi_old, also
     when pi_theta has moved across eta since.
@@ -490,27 +480,136 @@ def a4(L, name, draws, e):
 
 
 def a5(L, name, draws, e):
-    """Lopti's two steps end where one joint step would; the second starts from the new parameters: control grpo twice.
-    AR/Lopti sec. 4.3 (P); control (D)
+    """By plain ascent Lopti's two steps end where one joint step does, to first order; the second sees what moved.
+    AR/Lopti (P); limit and control (D)
 
     r has moved since pi_old when the second pass begins, by what the first did to shared parameters, so its gradient is
-    r times the on-policy one and may be clipped. Here both steps are made on the toy; the second's coefficients are
-    compared with r A / (number of tokens) at its own ratio. "left" is how far the two end from one joint step, relative
-    to its length: a comparison with one-step methods must grant them two.
+    r times the on-policy one and may be clipped: its coefficients are compared with r A / (number of tokens) at its own
+    ratio. The end points differ by a share of the way that is proportional to the step: halving it halves the share
+    ("left": the share at size 4). AdamW, which train.py uses, makes each step equally long whatever the gradient, so
+    two go further than one at any learning rate: compare Lopti with a method that makes two steps as well.
     """
-    for group in sampled(draws[0].seed)[:20]:
+    prompts, eta, shares = [(0,)] * Sampled.G, 0.5, defaultdict(float)
+    for group, size in itertools.product(sampled(draws[0].seed)[:20], (4.0, 0.02, 0.01)):
         adv, (first, second) = group.adv(L), L.METHODS["lopti"].passes
-        prompts, eta = [(0,)] * group.G, 0.5
-        joint = group.policy.step(ascent(L.token_grpo(group.batch(L, adv)), group.policy.W), 4.0)
-        W1 = group.policy.step(ascent(first(group.batch(L, adv)), group.policy.W), 4.0)
-        W1.W.requires_grad_()
-        logp, _ = W1.log_probs(prompts, group.answers)
+        joint = group.policy.step(ascent(L.token_grpo(group.batch(L, adv)), group.policy.W), size)
+        middle = group.policy.step(ascent(first(group.batch(L, adv)), group.policy.W), size)
+        middle.W.requires_grad_()
+        logp, _ = middle.log_probs(prompts, group.answers)
         batch = L.Batch(logp, group.logp.detach(), adv, group.mask, group.G, 6)
         c, n = coefficients(second(batch), batch), sum(map(len, group.answers))
-        for i, y in enumerate(group.answers):
-            for t in range(len(y)):
-                r, a = math.exp((logp[i, t] - group.logp[i, t]).item()), float(adv[i, t])
-                active = float(group.probs[i, t]) > eta and not (r > 1.2 and a > 0 or r < 0.8 and a < 0)
-                e.equal(r * a * group.G / n if active else 0, c[i, t])
-        end = W1.step(ascent(second(batch), W1.W), 4.0)
-        e.left((end.W - joint.W).norm() / (joint.W - group.policy.W).norm())
+        for i, t in group.mask.nonzero().tolist():
+            r, a = math.exp((logp[i, t] - group.logp[i, t]).item()), float(adv[i, t])
+            active = float(group.probs[i, t]) > eta and not (r > 1.2 and a > 0 or r < 0.8 and a < 0)
+            e.equal(r * a * group.G / n if active else 0, c[i, t])
+        end = middle.step(ascent(second(batch), middle.W), size)
+        shares[size] += float((end.W - joint.W).norm() / (joint.W - group.policy.W).norm()) / 20
+    e.left(shares[4.0])
+    e.equal(2, round(shares[0.02] / shares[0.01], 1))
+
+
+# ---------------------------------------------------------------- I: comparing and correcting
+
+
+def m8(L, name, draws, e):
+    """The kept tokens are those of a shortest edit: keeping just them costs no more than the Levenshtein distance.
+    Levenshtein alignment (D)
+
+    `cost` is the textbook table. With no wish it is the distance; with a set of tokens to keep, these must meet an
+    equal one for nothing and every other token has to be changed or to go. Several alignments can be shortest, so the
+    sets are not compared, their costs are.
+    """
+
+    def cost(a, b, keep=None):
+        table = [[u for u in range(len(b) + 1)]]
+        for t, x in enumerate(a):
+            row = [math.inf if keep and t in keep else table[t][0] + 1]
+            for u, y in enumerate(b):
+                kept = x == y if keep is None else t in keep
+                stay = table[t][u] if kept and x == y else math.inf
+                go = min(table[t][u], table[t][u + 1]) + 1 if keep is None or t not in keep else math.inf
+                row.append(min(stay, go, row[u] + 1))
+            table.append(row)
+        return table[-1][-1]
+
+    for d in draws:
+        order = torch.randperm(d.N, generator=d.generator)
+        kept = L.kept_tokens(d.tokens, d.mask, d.tokens[order], d.mask[order])
+        e.equal(False, bool((kept & ~d.mask).any()))
+        for i, j in enumerate(order.tolist()):
+            a, b = d.answers[i], d.answers[j]
+            e.equal(cost(a, b), cost(a, b, set(kept[i].nonzero().flatten().tolist())))
+
+
+def i1(L, name, draws, e):
+    """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on hard prompts.
+    IBPO (S); condition for binary rewards (D)
+
+    Var(R + l phi) - Var(R) = 2 l Cov(R, phi) + l^2 Var(phi). For P(R = 1) = p and repair rate q, phi = rho with
+    probability (1-p) q, only where R = 0: Cov = -p (1-p) q rho and Var(phi) = rho^2 (1-p) q (1 - (1-p) q), so the
+    variance falls iff p > (l rho / 2)(1 - (1-p) q). With l = 0.6, rho = 0.5, q = 0.2 it rises at p = 0.05 and 0.10 and
+    falls from 0.15 on ("left": how much it rises there, relative). Compared with the variance of three outcomes, and
+    with 200 000 sampled ones.
+    """
+    bonus, weight = 0.5, 0.6
+    R, fixed = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([False, True, False])
+    shaped = L.shaped_rewards(R, fixed)
+
+    def variance(x, odds):
+        return float((odds * x * x).sum() - (odds * x).sum() ** 2)
+
+    for p, q in itertools.product((0.05, 0.1, 0.15, 0.3, 0.5, 0.9), (0.05, 0.2, 0.8)):
+        odds = torch.tensor([p, (1 - p) * q, (1 - p) * (1 - q)], dtype=torch.float64)
+        cov, var = -p * (1 - p) * q * bonus, bonus**2 * (1 - p) * q * (1 - (1 - p) * q)
+        change = variance(shaped, odds) - variance(R, odds)
+        e.equal(2 * weight * cov + weight**2 * var, change)
+        e.equal(p > weight * bonus / 2 * (1 - (1 - p) * q), change < 0)
+        sample = torch.multinomial(odds, 200_000, replacement=True, generator=draws[0].generator)
+        both = [x.var().item() for x in (L.shaped_rewards(R[sample], fixed[sample]), R[sample])]
+        e.equal(variance(shaped, odds), both[0], tolerance=5e-3)
+        e.equal(variance(R, odds), both[1], tolerance=5e-3)
+        if change > 0:
+            e.left(change / variance(R, odds))
+    a, b = torch.tensor([0.0, 1.0, 0.5, 0.0]).double(), torch.tensor([True, True, True, False])
+    e.equal([0.2 * 0.7, 1, 0.5, 0], L.shaped_rewards(a, b, 0.2, 0.7))
+
+
+def i2(L, name, draws, e):
+    """An all-wrong group learns something as soon as one correction succeeds; an all-correct group still nothing.
+    IBPO (S)
+
+    In an all-wrong group R' is l rho for the repaired and 0 for the others, so A' is not 0; where all are right there
+    is nothing to repair. "Something" is the coefficient of grpo, masked: A'_i / T_i on changed tokens.
+    """
+    for d in draws:
+        for right in (False, True):
+            R = torch.full((d.N,), float(right), dtype=torch.float64)
+            repaired = torch.zeros(d.N, dtype=torch.bool)
+            repaired[:: d.G] = not right
+            A = L.group_advantages(L.shaped_rewards(R, repaired), d.G, "mean")
+            kept = d.mask & repaired[:, None] & (d.noise > 0)
+            old = L.Old(d.tokens, d.mask, d.logp.detach(), R, d.G, kept=kept)
+            batch = d.batch(L, adv=L.ibpo(d.rows(A), old))
+            c = coefficients(L.grpo(batch), batch)
+            bonus = [0.3 * (i % d.G == 0) - 0.3 / d.G if not right else 0 for i in range(d.N)]
+            predicted = torch.tensor([[b / T] for b, T in zip(bonus, d.T, strict=True)], dtype=torch.float64)
+            e.equal(torch.where(d.mask & ~kept, predicted, 0), c)
+
+
+def i3(L, name, draws, e):
+    """Tokens that a successful correction kept get coefficient 0; without any correction the method is grpo.
+    IBPO (S)
+
+    The mask multiplies the advantage, so what it leaves out has no gradient, whatever the ratio and the clip. Nothing
+    kept and nothing repaired leave advantages and rewards as they were.
+    """
+    for d in draws:
+        method = L.METHODS["ibpo"]
+        kept = d.mask & (d.noise > 0.3)
+        for keep in (kept, kept & False):
+            old = L.Old(d.tokens, d.mask, d.logp.detach(), torch.zeros(d.N).double(), d.G, kept=keep)
+            plain, batch = d.batch(L, 0.6), d.batch(L, 0.6, adv=method.credit(d.rows(d.adv), old))
+            grpo = coefficients(L.grpo(plain), plain)
+            e.equal(torch.where(keep, 0, grpo), coefficients(method.passes[0](batch), batch))
+        e.equal(True, len(method.passes) == 1 and method.repair and method.scale == "std")
+        e.equal(torch.tensor(d.adv).double(), L.shaped_rewards(torch.tensor(d.adv).double(), torch.zeros(d.N).bool()))

@@ -110,6 +110,14 @@ class GSM8K:
         # return_dict is spelt out because its default differs between transformers 4 and 5
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
 
+    def repair(self, item: Item, answer: str, siblings: list[str]) -> Item:
+        """The problem of correcting an answer, given siblings' answers; in plain language, for encode()."""
+        others = "".join(f"\n\nAnother answer to compare it with:\n{text}" for text in siblings)
+        wish = (
+            "Find the mistake in the first answer. Write that answer again, corrected, changing as little as you can."
+        )
+        return Item(f"{item.prompt}\n\nA first answer:\n{answer}{others}\n\n{wish}", item.answer, "")
+
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
         """Byte-level BPE learnt on the training split, each digit a token of its own; deterministic."""
         bpe = ByteLevelBPETokenizer()  # its alphabet is all 256 bytes, so that any text can be encoded

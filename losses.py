@@ -18,9 +18,11 @@ Unknowns, and where this file deviates from a paper (grades: P stated by the pap
   9. pos-only divides by the full group, as GRPO does, so that its step is comparable.
  10. NTHR's self term, eta and the vocabulary of its score are ambiguous: arguments of `nthr`, with our choice.
  11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without the KL term.
+ 12. IBPO is second-hand throughout (S). Which sequence carries its mask (here the wrong answer, not its correction),
+     and how its two weights combine (here as a product), is not known for certain.
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1, NTHR 2505.18830,
-Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929.
+Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929, IBPO 2605.16302.
 """
 
 from __future__ import annotations
@@ -259,7 +261,7 @@ def _dfpo(batch: Batch, ratio: str, transform: Callable[[Tensor, Tensor], Tensor
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), seq-mean. NTHR sec. 3 (P).
+    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), seq-mean. NTHR (P).
     Shared token: does not cancel (nothing stands against the winners), save where the clip stops them all.
     """
     return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
@@ -268,7 +270,7 @@ def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO's surrogate averaged over all tokens of the batch: what Advantage Reweighting and Lopti stand on.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti sec. 5 (S).
+    J = min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti (S).
     Shared token: cancels inside the clip range only (C6).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
@@ -277,7 +279,7 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Ten
 def lopti_low(batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """Lopti's first pass: the improbable tokens alone, pi_old <= eta; the denominator stays all tokens.
 
-    J = 1[pi_old <= eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti sec. 4.3 (P).
+    J = 1[pi_old <= eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti (two passes P, token-mean S).
     Shared token: as token_grpo, in the one pass it belongs to (all visitors have the same pi_old).
     """
     return _lopti(batch, batch.logp_old.exp() <= eta, eps_low, eps_high)
@@ -286,7 +288,7 @@ def lopti_low(batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: fl
 def lopti_high(batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """Lopti's second pass: the other tokens, pi_old > eta, from the parameters that the first pass has left.
 
-    J = 1[pi_old > eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti sec. 4.3 (P).
+    J = 1[pi_old > eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti (two passes P, token-mean S).
     Shared token: as lopti_low. The clip is live here even on-policy: r has moved since pi_old.
     """
     return _lopti(batch, batch.logp_old.exp() > eta, eps_low, eps_high)
@@ -315,10 +317,13 @@ class Old:
     hidden: Tensor | None = None  # (N, T, d) last hidden state, after the final norm, that predicts each token
     head: Tensor | None = None  # (V, d) output embeddings: logits = hidden @ head.T / temperature
     gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
+    kept: Tensor | None = None  # (N, T) bool, tokens that a successful correction of the answer left as they were
 
     def __post_init__(self):
         n = len(self.tokens)
         wanted = {"mask": self.tokens.shape, "logp": self.tokens.shape, "rewards": (n,)}
+        if self.kept is not None:
+            wanted["kept"] = self.tokens.shape
         if self.hidden is not None and self.head is not None:
             wanted["hidden"] = (*self.tokens.shape, self.head.shape[1])
         for name, shape in wanted.items():
@@ -332,9 +337,11 @@ def advantage_reweighting(adv: Tensor, old: Old, alpha: float = 0.3) -> Tensor:
     """Shrink the advantage of improbable tokens, whose gradients are the largest. (N, T), Old -> (N, T).
 
     A_{i,t} = (alpha pi_old + 1 - alpha) A_i, both signs; the paper takes alpha = 0.1 for maths. AR/Lopti Eq. 4 (P).
-    Shared token: one factor for all visitors, so what cancelled still does.
+    Shared token: one factor for all visitors, so what cancelled still does. Raises ValueError for another alpha.
     """
-    return (alpha * old.logp.exp() + 1 - alpha) * adv
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must lie between 0 and 1, not {alpha}: a larger one turns gradients round")
+    return (alpha * old.logp.detach().exp() + 1 - alpha) * adv
 
 
 def nthr(
@@ -342,19 +349,20 @@ def nthr(
 ) -> Tensor:
     """Soften the penalty on the tokens of wrong answers that push the correct ones down. (N, T), Old -> (N, T).
 
-    A_{j,k} = eta A_j where s_{j,k} > tau = beta min_{correct i} mean_k s_{i,k} (nthr_scores). NTHR Eq. 7 (S; rule P).
+    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_{correct i} mean_k s_{i,k}. NTHR Eq. 7 (S; rule P).
     Open readings: eta -1 stands for 2|0.5 - p|, p the group's share of correct answers, or give a constant; self_term:
-    whether a correct token's score, in tau, counts its product with itself; full_vocab: see nthr_scores.
+    whether a correct token's score, in tau, counts its product with itself; full_vocab: see nthr_scores, s is there.
     Shared token: a winner's counterweight is taken away, on purpose.
     """
     share = (old.rewards == 1).to(adv.dtype).view(-1, old.group_size).mean(1).repeat_interleave(old.group_size)  # (N,)
     factor = 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
-    return torch.where(nthr_selected(old, beta, self_term, full_vocab), factor[:, None] * adv, adv)
+    selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
+    return torch.where(selected, factor[:, None] * adv, adv)
 
 
-def nthr_random(adv: Tensor, old: Old, beta: float = 1.0) -> Tensor:
+def nthr_random(adv: Tensor, old: Old, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False) -> Tensor:
     """NTHR's control: in each wrong answer as many tokens as nthr selects, at random, get advantage 0. NTHR (P)."""
-    count = nthr_selected(old, beta).sum(1, keepdim=True)  # (N, 1)
+    count = (nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)).sum(1, keepdim=True)  # (N, 1)
     draw = torch.rand(old.mask.shape, generator=old.gen).to(adv.device).masked_fill(~old.mask, 2.0)  # padding last
     return adv.masked_fill(draw.argsort(1).argsort(1) < count, 0.0)
 
@@ -362,8 +370,8 @@ def nthr_random(adv: Tensor, old: Old, beta: float = 1.0) -> Tensor:
 def nthr_selected(old: Old, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False) -> Tensor:
     """The tokens of wrong answers whose score exceeds tau; none in a group without correct answers. (N, T) bool."""
     correct, scores = old.rewards == 1, nthr_scores(old, self_term, full_vocab)
-    means = scores.sum(1) / old.mask.sum(1).clamp(min=1)  # (N,)
-    lowest = means.masked_fill(~correct, torch.inf).view(-1, old.group_size).amin(1)  # (P,)
+    means = scores.sum(1) / old.mask.sum(1)  # (N,), nan for an empty answer
+    lowest = means.masked_fill(~correct | means.isnan(), torch.inf).view(-1, old.group_size).amin(1)  # (P,)
     tau = torch.where(lowest < torch.inf, beta * lowest, lowest).repeat_interleave(old.group_size)[:, None]  # (N, 1)
     return (scores > tau) & old.mask & ~correct[:, None]
 
@@ -375,7 +383,7 @@ def nthr_scores(old: Old, self_term: bool = True, full_vocab: bool = False) -> T
     g = e_y - pi(.|h), the prediction error, on the ids that occur in the group's answers (full softmax denominator), or
     with full_vocab on all; h the last hidden state. One matrix a group stands for the double sum of <g,g'> <h,h'>
     (N4, D). Without self_term a correct token does not count itself. At least fp32; 0 on padding and in groups without
-    correct or without wrong answers. Old -> (N, T). NTHR Eq. 7 (S).
+    correct or without wrong answers. Needs (G, T, |V*|) numbers at a time. Old -> (N, T). NTHR Eq. 7 (S).
     """
     if old.hidden is None or old.head is None:
         raise ValueError("nthr needs the last hidden states and the output embeddings; hidden or head is None")
@@ -396,6 +404,48 @@ def nthr_scores(old: Old, self_term: bool = True, full_vocab: bool = False) -> T
         if not self_term:
             scores[rows] -= right[:, None] * g.norm(dim=2).square() * h.norm(dim=2).square()
     return scores.masked_fill(~old.mask, 0.0)
+
+
+def ibpo(adv: Tensor, old: Old) -> Tensor:
+    """Blame a wrong answer that its author could repair for the tokens that the repair changed only. (N, T) -> (N, T).
+
+    A_{i,t} = m_{i,t} A'_i with A' from shaped_rewards, m = 0 on the tokens in kept, else 1. IBPO (S).
+    Shared token: repaired answers that kept it leave the sum, so it does not cancel, on purpose.
+    """
+    if old.kept is None:
+        raise ValueError("ibpo needs the corrections: kept is None")
+    return adv.masked_fill(old.kept, 0.0)
+
+
+def shaped_rewards(rewards: Tensor, repaired: Tensor, bonus: float = 0.5, weight: float = 0.6) -> Tensor:
+    """R' = R + weight phi, phi = bonus 1[R = 0 and the correction is right]: a near miss counts a little. IBPO (S).
+
+    (N,), (N,) bool -> (N,). Whether the variance falls depends on how many answers are right (claim I1).
+    """
+    return rewards + weight * bonus * (repaired & (rewards == 0)).to(rewards.dtype)
+
+
+def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:
+    """Tokens that stay when each row is turned into the other by the fewest insertions, deletions and substitutions.
+
+    Levenshtein; of several shortest ways the one that matches latest. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
+    """
+    n, width, steps = len(tokens), tokens.shape[1], torch.arange(others.shape[1] + 1, device=tokens.device)
+    same = tokens[:, :, None] == others[:, None]  # (N, T, U)
+    edits = steps.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
+    for t in range(width):
+        substituted, deleted = edits[:, t, :-1] + ~same[:, t], edits[:, t] + 1
+        best = torch.cat([deleted[:, :1], torch.minimum(substituted, deleted[:, 1:])], 1)
+        edits[:, t + 1] = (best - steps).cummin(1).values + steps  # or inserted: one more for every step to the right
+    kept, rows, t, u = torch.zeros_like(mask), torch.arange(n, device=tokens.device), mask.sum(1), others_mask.sum(1)
+    while (t > 0).any():  # back from the end of each row
+        both, here = (t > 0) & (u > 0), edits[rows, t, u]
+        match = both & same[rows, t - 1, u - 1]
+        substitute = both & ~match & (edits[rows, t - 1, u - 1] + 1 == here)
+        delete = (t > 0) & ~match & ~substitute & (edits[rows, t - 1, u] + 1 == here)
+        kept[rows[match], t[match] - 1] = True
+        t, u = t - (match | substitute | delete).long(), u - ((u > 0) & ~delete).long()
+    return kept
 
 
 # ---------------------------------------------------------------- the meter: what a loss does to shared tokens
@@ -474,6 +524,7 @@ class Method:
     scale: str = "std"  # of group_advantages
     credit: Callable[..., Tensor] | None = None  # (N, T) advantages, Old -> (N, T) advantages; once per rollout batch
     needs_hidden: bool = False  # whether credit reads Old.hidden and Old.head
+    repair: bool = False  # whether wrong answers are corrected in a second rollout: shaped rewards, Old.kept
 
 
 METHODS: dict[str, Method] = {
@@ -491,4 +542,5 @@ METHODS: dict[str, Method] = {
     "advantage-reweighting": Method((token_grpo,), credit=advantage_reweighting),
     "lopti": Method((lopti_low, lopti_high)),
     "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
+    "ibpo": Method((grpo,), credit=ibpo, repair=True),
 }

@@ -6,11 +6,11 @@
     python verify.py --losses my_losses.py     grade another file that keeps the contract of losses.py
     python verify.py --markdown                the tables for the README
 
-The claims themselves are in claims.py, one short function each. Each is checked on many random prefix trees: 1 to 3
-prompts, 2 to 16 answers each, of unequal length, on- and off-policy, inside and outside the clip range, garbage in the
-padding. The table says what was predicted by hand and measured by autograd where the two are furthest apart, and the
-largest error of all draws. "left" is the average size of what remains when the condition of a HOLDS ONLY IF is dropped,
-or by how much a FAILS AS STATED is wrong.
+The claims themselves are in claims.py and claims_neighbours.py, one short function each. Each is checked on many random
+prefix trees: 1 to 3 prompts, 2 to 16 answers each, of unequal length, on- and off-policy, inside and outside the clip
+range, garbage in the padding. The table says what was predicted by hand and measured by autograd where the two are
+furthest apart, and the largest error of all draws. "left" is the average size of what remains when the condition of a
+HOLDS ONLY IF is dropped, or by how much a FAILS AS STATED is wrong.
 
 Exit code 0: every verdict is the expected one; 1: some are not; 2: a wrong command line.
 """
@@ -71,6 +71,7 @@ CLAIMS = (
     Claim("M5", c.m5, ("Batch",)),
     Claim("M6", n.m6, ("nthr", "nthr_random")),
     Claim("M7", n.m7, ("METHODS",)),
+    Claim("M8", n.m8, ("kept_tokens",)),
     Claim("C1", c.c1, ("token_coefficients",)),
     Claim("C2", c.c2, FACTORISED),
     Claim("C3", c.c3, ("grpo_symmetric", "dr_grpo"), group_size=2),
@@ -109,6 +110,9 @@ CLAIMS = (
     Claim("A3", n.a3, ("advantage_reweighting",)),
     Claim("A4", n.a4, ("lopti_low", "lopti_high")),
     Claim("A5", n.a5, ("METHODS",), ONLY_IF, "the step is small"),
+    Claim("I1", n.i1, ("shaped_rewards",), ONLY_IF, "p > (weight bonus / 2)(1 - (1-p) q)"),
+    Claim("I2", n.i2, ("ibpo",)),
+    Claim("I3", n.i3, ("ibpo",)),
 )
 
 

@@ -30,6 +30,8 @@ def row(folder: Path) -> tuple[str, list[float]]:
     values = [steps[0]["reward"], mean("reward", tail), last["greedy"]]
     values += [drift(first, last, "opener"), drift(first, last, "form")]
     values += [steps[0]["entropy"], mean("entropy", tail), mean("tax", steps), mean("clip_share", steps)]
+    changes = [m["delta"] for m in steps if "delta" in m]  # absent from a step without mixed groups
+    values.append(sum(change < 0 for change in changes) / max(1, len(changes)))
     name = config["method"] + ("+ex" if config.get("exchangeable") else "")
     return name, values
 
@@ -43,9 +45,9 @@ def main(folders: list[str]):
             sys.exit(f"error: {folder} is not a finished run of the toy; expected run directories, such as runs/*")
         rows[name].append(values)
     columns = ["method", "seeds", "reward before", "after", "greedy", "opener drift", "form drift"]
-    columns += ["entropy before", "after", "tax", "clipped"]
+    columns += ["entropy before", "after", "tax", "clipped", "lazy"]
     print("| " + " | ".join(columns) + " |")
-    print("|---|" + "---:|" * 10)
+    print("|---|" + "---:|" * 11)
     for name, values in rows.items():
         cells = [f"{sum(column) / len(column):.3f}" for column in zip(*values, strict=True)]
         spread = f" ({min(v[1] for v in values):.3f} to {max(v[1] for v in values):.3f})"

@@ -1,4 +1,4 @@
-"""NTHR, Advantage Reweighting and Lopti against their formulas, one token at a time (theory.md, sections 4 and 5).
+"""NTHR, Advantage Reweighting, Lopti and IBPO against their formulas, one token at a time (theory.md, sections 4 to 6).
 
 `naive_scores` is the second opinion on NTHR: the double sum over pairs of tokens in plain floats, no matrix M. The
 batches hold an all-wrong group, an all-right one, a partial reward, unequal lengths and garbage in the padding.
@@ -6,6 +6,7 @@ batches hold an all-wrong group, an all-right one, a partial reward, unequal len
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -121,10 +122,13 @@ def test_selected_tokens_get_eta_times_their_advantage_and_the_others_their_own(
         new = nthr(adv, old, eta=eta)
         for i, t in old.mask.nonzero().tolist():
             factor = 2 * abs(0.5 - share[i // 8]) if eta < 0 else eta
-            assert new[i, t].item() == pytest.approx((factor if chosen[i, t] else 1.0) * adv[i, t].item(), abs=1e-15)
+            hit = chosen[i, t] and adv[i, t] < 0
+            assert new[i, t].item() == pytest.approx((factor if hit else 1.0) * adv[i, t].item(), abs=1e-15)
     for beta, self_term, full_vocab in ((0.0, True, False), (1.0, False, False), (0.0, True, True)):
-        changed = nthr(adv, old, beta, 0.0, self_term, full_vocab) != adv
+        changed = nthr(-adv.abs(), old, beta, 0.0, self_term, full_vocab) != -adv.abs()
         assert changed.equal(nthr_selected(old, beta, self_term, full_vocab))
+        gone = nthr_random(-adv.abs(), old, beta, self_term, full_vocab) != -adv.abs()
+        assert gone.sum(1).equal(changed.sum(1))
 
 
 @pytest.mark.parametrize("rule", [nthr, nthr_random])
@@ -165,6 +169,9 @@ def test_an_empty_answer_a_lone_pair_and_half_precision_give_numbers():
     old = make_old(5, size=2)  # 1 right, 1 wrong in the last group
     old.mask[[1, 6]] = False  # an empty wrong answer, an empty answer with a partial reward
     assert nthr_scores(old).isfinite().all() and not nthr_selected(old)[[1, 6]].any()
+    many = make_old(5, size=8)
+    many.mask[0] = False  # an empty right answer has no mean score
+    assert where(nthr_selected(many)) == naive_selection(many) and naive_selection(many)
     old.mask[:] = False
     assert nthr(make_adv(old), old).equal(make_adv(old))
     half = make_old(6, dtype=torch.bfloat16)
@@ -176,17 +183,18 @@ def test_an_empty_answer_a_lone_pair_and_half_precision_give_numbers():
 def test_the_random_control_takes_as_many_tokens_of_each_wrong_answer_and_all_of_them_in_turn():
     old, counts = make_old(7, size=6, width=8), torch.zeros(24, 8)
     selected = nthr_selected(old)
-    adv, tries = torch.ones(24, 8).double(), 400
+    adv, tries = -torch.ones(24, 8).double(), 400
     for seed in range(tries):
         new = nthr_random(adv, replace(old, gen=torch.Generator().manual_seed(seed)))
         gone = new == 0
-        assert (gone | (new == 1)).all() and not (gone & ~old.mask).any()
+        assert (gone | (new == -1)).all() and not (gone & ~old.mask).any()
         assert gone.sum(1).equal(selected.sum(1))
         counts += gone
     expected = selected.sum(1, keepdim=True) / old.mask.sum(1, keepdim=True) * old.mask
     assert (counts / tries - expected).abs().max() < 0.12 and (expected > 0).sum() > selected.sum() > 0
     again = [nthr_random(adv, replace(old, gen=torch.Generator().manual_seed(1))) for _ in range(2)]
     assert again[0].equal(again[1])
+    assert nthr_random(-adv, old).equal(-adv)  # nothing to soften where there is no penalty
 
 
 # ---------------------------------------------------------------- Advantage Reweighting and Lopti
@@ -206,6 +214,10 @@ def test_reweighting_by_hand():
         norms = new[0] * (1 - p[0])  # of the two tokens' gradients, up to a factor: claim A1
         assert (norms[0] / norms[1]).item() == pytest.approx(ratio, abs=0.05)
     assert advantage_reweighting(adv, old).equal(advantage_reweighting(adv, old, 0.3))
+    assert not advantage_reweighting(adv, replace(old, logp=old.logp.requires_grad_())).requires_grad
+    for alpha in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="alpha must lie between 0 and 1"):
+            advantage_reweighting(adv, old, alpha)
 
 
 def lopti_batch(old_probabilities, ratio=1.0) -> Batch:
@@ -233,11 +245,73 @@ def test_the_neighbours_are_made_of_these_parts():
         "advantage-reweighting": ("token_grpo", advantage_reweighting, False),
         "lopti": ("lopti_low lopti_high", None, False),
         "ar-lopti": ("lopti_low lopti_high", advantage_reweighting, False),
+        "ibpo": ("grpo", losses.ibpo, False),
     }
     for name, (passes, credit, needs_hidden) in table.items():
         method = METHODS[name]
         assert " ".join(f.__name__ for f in method.passes) == passes and method.scale == "std"
-        assert (method.credit, method.needs_hidden) == (credit, needs_hidden)
+        assert (method.credit, method.needs_hidden, method.repair) == (credit, needs_hidden, name == "ibpo")
+
+
+# ---------------------------------------------------------------- IBPO
+
+
+def distance(a, b, keep=None) -> float:
+    """Levenshtein by recursion over suffixes; with `keep`, those of a's places must stay and no others may."""
+
+    @cache
+    def cost(t, u):
+        if t == len(a):
+            return len(b) - u
+        found = [cost(t, u + 1) + 1] if u < len(b) else []
+        if keep is None or t not in keep:
+            found += [cost(t + 1, u) + 1] + ([cost(t + 1, u + 1) + 1] if u < len(b) else [])
+        if u < len(b) and a[t] == b[u] and (keep is None or t in keep):
+            found.append(cost(t + 1, u + 1))
+        return min(found, default=math.inf)
+
+    return cost(0, 0)
+
+
+def test_kept_tokens_are_those_of_a_shortest_edit():
+    g = torch.Generator().manual_seed(0)
+    for width, other, letters in ((6, 7, 2), (7, 4, 3), (1, 1, 2), (5, 9, 5)):
+        a, b = (torch.randint(0, letters, (60, w), generator=g) for w in (width, other))
+        la, lb = (torch.randint(0, w + 1, (60, 1), generator=g) for w in (width, other))
+        masks = torch.arange(width) < la, torch.arange(other) < lb
+        kept = losses.kept_tokens(a, masks[0], b, masks[1])
+        assert not (kept & ~masks[0]).any()
+        for i in range(60):
+            x, y = a[i, : la[i]].tolist(), b[i, : lb[i]].tolist()
+            assert distance(x, y) == distance(x, y, set(kept[i].nonzero()[:, 0].tolist()))
+
+
+@pytest.mark.parametrize(
+    "answer, correction, kept",
+    [("so #107", "so #85", "1111000"), ("abc", "abc", "111"), ("abc", "xaxbxcx", "111"), ("abc", "", "000")]
+    + [("5+9=14,#84", "5+9=15,#85", "1111101110"), ("aab", "ab", "011"), ("kitten", "sitting", "011101")],
+)
+def test_kept_tokens_by_hand(answer, correction, kept):
+    a, b = (torch.tensor([[ord(x) for x in text] or [0]]) for text in (answer, correction))
+    found = losses.kept_tokens(a, a > 0, b, b > 0)
+    assert found[0].tolist() == [x == "1" for x in kept]
+
+
+def test_ibpo_blames_the_changed_tokens_of_repaired_answers_only():
+    old = make_old(8)
+    kept = old.mask & (torch.rand(old.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.5)
+    adv = make_adv(old)
+    new = losses.ibpo(adv, replace(old, kept=kept))
+    assert (new[kept] == 0).all() and new[~kept].equal(adv[~kept]) and kept.any()
+    assert losses.ibpo(adv, replace(old, kept=kept & False)).equal(adv)
+    with pytest.raises(ValueError, match="corrections"):
+        losses.ibpo(adv, old)
+
+
+def test_a_repair_of_a_wrong_answer_is_worth_weight_times_bonus():
+    rewards, repaired = torch.tensor([0.0, 0.0, 1.0, 0.5]), torch.tensor([True, False, True, True])
+    assert losses.shaped_rewards(rewards, repaired).tolist() == pytest.approx([0.3, 0, 1, 0.5])
+    assert losses.shaped_rewards(rewards.double(), repaired, 0.2, 0.7).tolist() == pytest.approx([0.14, 0, 1, 0.5])
 
 
 # ---------------------------------------------------------------- errors say what is wrong
@@ -250,6 +324,7 @@ def test_the_neighbours_are_made_of_these_parts():
         ({"logp": torch.zeros(4)}, r"logp .*\(4,\).*\(4, 3\)"),
         ({"rewards": torch.zeros(2)}, r"rewards .*\(2,\).*\(4,\)"),
         ({"hidden": torch.zeros(4, 3, 6)}, r"hidden .*\(4, 3, 6\).*\(4, 3, 5\)"),
+        ({"kept": torch.zeros(4, 2).bool()}, r"kept .*\(4, 2\).*\(4, 3\)"),
         ({"group_size": 3}, "4 rows .*group_size 3"),
         ({"group_size": 1}, "group_size 1"),
     ],

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from losses import METHODS, Batch, group_advantages
+from losses import METHODS, Batch, group_advantages, kept_tokens
 from train import Config, Rows, load_model, rollout, score
 
 CPU = torch.device("cpu")
@@ -297,7 +297,8 @@ def test_a_credit_rule_reshapes_the_advantages_of_the_whole_batch_once(tmp_path,
     seen = []
 
     def credit(adv, old, strength: float = 1.0):
-        seen.append((adv, old, strength))
+        if len(adv) > 2:  # the trial before a model is loaded has two rows
+            seen.append((adv, old, strength))
         return adv * (old.tokens != old.tokens[0, 0]) * (1 - strength)
 
     monkeypatch.setitem(METHODS, "grpo", replace(METHODS["grpo"], credit=credit))
@@ -325,6 +326,27 @@ def test_nthr_gets_them_and_reports_what_it_reshaped(tmp_path, easy):
         assert not reshaped or any(0 < line["reshaped"] < 1 and 0 < line["adv_left"] < 1 for line in lines)
 
 
+def test_a_pass_is_not_clipped_where_it_does_not_look(tmp_path, capsys, easy):
+    lines = metrics(run(tmp_path, "--method", "lopti", "--minibatches", "1", "--lr", "1e-6"))[1:]
+    assert all(line.get("clip_share", 0) == 0 for line in lines) and "2 update(s)" in capsys.readouterr().out
+    lines = metrics(run(tmp_path / "far", "--method", "lopti", "--lr", "0.1", "--hyper", "eps_low=0", "eps_high=0"))[1:]
+    assert any(line.get("clip_share", 0) > 0.2 for line in lines)
+
+
+def test_an_output_layer_with_a_bias_is_refused_where_token_scores_would_leave_it_out(tmp_path, capsys):
+    from transformers import PhiConfig, PhiForCausalLM
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1)
+    tokenizer = train.Arithmetic().make_tokenizer()
+    PhiForCausalLM(PhiConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "phi")
+    tokenizer.save_pretrained(tmp_path / "phi")
+    args = [*TINY, "--model", str(tmp_path / "phi"), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*args, "--method", "nthr"])
+    assert stopped.value.code == 2 and "has a bias, which its token scores leave out" in capsys.readouterr().err
+    train.main([*args, "--method", "grpo", "--steps", "1"])
+
+
 def test_each_pass_of_lopti_is_a_step_of_its_own_with_the_old_log_probs_frozen(tmp_path, monkeypatch, easy):
     seen = []
 
@@ -335,7 +357,7 @@ def test_each_pass_of_lopti_is_a_step_of_its_own_with_the_old_log_probs_frozen(t
     monkeypatch.setitem(METHODS, "lopti", replace(method, passes=tuple(map(spy, method.passes))))
     monkeypatch.setattr(train, "pick", lambda hyper, function: hyper)
     run(tmp_path, "--method", "lopti", "--steps", "1", "--minibatches", "1")
-    (first, before, old, _), (second, after, frozen, _) = seen[-2:]
+    (first, before, old, _), _, (second, after, frozen, _), _ = seen[-4:]  # each once more, for its clip share
     assert (first, second) == ("lopti_low", "lopti_high")
     assert torch.equal(old, frozen) and torch.allclose(before, old, atol=1e-3) and not torch.allclose(after, old, 1e-3)
 
@@ -345,6 +367,37 @@ def test_delta_is_what_the_step_did_to_the_correct_answers_of_mixed_groups(tmp_p
     winners = metrics(run(tmp_path / "winners", "--method", "pos-only", "--minibatches", "1"))[1:]
     assert all(line.get("delta", 0) == 0 for line in still) and any("delta" in line for line in still)
     assert all(line.get("delta", 1) > 0 for line in winners) and any("delta" in line for line in winners)
+
+
+def test_ibpo_asks_for_corrections_of_the_wrong_answers_beside_right_siblings(loaded):
+    model, tokenizer, eos = loaded
+    rows, seen = sample(loaded, PROMPTS[:2], copies=3, temperature=1.0)[0], []
+    task = SimpleNamespace(
+        repair=lambda item, answer, siblings: seen.append((item, answer, siblings)) or item,
+        encode=lambda tokenizer, item: PROMPTS[0],
+        reward=lambda text, item: float(len(seen) == 4 and item == "b"),
+    )
+    texts, rewards = list("stuvwx"), torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.5])
+    config = Config(group_size=3, max_tokens=9, repair_references=2)
+    args = (tokenizer, eos, task, config, list("aaabbb"), texts, rows, rewards)
+    repaired, kept, generated = train.correct(model, *args, train.rng(1))
+    assert seen == [("a", "s", ["u", "t"]), ("a", "t", ["u", "s"]), ("b", "v", ["w", "x"]), ("b", "w", ["x", "v"])]
+    assert repaired.tolist() == [False] * 3 + [True, True, False] and 4 <= generated <= 36
+    fixed, _ = rollout(model, [PROMPTS[0]] * 4, 1, 9, 1.0, eos, train.rng(1))
+    wanted = kept_tokens(rows.tokens[[3, 4]], rows.mask[[3, 4]], fixed.tokens[2:], fixed.mask[2:])
+    assert torch.equal(kept[[3, 4]], wanted) and not kept[[0, 1, 2, 5]].any()
+
+
+def test_ibpo_trains_counts_its_tokens_and_is_grpo_when_nothing_is_repaired(tmp_path, monkeypatch, easy):
+    lines = metrics(run(tmp_path / "a", "--method", "ibpo"))[1:]
+    assert all(line["generated"] > line["tokens"] and 0 <= line["repair_rate"] <= 1 for line in lines)
+    assert any(line["repair_rate"] > 0 and line["reshaped"] > 0 for line in lines)
+    plain = metrics(run(tmp_path / "b", "--repair-demos", "0.3"))
+    assert all(line["generated"] == line["tokens"] for line in plain[1:])
+    nothing = lambda *a: (torch.zeros_like(a[-2]) > 0, torch.zeros_like(a[-3].mask), 0)  # noqa: E731
+    monkeypatch.setattr(train, "correct", nothing)
+    same = metrics(run(tmp_path / "c", "--method", "ibpo"))
+    assert [{k: v for k, v in line.items() if k in plain[-1]} for line in same] == plain
 
 
 @pytest.mark.parametrize("method", ["gspo", "grpo"])
@@ -359,6 +412,8 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
     args = ["--task", "gsm8k", "--data", small_gsm8k, "--model", "scratch" if model == "scratch" else qwen_path]
     lines = metrics(run(tmp_path, *args, "--max-tokens", "20", "--kl", "0.1"))
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    lines = metrics(run(tmp_path / "ibpo", *args, "--max-tokens", "20", "--method", "ibpo"))
+    assert all(line["generated"] >= line["tokens"] for line in lines[1:])
 
 
 # ---------------------------------------------------------------- a user's mistakes: one line, exit code 2
@@ -374,7 +429,11 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
         ("--group-size 1", "--group-size 1: must be a finite number, at least 2"),
         ("--prompts 30 --minibatches 4", "--prompts 30 is not divisible by --minibatches 4"),
         ("--method nthr --hyper self_term=perhaps", "--hyper self_term=perhaps: must be True or False"),
+        ("--method ar-lopti --hyper alpha=1.5", "--hyper alpha=1.5: alpha must lie between 0 and 1"),
         ("--method ar-lopti --hyper beta=1", "accepted, with defaults: alpha=0.3, eta=0.5, eps_low=0.2, eps_high=0.2"),
+        ("--group-size 3 --repair-references 3", "--repair-references 3: an answer has --group-size - 1 siblings"),
+        ("--task gsm8k --data DATA --repair-demos 0.1", "--repair-demos 0.1: a share of at most 1, and of the arith"),
+        ("--repair-demos 1.1", "--repair-demos 1.1: a share"),
         ("--lr -0.1", "--lr -0.1: must be a finite number, at least 0"),
         ("--lr nan", "--lr nan"),
         ("--lr fast", "invalid float value: 'fast'"),
