@@ -90,8 +90,8 @@ def selected_by_pairs(r: Readout, beta: float, self_term: bool, full_vocab: bool
 
 
 def small(draws: list[Draw]) -> list[Draw]:
-    """Loops over pairs of tokens are slow: the smaller half of the draws."""
-    return sorted(draws, key=lambda d: sum(d.T))[: (len(draws) + 1) // 2]
+    """Loops over pairs of a group's tokens are slow: the half of the draws with the smaller groups."""
+    return sorted(draws, key=lambda d: sum(d.T) * d.G / d.N)[: (len(draws) + 1) // 2]
 
 
 # ---------------------------------------------------------------- M: each function is what its paper writes
@@ -106,9 +106,9 @@ def m6(L, name, draws, e):
     or on all, beta and eta their defaults or not. Right answers, groups all right or all wrong, and padding keep what
     they had.
     """
-    options = [{"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": 0.5, "full_vocab": True}]
-    for (k, d), plain in itertools.product(enumerate(small(draws)), (True, False)):
-        r, hyper = Readout(d), {} if plain else options[k % len(options)]
+    options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": 0.5, "full_vocab": True}]
+    for d, hyper in itertools.product(small(draws), options):
+        r = Readout(d)
         adv = torch.where(d.mask, d.randn(*d.mask.shape), 0)
         beta, eta = hyper.get("beta", 1.0), hyper.get("eta")
         predicted = adv.clone()
@@ -429,6 +429,10 @@ def a2(L, name, draws, e):
         predicted = [(a * math.exp(float(r.logp[i, t])) + 1 - a) * float(adv[i, t]) for i, t in r.h]
         measured = L.advantage_reweighting(adv, r.old(L), **hyper)
         e.equal(predicted, measured[tuple(zip(*r.h, strict=True))])
+        logp = r.logp.clone().requires_grad_()
+        frozen = L.Old(d.tokens, d.mask, logp, torch.tensor(r.R), d.G)
+        e.equal(False, L.advantage_reweighting(adv, frozen, **hyper).requires_grad)
+    e.raises(L.advantage_reweighting, adv, frozen, 1.5)
     pair = torch.tensor([[0.1, 0.9]] * 2, dtype=torch.float64)
     old = L.Old(torch.ones(2, 2).long(), pair > 0, pair.log(), torch.tensor([1.0, 0.0]), 2)
     for alpha, ratio in ((0.0, 9.0), (0.1, 8.3), (0.2, 7.5), (0.3, 6.8)):
@@ -503,7 +507,7 @@ def a5(L, name, draws, e):
             active = float(group.probs[i, t]) > eta and not (r > 1.2 and a > 0 or r < 0.8 and a < 0)
             e.equal(r * a * group.G / n if active else 0, c[i, t])
         end = middle.step(ascent(second(batch), middle.W), size)
-        shares[size] += float((end.W - joint.W).norm() / (joint.W - group.policy.W).norm()) / 20
+        shares[size] += ((end.W - joint.W).norm() / (joint.W - group.policy.W).norm()).item() / 20
     e.left(shares[4.0])
     e.equal(2, round(shares[0.02] / shares[0.01], 1))
 

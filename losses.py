@@ -361,7 +361,11 @@ def nthr(
 
 
 def nthr_random(adv: Tensor, old: Old, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False) -> Tensor:
-    """NTHR's control: in each wrong answer as many tokens as nthr selects, at random, get advantage 0. NTHR (P)."""
+    """NTHR's control: no penalty on as many tokens of each wrong answer as nthr selects. (N, T), Old -> (N, T).
+
+    A_{j,k} = 0 on tokens drawn at random among those of the answer. NTHR (P).
+    Shared token: as nthr.
+    """
     count = (nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)).sum(1, keepdim=True)  # (N, 1)
     draw = torch.rand(old.mask.shape, generator=old.gen).to(adv.device).masked_fill(~old.mask, 2.0)  # padding last
     return adv.masked_fill(draw.argsort(1).argsort(1) < count, 0.0)
@@ -544,3 +548,11 @@ METHODS: dict[str, Method] = {
     "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
     "ibpo": Method((grpo,), credit=ibpo, repair=True),
 }
+
+
+if __name__ == "__main__":  # the table of methods, from the docstrings
+    for name, method in METHODS.items():
+        print(f'{name}: advantages "{method.scale}", {len(method.passes)} optimiser step(s) a minibatch')
+        for function in filter(None, (method.credit, *method.passes)):
+            formula = next(x.strip() for x in function.__doc__.splitlines() if x.strip()[:2] in ("J ", "A_"))
+            print(f"    {function.__name__:22} {formula}")

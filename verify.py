@@ -3,7 +3,8 @@
     python verify.py                           all claims, the audit of all methods, and the price of cancelling
     python verify.py --only C9 C17             some of them
     python verify.py --explain C14             what a claim says, and why it is so
-    python verify.py --losses my_losses.py     grade another file that keeps the contract of losses.py
+    python verify.py --losses my_losses.py     grade what another file defines, by the contract of losses.py
+    python verify.py --losses exercises/06_min_replace.py
     python verify.py --markdown                the tables for the README
 
 The claims themselves are in claims.py and claims_neighbours.py, one short function each. Each is checked on many random
@@ -27,7 +28,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ import claims as c
 import claims_neighbours as n
 import losses
 from claims import ALL, AUDIT, DFPO, NEIGHBOURS, REGIMES
+from exercises import claims as x
 from toy.trees import Draw
 
 DRAWS = 24  # random trees per claim
@@ -60,7 +62,7 @@ class Claim:
         return statement, source.strip(), textwrap.dedent("\n".join(why)).strip("\n ")
 
 
-TABLES = ("AUDIT", "C16", "N3", "N7", "A3")  # claims with a table of their own
+TABLES = ("AUDIT", "C16", "N3", "N7", "A3", "X10")  # claims with a table of their own
 ONLY_IF, FAILS = "HOLDS ONLY IF", "FAILS AS STATED"
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo")
 CLAIMS = (
@@ -113,6 +115,14 @@ CLAIMS = (
     Claim("I1", n.i1, ("shaped_rewards",), ONLY_IF, "p > (weight bonus / 2)(1 - (1-p) q)"),
     Claim("I2", n.i2, ("ibpo",)),
     Claim("I3", n.i3, ("ibpo",)),
+)
+EXERCISES = (  # about functions that only exercises/ asks for
+    Claim("X2", x.x2, ("shared_token_gradient",)),
+    Claim("X3", x.x3, ("gate_is_open", "left_at_a_shared_token")),
+    Claim("X5", x.x5, ("left_by_the_length", "an_accident")),
+    Claim("X7", x.x7, ("blind_spot",)),
+    Claim("X9", x.x9, ("counterexample", "change_of_log_odds")),
+    Claim("X10", x.x10, ("weight",)),
 )
 
 
@@ -256,6 +266,11 @@ def load(path: str):
     return module
 
 
+def defined(path: str) -> set[str]:
+    """The names that a file gives a meaning at its top level, imports left out."""
+    return set(re.findall(r"^(?:def |class )?(\w+)\s*[(:=]", Path(path).read_text(), re.MULTILINE))
+
+
 def work(path: str, tasks: list[tuple[str, str]], seed: int, pipe) -> None:
     """In the second process: say hello, then what is wrong with the file ("": nothing), then all outcomes."""
     pipe.send("hello")
@@ -267,7 +282,7 @@ def work(path: str, tasks: list[tuple[str, str]], seed: int, pipe) -> None:
         pipe.send(f"{type(error).__name__}: {error}")
         return
     pipe.send("")
-    draws, by_id = Draws(seed), {claim.id: claim for claim in CLAIMS}
+    draws, by_id = Draws(seed), {claim.id: claim for claim in (*CLAIMS, *EXERCISES)}
     for id_, function in tasks:
         pipe.send(examine(module, by_id[id_], function, draws[by_id[id_].group_size]))
 
@@ -336,7 +351,7 @@ def row(claim: Claim, outcomes: list[Outcome]) -> dict[str, str]:
 
 def where(function: str) -> str:
     """The function and its line in losses.py."""
-    code = getattr(inspect.unwrap(getattr(losses, function)), "__code__", None)
+    code = getattr(inspect.unwrap(getattr(losses, function, None)), "__code__", None)
     return f"{function}:{code.co_firstlineno}" if code else function
 
 
@@ -369,6 +384,9 @@ def tables(claims: list[Claim], outcomes: list[Outcome]) -> Iterator[tuple[str, 
         rows = [[name, *(f"{x:.3f}" for x in xs)] for name, xs in zip(names, cells["A3"][0][1], strict=True)]
         title = "A3: share of tokens, and of the gradient's norm, by probability of the token, 200 sampled groups"
         yield title, ["", *(f"{k / 10:.1f}-{(k + 1) / 10:.1f}" for k in range(10))], rows
+    if cells["X10"]:
+        rows = [[name, f"{tax:.3f}", f"{cosine:.4f}"] for name, tax, cosine in cells["X10"][0][1]]
+        yield "X10: the leaderboard, off-policy", ["weight", "tax", "cosine"], rows
 
 
 def show(claims: list[Claim], outcomes: list[Outcome]) -> None:
@@ -425,11 +443,12 @@ def show_score(outcomes: list[Outcome]) -> None:
 
 def select(ids: list[str]) -> list[Claim]:
     """C17 stands for C17a to C17f. Raises ValueError for an id that names no claim."""
+    known = (*CLAIMS, *EXERCISES)
     for id_ in ids:
-        if not any(id_.lower() in (claim.id.lower(), claim.id.lower().rstrip("abcdef")) for claim in CLAIMS):
-            raise ValueError(f"there is no claim {id_}; there are {' '.join(claim.id for claim in CLAIMS)}")
+        if not any(id_.lower() in (claim.id.lower(), claim.id.lower().rstrip("abcdef")) for claim in known):
+            raise ValueError(f"there is no claim {id_}; there are {' '.join(claim.id for claim in known)}")
     wanted = {id_.lower() for id_ in ids}
-    return [claim for claim in CLAIMS if wanted & {claim.id.lower(), claim.id.lower().rstrip("abcdef")}]
+    return [claim for claim in known if wanted & {claim.id.lower(), claim.id.lower().rstrip("abcdef")}]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -441,9 +460,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random trees (default 0)")
     options = parser.parse_args(arguments)
     try:
-        claims = select(options.explain or options.only or [claim.id for claim in CLAIMS])
         if options.losses and not Path(options.losses).is_file():
             raise ValueError(f"there is no file {options.losses}")
+        graded = (*CLAIMS, *EXERCISES) if options.losses else CLAIMS
+        claims = select(options.explain or options.only or [claim.id for claim in graded])
+        if options.losses:
+            there = defined(options.losses)
+            claims = [replace(claim, functions=tuple(f for f in claim.functions if f in there)) for claim in claims]
+            claims = [claim for claim in claims if claim.functions]
+            if not claims:
+                raise ValueError(f"{options.losses} defines none of the functions that these claims are about")
     except ValueError as error:
         print(f"verify.py: {error}", file=sys.stderr)
         return 2
@@ -462,6 +488,8 @@ def main(arguments: list[str] | None = None) -> int:
     (show_markdown if options.markdown else show)(claims, outcomes)
     if options.losses:
         show_score(outcomes)
+        missing = {f for claim in CLAIMS for f in claim.functions} - there
+        print(f"  {len(missing)} functions of the contract are not in this file")
     return 0 if all(o.state == "ok" for o in outcomes) else 1
 
 

@@ -269,6 +269,14 @@ def test_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(t
     assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
 
 
+def test_a_correction_problem_shows_question_answer_and_siblings_and_is_graded_as_the_question(task):
+    item = task.train[0]
+    problem = task.repair(item, "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
+    places = [problem.prompt.index(text) for text in (item.prompt, "#### 48", "#### 24", "none", "corrected")]
+    assert places == sorted(places) and task.reward("#### 24", problem) == 1 > task.reward("#### 48", problem)
+    assert problem.prompt in task.make_tokenizer().decode(task.encode(task.make_tokenizer(), problem))
+
+
 @pytest.mark.parametrize("text", ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "#### -7"])
 def test_tokenizer_gives_any_text_back(task, text):
     tokenizer = task.make_tokenizer()

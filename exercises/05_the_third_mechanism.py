@@ -1,0 +1,22 @@
+"""5. Length, the third mechanism (15 minutes).
+
+Aim: GRPO averages over the tokens of each answer first. That alone breaks the cancellation, with no off-policyness
+at all: nothing is clipped and every ratio is 1.
+
+    J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})
+
+a) What is left at a token that all G answers share, as the factor before grad log pi?
+b) Lengths differ in practice, yet it *can* cancel: find lengths and advantages for a group of four, sum A = 0,
+   lengths not all equal, no A equal to 0, with nothing left. (It is an accident: why?)
+
+Hint: two pairs for b). Expected: X5 holds.
+"""
+
+
+def left_by_the_length(lengths: list[int], advantages: list[float]) -> float:
+    raise NotImplementedError
+
+
+def an_accident() -> tuple[list[int], list[float]]:
+    """Four lengths and four advantages."""
+    raise NotImplementedError

@@ -1,0 +1,48 @@
+"""The scripts that turn run directories into the README's tables."""
+
+import json
+
+import pytest
+
+from bench import table, tokens
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name, method, rewards, generated):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"method": method, "lr": 0.001, "exchangeable": False}
+        (folder / "config.json").write_text(json.dumps({"config": config}))
+        evaluated = {"greedy": 0.5, "opener so": 0.5, "opener ok": 0.5, "form direct": 1.0}
+        lines = [{"step": 0, **evaluated}]
+        for reward in rewards:
+            lines.append({"reward": reward, "generated": generated, "entropy": 1.0, "tax": 0.25, "clip_share": 0.0})
+            lines[-1]["delta"] = 0.5 - reward
+        lines[-1] |= evaluated | {"opener so": 0.75, "opener ok": 0.25}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(folder)
+
+    return make
+
+
+def test_rewards_are_read_at_equal_tokens_with_students_interval(make_run, capsys):
+    cheap = make_run("a", "grpo", [k / 10 for k in range(11)], 1000)  # the k-th step's middle: k + 0.5 thousand
+    dear = [make_run(f"b{s}", "ibpo", [k / 10 + s / 100 for k in range(11)], 2000) for s in (-1, 1)]
+    tokens.main("5,10", cheap, *dear)
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1].strip() for row in rows] == ["grpo, lr 0.001", "ibpo, lr 0.001"]
+    assert [float(row[3].split("+-")[0]) for row in rows] == pytest.approx([0.45, 0.2], abs=0.051)
+    assert rows[1][3].split("+-")[1].strip() == f"{12.706 * 0.0141421 / 2**0.5:.3f}"
+    with pytest.raises(SystemExit, match="fewer than 20 thousand"):
+        tokens.main("20", cheap)
+    with pytest.raises(SystemExit, match="is not a run"):
+        tokens.main("5", "nowhere")
+
+
+def test_the_training_table_has_a_row_a_method(make_run, capsys):
+    runs = [make_run(f"r{s}", "grpo", [0.2 + s / 10] * 5 + [1.0] * 10, 10) for s in (0, 1)]
+    table.main(runs)
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
+    assert cells[:5] == ["grpo", "2", "0.250", "1.000 (1.000 to 1.000)", "0.500"]
+    assert cells[5] == f"{0.75 * 0.405465 - 0.25 * 0.693147:.3f}" and cells[-1] == f"{10 / 15:.3f}"
