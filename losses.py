@@ -442,7 +442,7 @@ def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tenso
         best = torch.cat([deleted[:, :1], torch.minimum(substituted, deleted[:, 1:])], 1)
         edits[:, t + 1] = (best - steps).cummin(1).values + steps  # or inserted: one more for every step to the right
     kept, rows, t, u = torch.zeros_like(mask), torch.arange(n, device=tokens.device), mask.sum(1), others_mask.sum(1)
-    while (t > 0).any():  # back from the end of each row
+    for _ in range(int((t + u).amax())):  # back from the end of each row
         both, here = (t > 0) & (u > 0), edits[rows, t, u]
         match = both & same[rows, t - 1, u - 1]
         substitute = both & ~match & (edits[rows, t - 1, u - 1] + 1 == here)
