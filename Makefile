@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test clean
+.PHONY: train test test-faults clean
 
 train: .venv/ready
 	$(BIN)/python train.py
@@ -12,6 +12,11 @@ test: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
 	$(BIN)/python verify.py
+
+# The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault against verify.py and the tests.
+test-faults: .venv/ready-dev
+	LONG=1 $(BIN)/python -m pytest -q -rA tests/test_promises.py
+	$(BIN)/python -m tests.faults
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -189,7 +189,7 @@ def m4(L, name, draws, e):
 
 
 def m5(L, name, draws, e):
-    """A batch in which one tensor has another shape, or whose rows are not whole groups, is refused.
+    """A Batch or an Old in which one tensor has another shape, or whose rows are not whole groups, is refused.
     contract of losses.py (D)
 
     Broadcasting would turn an (N, 1) advantage, or one column too few, into a product of another shape and a wrong loss
@@ -205,6 +205,14 @@ def m5(L, name, draws, e):
         {"mask": good["mask"].double()},
     ):
         e.raises(L.Batch, **good | wrong)
+    d = draws[0]
+    good = dict(tokens=d.tokens, mask=d.mask, logp=d.logp, rewards=d.noise[:, 0], group_size=d.G)
+    good |= dict(hidden=d.noise[..., None], head=d.noise[:, :1], kept=d.mask)
+    for field in ("mask", "logp", "kept", "hidden"):
+        e.raises(L.Old, **good | {field: good[field][:, 1:]})
+    for wrong in ({"rewards": d.noise[1:, 0]}, {"head": d.noise}, {"group_size": 1}, {"group_size": d.N + 1}):
+        e.raises(L.Old, **good | wrong)
+    L.Old(**good)
 
 
 # ---------------------------------------------------------------- C: the design condition

@@ -38,7 +38,7 @@ class Readout:
                 self.g[i, t], self.logp[i, t] = -policy.probs(x + y[:t]), logp[i, t]
                 self.g[i, t][token] += 1
         R = (d.randn(d.N) > 0).double().tolist()
-        R[:2] = [1.0, 0.0]
+        R[:3] = [1.0, 0.0, 0.5][: d.G]
         if d.N > d.G:
             R[d.G : 2 * d.G] = [R[d.G]] * d.G if d.equal_lengths else [0.5, *R[d.G + 1 : 2 * d.G]]
         self.R = R
@@ -471,7 +471,7 @@ def a4(L, name, draws, e):
     AR/Lopti (P)
 
     The parts are disjoint and cover everything, each divided by the number of all tokens. What decides is pi_old, also
-    when pi_theta has moved across eta since.
+    when pi_theta has moved across eta since; a token exactly at eta belongs to the first.
     """
     for d, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):
         batch = d.batch(L, spread)
@@ -481,6 +481,10 @@ def a4(L, name, draws, e):
         e.equal(torch.where(d.mask & (p_old <= eta), joint, 0), low)
         e.equal(torch.where(d.mask & (p_old > eta), joint, 0), high)
         e.equal(joint, low + high)
+    half = torch.full((2, 1), 0.5, dtype=torch.float64).log()
+    batch = L.Batch(half.clone().requires_grad_(), half, torch.tensor([[1.0], [-2.0]]).double(), half < 0, 2, 1)
+    e.equal([[1], [-2]], coefficients(L.lopti_low(batch), batch))
+    e.equal([[0], [0]], coefficients(L.lopti_high(batch), batch))
 
 
 def a5(L, name, draws, e):
@@ -615,5 +619,6 @@ def i3(L, name, draws, e):
             plain, batch = d.batch(L, 0.6), d.batch(L, 0.6, adv=method.credit(d.rows(d.adv), old))
             grpo = coefficients(L.grpo(plain), plain)
             e.equal(torch.where(keep, 0, grpo), coefficients(method.passes[0](batch), batch))
+        e.raises(method.credit, d.rows(d.adv), L.Old(d.tokens, d.mask, d.logp, d.noise[:, 0], d.G))
         e.equal(True, len(method.passes) == 1 and method.repair and method.scale == "std")
         e.equal(torch.tensor(d.adv).double(), L.shaped_rewards(torch.tensor(d.adv).double(), torch.zeros(d.N).bool()))

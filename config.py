@@ -24,6 +24,7 @@ class Config:
     layers: int = knob(1, "layers of the scratch model", low=1)
     width: int = knob(64, "hidden size of the scratch model, a multiple of 8", low=8)
     data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; none: the hub")
+    skip_bad_lines: bool = knob(False, "leave out malformed lines of the data files, and say how many")
     train_items: int = knob(0, "train only on so many problems, those with the shortest solutions; 0 = all", low=0)
     threads: int = knob(1, "CPU threads, 0 = all; a tiny model gains nothing from more than one", low=0)
     device: str = knob("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))

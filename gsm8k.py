@@ -65,18 +65,23 @@ def to_item(row: object) -> Item:
     return Item(row["question"], demo.rpartition("####")[2].strip(), demo)
 
 
-def read_items(path: Path) -> list[Item]:
+def read_items(path: Path, skip_bad_lines: bool = False) -> list[Item]:
     """At least one Item from a file of JSON lines; ValueError in one line that says where and why not."""
     expected = 'expected {"question": "...", "answer": "... #### 42"} on each line'
     if not path.is_file():
         raise ValueError(f"{path} is not a file; --data DIR reads DIR/train.jsonl and DIR/test.jsonl")
-    items = []
+    items, skipped = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             if text := line.decode("utf-8-sig").strip():
                 items.append(to_item(json.loads(text)))
         except (ValueError, RecursionError) as error:  # .msg leaves out JSON's own line number, which is always 1
-            raise ValueError(f"{path}:{number}: bad record: {getattr(error, 'msg', error)}; {expected}") from None
+            if not skip_bad_lines:
+                raise ValueError(f"{path}:{number}: bad record: {getattr(error, 'msg', error)}; {expected}") from None
+            skipped.append(number)
+    if skipped:
+        which = ", ".join(map(str, skipped[:10])) + ", ..." * (len(skipped) > 10)
+        print(f"{path}: {len(skipped)} bad line(s) left out: {which}")
     if not items:
         raise ValueError(f"{path} holds no problem; {expected}")
     return items
@@ -87,9 +92,10 @@ class GSM8K:
 
     name = "gsm8k"
 
-    def __init__(self, data: str | None):
+    def __init__(self, data: str | None, skip_bad_lines: bool = False):
         if data is not None:
-            self.train, self.test = (read_items(Path(data) / f"{split}.jsonl") for split in ("train", "test"))
+            files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
+            self.train, self.test = (read_items(file, skip_bad_lines) for file in files)
             return
         try:
             hub = load_dataset("openai/gsm8k", "main")

@@ -47,7 +47,19 @@ from losses import (
     shaped_rewards,
     token_coefficients,
 )
-from runs import default_name, load_trainer, record, save, summary, write_config
+from runs import (
+    LOGS,
+    default_name,
+    lock,
+    new_run,
+    newest_checkpoint,
+    record,
+    restore,
+    save,
+    stop_at_bad_numbers,
+    summary,
+    write_config,
+)
 from toy.arithmetic import Arithmetic
 
 
@@ -60,7 +72,7 @@ def rng(*key) -> torch.Generator:
 
 
 def load_model(config: Config, task, device: torch.device, path: str):
-    """A causal LM with fp32 master weights, its tokenizer, its end-of-answer ids. eval() for good: no dropout."""
+    """A causal LM with fp32 master weights, its tokenizer, its end-of-answer ids. In eval mode for good: no dropout."""
     if path == "scratch":
         tokenizer = task.make_tokenizer()
         ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
@@ -259,7 +271,9 @@ def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) 
         part.backward(-coefficients[piece] / len(leaf))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
     if not (math.isfinite(norm) and math.isfinite(loss.item())):
-        raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm}: the weights were left as they were")
+        bad = FloatingPointError(f"loss {loss.item()}, gradient norm {norm}")
+        bad.batch = vars(rows) | vars(replace(batch, logp=leaf.detach()))
+        raise bad
     if coefficients.any():  # with nothing to learn, the optimiser's momentum must not move the weights either
         optimizer.step()
     return leaf.detach(), coefficients, norm
@@ -481,14 +495,16 @@ def train_step(
 
 
 def start_run(config: Config, task, device: torch.device):
-    """A new run directory with a warm-started model, or the newest checkpoint of an old one."""
+    """A new run directory with a warm-started model, or an old one as its newest checkpoint has it."""
     run = Path(config.resume or Path(config.out) / (config.name or default_name(config)))
-    found = sorted((run / "checkpoints").glob("step-*")) if config.resume else []
-    if config.resume and not found:
-        fail(f"--resume {run}: it holds no complete checkpoint; start it anew")
-    if found and (made := int(found[-1].name.removeprefix("step-"))) >= config.steps:
-        fail(f"{run} has already made {made} of {config.steps} steps; nothing is left to do")
-    model, tokenizer, eos = load_model(config, task, device, str(found[-1]) if found else config.model)
+    held, found, state = lock(run) if config.resume else None, None, None
+    if config.resume:
+        found, state = newest_checkpoint(run)
+        if not found:
+            print(f"{run} holds no complete checkpoint: it begins anew")
+    if found and state["step"] >= config.steps:
+        fail(f"{run} has already made {state['step']} of {config.steps} steps; nothing is left to do")
+    model, tokenizer, eos = load_model(config, task, device, str(found or config.model))
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     longest = max(len(task.encode(tokenizer, item)) for item in [*task.train, *task.test[: config.eval_items]])
     if METHODS[config.method].repair:  # the longest correction problem, in answers of max_tokens
@@ -500,13 +516,14 @@ def start_run(config: Config, task, device: torch.device):
         answer = f"--max-tokens {config.max_tokens}" if config.max_tokens >= demo else f"longest demonstration {demo}"
         fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
     start = run / "start" if config.warm_steps else config.model  # the policy that the KL is measured from
+    if config.resume:
+        write_config(run, config, device)
+    else:
+        new_run(run, config, device)
+        held = lock(run)
     if not found:
-        try:
-            run.mkdir(parents=True)
-        except OSError as error:
-            fail(f"cannot make the run directory {run}: {error.strerror}")
-        (run / "metrics.jsonl").touch()
-        (run / "samples.txt").touch()
+        for name in LOGS:
+            (run / name).write_text("")
         print(
             f"{config.method} on {config.task}, {sum(p.numel() for p in model.parameters()):,} parameters, into {run}"
         )
@@ -519,16 +536,16 @@ def start_run(config: Config, task, device: torch.device):
         try:
             warm_start(model, tokenizer, task, config, eos)
         except KeyboardInterrupt:
-            shutil.rmtree(run)  # nothing to resume: leave no dead end behind
+            if not config.resume:
+                shutil.rmtree(run)  # nothing to go on from
             raise
         if config.reference and config.warm_steps:
             model.save_pretrained(start)
             tokenizer.save_pretrained(start)
-    write_config(run, config, device)
     reference = load_model(config, task, device, str(start))[0] if config.reference else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    done = load_trainer(run, optimizer, found[-1]) if found else 0
-    return run, model, reference, tokenizer, optimizer, eos, done
+    done = restore(run, optimizer, state) if found else 0
+    return run, held, model, reference, tokenizer, optimizer, eos, done
 
 
 def main(argv: list[str] | None = None):
@@ -539,19 +556,22 @@ def main(argv: list[str] | None = None):
     torch.set_num_threads(config.threads or os.cpu_count())
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     try:
-        task = GSM8K(config.data or None) if config.task == "gsm8k" else Arithmetic()
+        task = GSM8K(config.data or None, config.skip_bad_lines) if config.task == "gsm8k" else Arithmetic()
     except ValueError as error:
         fail(str(error))
     if config.train_items:
         task.train = sorted(task.train, key=lambda item: len(item.demo))[: config.train_items]
-    run, model, reference, tokenizer, optimizer, eos, done = start_run(config, task, device)
+    run, held, model, reference, tokenizer, optimizer, eos, done = start_run(config, task, device)
     if not done:
         record(run, {"step": 0}, *evaluate(model, tokenizer, eos, task, config), show=True)
     stop = []  # Ctrl-C: finish the step, save, leave; a second one leaves at once
     previous = signal.signal(signal.SIGINT, lambda *_: stop.append(1) if not stop else sys.exit(130))
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, desc=config.method, disable=None)
     for step in bar:
-        metrics = train_step(model, reference, tokenizer, optimizer, eos, task, config, hyper, step)
+        try:
+            metrics = train_step(model, reference, tokenizer, optimizer, eos, task, config, hyper, step)
+        except FloatingPointError as error:
+            stop_at_bad_numbers(run, step, error)
         bar.set_postfix({k: f"{metrics[k]:.3g}" for k in ("reward", "entropy", "length", "tax", "tokens_per_s")})
         last, stopping = step == config.steps, bool(stop)
         due = step % config.eval_every == 0 or last
@@ -561,6 +581,7 @@ def main(argv: list[str] | None = None):
         if stopping and not last:
             break
     bar.close()
+    held.close()
     signal.signal(signal.SIGINT, previous)
     if stopping and not last:
         return print(f"stopped after step {step}; go on with: python {os.path.relpath(__file__)} --resume {run}")

@@ -70,7 +70,7 @@ CLAIMS = (
     Claim("M2", c.m2, (*ALL, *NEIGHBOURS)),
     Claim("M3", c.m3, ("group_advantages",)),
     Claim("M4", c.m4, ("METHODS",)),
-    Claim("M5", c.m5, ("Batch",)),
+    Claim("M5", c.m5, ("Batch", "Old")),
     Claim("M6", n.m6, ("nthr", "nthr_random")),
     Claim("M7", n.m7, ("METHODS",)),
     Claim("M8", n.m8, ("kept_tokens",)),

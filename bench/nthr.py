@@ -23,11 +23,12 @@ from losses import METHODS, Old, nthr
 
 
 def step_ratio(rounds: int) -> list[float]:
+    task = train.Arithmetic()
     with tempfile.TemporaryDirectory() as out:
         config = train.parse(["--warm-steps", "300", "--out", out, "--name", "bench", "--no-reference"])
         torch.set_num_threads(config.threads)
-        run = train.start_run(config, train.Arithmetic(), torch.device("cpu"))
-    _, model, _, tokenizer, _, eos, _ = run
+        run = train.start_run(config, task, torch.device("cpu"))
+    _, _, model, _, tokenizer, _, eos, _ = run
     seconds = {"grpo": [], "nthr": []}
     for i in range(rounds):
         for method in sorted(seconds, reverse=i % 2):
@@ -35,7 +36,7 @@ def step_ratio(rounds: int) -> list[float]:
             optimizer = torch.optim.AdamW(twin.parameters(), lr=config.lr)
             chosen = replace(config, method=method)
             start = time.perf_counter()
-            train.train_step(twin, None, tokenizer, optimizer, eos, train.Arithmetic(), chosen, {}, i + 1)
+            train.train_step(twin, None, tokenizer, optimizer, eos, task, chosen, {}, i + 1)
             seconds[method].append(time.perf_counter() - start)
     return [b / a for a, b in zip(seconds["grpo"][1:], seconds["nthr"][1:], strict=True)]  # the first one warms up
 
