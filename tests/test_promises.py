@@ -203,7 +203,7 @@ LOSSES = sorted({f for method in METHODS.values() for f in method.passes}, key=l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_ratios_of_e50_and_impossible_tokens_give_no_nan(loss_fn, dtype):
-    """A ratio of e^50 is a number. log pi = -inf: ratio 0 and no gradient; where A log pi is the loss, it is infinite."""
+    """A ratio of e^50 is a number. log pi = -inf: ratio 0, no gradient; where A log pi is the loss, it is infinite."""
     adv = torch.tensor([[1.0], [-1.0]], dtype=dtype).expand(2, 3)
     old = torch.full((2, 3), -60.0, dtype=dtype)
     for change in (50.0, -50.0):
