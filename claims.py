@@ -544,8 +544,9 @@ def c14(L, name, draws, e):
     To first order a function f of theta changes by eta <grad f, g>; take f = log pi(y_a) - log pi(y_b). Equal rewards
     mean g = A (k_a grad log pi(y_a) + k_b grad log pi(y_b)) with weights k. Write n_a, n_b for the squared norms of the
     two gradients and x for their inner product: the change is eta A (k_a n_a - k_b n_b + (k_b - k_a) x). That is Eq. 5
-    with c = A n if n_a = n_b = n and x = 0, for instance with disjoint parameters; checked. In one softmax x is not 0.
-    Take p = (.6, .3, .1) and k_a = k_b = 1/2: g = ((e_a - p) + (e_b - p))/2 = (-.1, .2, -.1), so g_a - g_b = -.3: the
+    with c = A (n - x) if n_a = n_b = n: equal norms are enough (theory.md asks for x = 0 as well; then c = A n). For
+    p = (.4, .4, .2) that gives c = 1, though x = -.44; checked, and with disjoint parameters. With unequal norms take
+    p = (.6, .3, .1) and k_a = k_b = 1/2: g = ((e_a - p) + (e_b - p))/2 = (-.1, .2, -.1), so g_a - g_b = -.3: the
     likelier answer loses, though k_a = k_b and Eq. 5 says 0 ("left"). Checked as well, to one decimal: halving eta
     divides the remainder by 4.
     """
@@ -577,6 +578,8 @@ def c14(L, name, draws, e):
         n = float((disjoint.grad_log_prob(x, 1) ** 2).sum())
         e.equal(n * (k[0] - k[1]), slope(disjoint, [(0,), (1,)], [(1,), (1,)], k)[0])
     e.equal(4, round(remainder[1e-3] / remainder[5e-4], 1))
+    W = torch.tensor([[0.4], [0.4], [0.2]], dtype=torch.float64).log().requires_grad_()
+    e.equal(0.7 - 0.1, slope(Policy(W, tabular([x]), 1), [x, x], [(0,), (1,)], [0.7, 0.1])[0])  # equal norms
     W = torch.tensor([[0.6], [0.3], [0.1]], dtype=torch.float64).log().requires_grad_()
     measured, _ = slope(Policy(W, tabular([x]), 1), [x, x], [(0,), (1,)], [0.5, 0.5])
     e.equal(-0.3, measured)

@@ -57,26 +57,26 @@ class Readout:
     def visits(self, rows) -> list[tuple[int, int]]:
         return [(i, t) for i in rows for t in range(self.d.T[i])]
 
-    def score(self, at, winners, ids=None, self_term=True) -> float:
-        """Sum over the tokens of the correct answers of <g, g'> <h, h'>, one pair after another."""
-        keep = torch.arange(len(self.head)) if ids is None else torch.tensor(sorted(ids))
-        total = 0.0
-        for other in self.visits(winners):
-            if self_term or other != at:
-                total += float(self.g[at][keep] @ self.g[other][keep]) * float(self.h[at] @ self.h[other])
-        return total
+    def pairs(self, rows, ids) -> Tensor:
+        """<g, g'> <h, h'> of every pair of the rows' tokens, g on the ids given. (K, K)"""
+        g, h = (torch.stack([x[at] for at in self.visits(rows)]) for x in (self.g, self.h))
+        g = g[:, sorted(ids)]
+        return (g @ g.T) * (h @ h.T)
 
     def ids(self, rows) -> set[int]:
         return {a for i in rows for a in self.d.answers[i]}
 
 
 def scores_by_pairs(r: Readout, full_vocab: bool, self_term: bool = True) -> dict:
-    """(i, t) -> score, mixed groups only."""
+    """(i, t) -> score, mixed groups only: the sum over the tokens of correct answers, no matrix M."""
     found = {}
     for rows, winners, losers in r.groups():
         if winners and losers:
-            ids = None if full_vocab else r.ids(rows)
-            found |= {at: r.score(at, winners, ids, self_term) for at in r.visits(rows)}
+            pairs = r.pairs(rows, range(len(r.head)) if full_vocab else r.ids(rows))
+            if not self_term:
+                pairs.fill_diagonal_(0)
+            right = torch.tensor([i in winners for i, _ in r.visits(rows)])
+            found |= zip(r.visits(rows), pairs[:, right].sum(1).tolist(), strict=True)
     return found
 
 
@@ -106,10 +106,10 @@ def m6(L, name, draws, e):
     or on all, beta and eta their defaults or not. Right answers, groups all right or all wrong, and padding keep what
     they had.
     """
-    options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": 0.5, "full_vocab": True}]
+    options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": -1.0, "full_vocab": True}]
     for d, hyper in itertools.product(small(draws), options):
         r = Readout(d)
-        adv = torch.where(d.mask, d.randn(*d.mask.shape), 0)
+        adv = torch.where(d.mask, d.randn(*d.mask.shape), -1)
         beta, eta = hyper.get("beta", 1.0), hyper.get("eta")
         predicted = adv.clone()
         chosen = selected_by_pairs(r, beta, hyper.get("self_term", True), hyper.get("full_vocab", False))
@@ -257,6 +257,10 @@ def n4(L, name, draws, e):
         for at, s in scores_by_pairs(r, full_vocab, self_term).items():
             predicted[at] = s
         e.equal(predicted, L.nthr_scores(r.old(L), self_term, full_vocab))
+        old = r.old(L)
+        old.hidden = old.hidden.bfloat16().requires_grad_()
+        scores = L.nthr_scores(old)
+        e.equal(True, scores.dtype == torch.float32 and not scores.requires_grad)
 
 
 def n5(L, name, draws, e):
@@ -294,12 +298,10 @@ def n6(L, name, draws, e):
         for rows, winners, losers in r.groups():
             if not winners or not losers:
                 continue
-            others = [v for v in range(len(r.head)) if v not in r.ids(rows)]
-            for at in r.visits(rows):
-                lost = 0.0
-                for other in r.visits(winners):
-                    lost += float(r.g[at][others] @ r.g[other][others]) * float(r.h[at] @ r.h[other])
-                e.equal(-lost, change[at])
+            others = set(range(len(r.head))) - r.ids(rows)
+            right = torch.tensor([i in winners for i, _ in r.visits(rows)])
+            lost = r.pairs(rows, others)[:, right].sum(1)
+            e.equal(-lost, torch.stack([change[at] for at in r.visits(rows)]))
 
 
 class Sampled:

@@ -58,6 +58,8 @@ def given_flags(cls, description: str, presets: dict[str, dict], argv: list[str]
 
 def check_ranges(config):
     for f in fields(config):
-        value, low = getattr(config, f.name), f.metadata["low"]
+        value, low, choices = getattr(config, f.name), f.metadata["low"], f.metadata["choices"]
+        if choices and value not in choices:
+            fail(f"{flag(f.name)} {value}: must be one of {', '.join(choices)}")
         if low is not None and not low <= value < math.inf:
             fail(f"{flag(f.name)} {value}: must be a finite number, at least {low}")

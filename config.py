@@ -62,7 +62,7 @@ class Config:
 GSM8K_HUB = dict(model="Qwen/Qwen2.5-0.5B-Instruct", threads=0, warm_steps=0, steps=200, prompts=16, max_tokens=512)
 GSM8K_HUB |= dict(minibatches=1, micro_rows=8, lr=1e-6, eval_samples=1, save_every=25)
 GSM8K_SCRATCH = dict(model="scratch", layers=2, width=128, train_items=32, max_tokens=48, prompts=32, eval_samples=1)
-GSM8K_SCRATCH |= dict(warm_steps=45, warm_rows=16, warm_lr=3e-3, minibatches=1, lr=5e-4, steps=80, eval_every=40)
+GSM8K_SCRATCH |= dict(warm_steps=45, warm_rows=16, warm_lr=3e-3, minibatches=1, lr=5e-4, steps=60, eval_every=30)
 REPAIR = dict(repair_demos=0.3)  # a policy that never saw a correction makes none
 
 
@@ -70,7 +70,7 @@ def parse(argv: list[str]) -> Config:
     presets = {"gsm8k": GSM8K_HUB, "gsm8k from scratch": GSM8K_SCRATCH, "ibpo": REPAIR}
     given = given_flags(Config, "Group-relative RL for a language model.", presets, argv)
     for key in ("data", "model"):  # a resumed run may start elsewhere
-        if given.get(key) and Path(given[key]).exists():
+        if given.get(key, "scratch") != "scratch" and Path(given[key]).exists():
             given[key] = str(Path(given[key]).resolve())
     if "resume" in given:
         config = resumed_config(given)
@@ -89,6 +89,9 @@ def resumed_config(given: dict) -> Config:
         fail(f"{flag(min(extra))} cannot be changed when resuming; only --steps can")
     try:
         saved = Config(**json.loads((Path(given["resume"]) / "config.json").read_text())["config"])
+        saved.hyper = tuple(saved.hyper)
+        if any(type(value) is not type(getattr(Config, key)) for key, value in vars(saved).items()):
+            raise TypeError
     except (OSError, ValueError, KeyError, TypeError):
         fail(f"--resume {given['resume']}: no config.json of a run there; accepted: a run directory, such as runs/NAME")
     if saved.schedule == "linear" and given.get("steps", saved.steps) != saved.steps:
@@ -111,12 +114,16 @@ def check(config: Config):
         fail("--exchangeable would average the KL term away with the rest; it goes without --kl")
     if config.repair_references >= config.group_size:
         fail(f"--repair-references {config.repair_references}: an answer has --group-size - 1 siblings")
-    if config.repair_demos > (config.task == "arithmetic"):
+    if config.repair_weight * config.repair_bonus >= 1:
+        fail(f"--repair-weight {config.repair_weight}: times --repair-bonus it must stay below the reward of 1")
+    if config.repair_demos > 1 or config.repair_demos and config.task != "arithmetic":
         fail(f"--repair-demos {config.repair_demos}: a share of at most 1, and of the arithmetic task only")
     if config.data and config.task != "gsm8k":
         fail(f"--data {config.data}: only --task gsm8k reads data")
     if config.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; accepted: auto, cpu")
+    if len(config.name.encode()) > 200 or "\0" in config.name:
+        fail(f"--name {config.name[:20]!r}...: at most 200 bytes")
     if config.name and not config.resume and (Path(config.out) / config.name).exists():
         fail(f"--name {config.name}: {Path(config.out) / config.name} exists; choose another, or --resume it")
     hyperparameters(config)

@@ -59,6 +59,7 @@ def to_item(row: object) -> Item:
     for key in ("question", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
             raise ValueError(f'no text under "{key}"')
+        row[key].encode()  # half of a surrogate pair is a ValueError too
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
     if "####" not in demo or extract(demo) is None:
         raise ValueError('"answer" has no "####" followed by one number')

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
 from tqdm import tqdm
 
 from cli import fail
@@ -36,8 +36,11 @@ def write_config(run: Path, config: Config, device: torch.device):
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
     about = {"versions": versions, "git_commit": commit, "device": str(device)}
     part = run / "config.json.part"
-    part.write_text(json.dumps({"config": asdict(replace(config, resume="")), **about}, indent=1) + "\n")
-    part.rename(run / "config.json")
+    try:
+        part.write_text(json.dumps({"config": asdict(replace(config, resume="")), **about}, indent=1) + "\n")
+        part.rename(run / "config.json")
+    except OSError as error:
+        fail(f"cannot write to {run}: {error.strerror}")
 
 
 def new_run(run: Path, config: Config, device: torch.device):
@@ -87,42 +90,58 @@ def summary(run: Path):
 
 def save(run: Path, step: int, model, tokenizer, optimizer):
     """runs/NAME/checkpoints/step-000050: the model in transformers' format, and what the trainer needs to go on."""
-    final = run / "checkpoints" / f"step-{step:06d}"
-    part = final.with_name(f"unfinished-{step:06d}")
+    folder = run / "checkpoints"
+    final, part = folder / f"step-{step:06d}", folder / f"unfinished-{step:06d}"
+    before = [path for path in sorted(folder.glob("step-*")) if path < final]
     shutil.rmtree(part, ignore_errors=True)
     try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         sizes = {name: (run / name).stat().st_size for name in LOGS}
         torch.save({"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}, part / "trainer.pt")
-        for path in [*part.iterdir(), *(run / name for name in sizes)]:
-            if path.is_file():
-                with open(path, "r+b") as file:
-                    os.fsync(file.fileno())
+        sums = {path.name: checksum(path) for path in part.iterdir() if path.is_file()}
+        (part / "checksums.json").write_text(json.dumps(sums))
+        for path in [*part.iterdir(), *(run / name for name in sizes), part]:
+            sync(path)
     except Exception as error:  # a full disk: torch, safetensors and the system each have a class of their own for it
         shutil.rmtree(part, ignore_errors=True)
-        last = max((run / "checkpoints").glob("step-*"), default=None)
-        kept = f"{last.name} is intact, go on from it with --resume {run}" if last else "there is no earlier one"
+        kept = f"{before[-1].name} is intact, go on from it with --resume {run}" if before else "there is none before"
         sys.exit(f"error: the checkpoint of step {step} cannot be written ({str(error).splitlines()[0]}); {kept}")
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)  # the name appears only when everything is on disk
-    for old in sorted((run / "checkpoints").glob("step-*"))[:-2]:
-        shutil.rmtree(old)
+    sync(folder)
+    for other in {*folder.glob("step-*")} - {final, *before[-1:]}:  # damaged ones of later steps too
+        shutil.rmtree(other)
+
+
+def checksum(path: Path) -> int:
+    with open(path, "rb") as file:
+        total = 0
+        while block := file.read(2**24):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def sync(path: Path):
+    """Wait until a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def newest_checkpoint(run: Path) -> tuple[Path | None, dict | None]:
     """The newest checkpoint and its trainer state; a damaged one is passed over, with a line that says so."""
-    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    for folder in folders:
         try:
-            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-            for name in [path.name for path in folder.glob("*.safetensors")] or ["model.safetensors"]:
-                with safe_open(folder / name, "pt") as file:  # refuses a file that is shorter than its header says
-                    file.keys()
-            json.loads((folder / "config.json").read_text())
-            return folder, state
-        except Exception as error:  # torn by a crash of the machine: every library fails in classes of its own
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            print(f"{folder} is damaged ({reason}); going back to the one before", file=sys.stderr)
+            for name, total in json.loads((folder / "checksums.json").read_text()).items():
+                if checksum(folder / name) != total:
+                    raise ValueError(f"{name} is not what was written")
+            return folder, torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        except (OSError, ValueError, AttributeError) as error:
+            print(f"{folder} is damaged ({error}); going back to the one before", file=sys.stderr)
+    if folders:
+        fail(f"--resume {run}: none of its checkpoints can be read; nothing was changed")
     return None, None
 
 
@@ -130,15 +149,20 @@ def restore(run: Path, optimizer, state: dict) -> int:
     """Restore the optimiser and cut the logs back to the checkpoint's step, which is returned."""
     optimizer.load_state_dict(state["optimizer"])
     for name, size in state["sizes"].items():
-        if not (run / name).is_file() or (run / name).stat().st_size < size:
-            fail(f"--resume {run}: {name} is shorter than it was at step {state['step']}; it was changed")
+        text = (run / name).read_bytes()[:size] if (run / name).is_file() else b""
+        whole = len(text) == size and text[-1:] in (b"\n", b"")
+        if not whole or name == "metrics.jsonl" and json.loads(text.splitlines()[-1])["step"] != state["step"]:
+            fail(f"--resume {run}: {name} is not what it was at step {state['step']}; it was changed")
         os.truncate(run / name, size)
     return state["step"]
 
 
 def lock(run: Path):
     """An open file that keeps other processes out of the run directory until it is closed, or the process ends."""
-    file = open(run / "lock", "w")
+    try:
+        file = open(run / "lock", "w")
+    except OSError as error:
+        fail(f"cannot write to {run}: {error.strerror}")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

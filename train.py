@@ -297,9 +297,7 @@ def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batc
                 logp, c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
                 if not seen:
                     off, cpu = (logp - part.logp_old)[mask].abs(), logp.device.type == "cpu"
-                    on_policy = (
-                        off.max() < 1e-3 if cpu else off.mean() < 0.05
-                    )  # bf16 rounds differently in other shapes
+                    on_policy = off.max() < 1e-3 if cpu else off.mean() < 0.05  # bf16 rounds by the shape
                     assert on_policy, f"the first step is not on-policy: log-ratio {off.max().item()}"
                 start = part.logp_old.clone().requires_grad_()  # tokens outside this pass have c = 0 there too
                 live = token_coefficients(loss_fn(replace(part, logp=start)), start) != 0
@@ -383,14 +381,19 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
             group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
         picks = torch.randint(len(task.train), (config.warm_rows,), generator=rng(config.seed, "warm", step)).tolist()
         repairs = round(config.warm_rows * config.repair_demos)
-        items = [task.correction(task.train[i]) if j < repairs else task.train[i] for j, i in enumerate(picks)]
+        items = [
+            task.correction(task.train[i], config.repair_references) if j < repairs else task.train[i]
+            for j, i in enumerate(picks)
+        ]
         demos = [tokenizer.encode(item.demo, add_special_tokens=False) + end for item in items]
         rows = make_rows([task.encode(tokenizer, item) for item in items], demos, eos.device)
         logp, _ = score(model, rows, 1.0)
         loss = -logp.sum() / rows.mask.sum()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not math.isfinite(norm):
+            fail(f"--warm-lr {config.warm_lr}: the warm start diverged at its step {step + 1} (gradient norm {norm})")
         optimizer.step()
 
 
@@ -445,6 +448,7 @@ def train_step(
     if method.repair:
         repaired, kept, extra = correct(model, tokenizer, eos, task, config, items, texts, rows, rewards, gen)
         shaped = shaped_rewards(rewards, repaired, config.repair_bonus, config.repair_weight)
+        credited["shaped_reward"] = shaped.mean().item()
         credited["repair_rate"] = (repaired.sum() / (rewards == 0).sum().clamp(min=1)).item()
     clock.append(time.perf_counter())
 
@@ -467,7 +471,7 @@ def train_step(
     clock.append(time.perf_counter())
 
     diagnostics = learn(model, optimizer, config, hyper, rows, batch, advantages, gen)
-    grouped, tokens = rewards.view(-1, config.group_size), rows.mask.sum()
+    grouped, tokens = shaped.view(-1, config.group_size), rows.mask.sum()
     ended = torch.isin(rows.tokens, eos).logical_and(rows.mask).any(1)
     # As NTHR's Delta(x), but over the whole step: how much likelier it made 32 of its correct answers in mixed groups.
     probe = ((rewards == 1) & (advantages != 0)).nonzero().squeeze(1)[:32]
@@ -510,14 +514,14 @@ def start_run(config: Config, task, device: torch.device):
     if METHODS[config.method].repair:  # the longest correction problem, in answers of max_tokens
         shown = config.repair_references
         around = max(len(task.encode(tokenizer, task.repair(item, "", [""] * shown))) for item in task.train)
-        longest = around + (1 + shown) * config.max_tokens
+        longest = max(longest, around + (1 + shown) * config.max_tokens)
     demo = max(len(tokenizer.encode(item.demo)) + 1 for item in task.train) if config.warm_steps and not found else 0
     if longest + max(config.max_tokens, demo) > limit:
         answer = f"--max-tokens {config.max_tokens}" if config.max_tokens >= demo else f"longest demonstration {demo}"
         fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
     start = run / "start" if config.warm_steps else config.model  # the policy that the KL is measured from
     if config.resume:
-        write_config(run, config, device)
+        write_config(run, config, device)  # --steps may be new
     else:
         new_run(run, config, device)
         held = lock(run)
@@ -527,7 +531,8 @@ def start_run(config: Config, task, device: torch.device):
         print(
             f"{config.method} on {config.task}, {sum(p.numel() for p in model.parameters()):,} parameters, into {run}"
         )
-        print(f"1. warm start: {config.warm_steps} supervised steps on the task's own demonstrations")
+        supervised = f"{config.warm_steps} supervised steps on the task's own demonstrations"
+        print(f"1. warm start: {supervised if config.warm_steps else 'none, the model is taken as it is'}")
         updates = config.epochs * config.minibatches * len(METHODS[config.method].passes)
         each = f"{config.prompts} prompts x {config.group_size} answers, {updates} update(s)"
         print(
@@ -540,8 +545,15 @@ def start_run(config: Config, task, device: torch.device):
                 shutil.rmtree(run)  # nothing to go on from
             raise
         if config.reference and config.warm_steps:
-            model.save_pretrained(start)
-            tokenizer.save_pretrained(start)
+            try:
+                model.save_pretrained(start)
+                tokenizer.save_pretrained(start)
+            except Exception as error:  # a full disk, see runs.save
+                sys.exit(
+                    f"error: the start policy cannot be written ({str(error).splitlines()[0]}); make room, start anew"
+                )
+    elif config.reference and config.warm_steps and not start.is_dir():
+        fail(f"--resume {run}: start/, the policy that the KL is measured from, is missing")
     reference = load_model(config, task, device, str(start))[0] if config.reference else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     done = restore(run, optimizer, state) if found else 0
@@ -586,11 +598,12 @@ def main(argv: list[str] | None = None):
     if stopping and not last:
         return print(f"stopped after step {step}; go on with: python {os.path.relpath(__file__)} --resume {run}")
     summary(run)
-    print(f"\neverything is in {run}; try next: python {os.path.relpath(__file__)} --method dfpo-min, or --help")
+    other = "grpo" if config.method == "dfpo-min" else "dfpo-min"
+    print(f"\neverything is in {run}; try next: python {os.path.relpath(__file__)} --method {other}, or --help")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        fail("interrupted before the first step of this run; nothing was changed")
+        fail("interrupted before the first step; there is nothing to go on from, start again")

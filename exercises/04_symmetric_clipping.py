@@ -2,7 +2,8 @@
 
 Aim: set eps_low = eps_high, and GRPO's gate still asks who won (exercise 3). What has to go is the min.
 
-Write GRPO without it: clip(r, 1 - eps_low, 1 + eps_high) A, summed over all tokens, divided by N L ("constant").
+Write GRPO without it: J = clip(r, 1 - eps_low, 1 + eps_high) A, summed over all tokens, divided by N L ("constant").
+A loss is something to minimise: return -J.
 
 A Batch has logp, logp_old, adv (all (N, T)), mask (N, T) bool, group_size, max_tokens = L (see losses.py). The
 padding holds garbage: mask the log-ratio *before* exp, or a padded 1e4 becomes inf, and 0 * inf is nan in the

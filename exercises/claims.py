@@ -13,6 +13,11 @@ from toy.trees import ascent, coefficients
 UNCLIPPED = {"eps_low": float("inf"), "eps_high": float("inf")}
 
 
+def ask(condition: bool, message: str):
+    if not condition:
+        raise AssertionError(message)
+
+
 def one_token(ratio: float, advantages: list[float], **named) -> losses.Batch:
     """G answers that are the same token, which has the ratio given."""
     logp = torch.full((len(advantages), 1), -1.0, dtype=torch.float64, requires_grad=True)
@@ -49,8 +54,9 @@ def x3(L, name, draws, e):
             c = coefficients(losses.dr_grpo(batch, **bounds), batch)[:, 0].tolist()
             if name == "gate_is_open":
                 for a, x in zip(adv, c, strict=True):
-                    if a:
-                        e.equal(x != 0, bool(L.gate_is_open(ratio, a, **bounds)))
+                    said = bool(L.gate_is_open(ratio, a, **bounds))
+                    ask(not a or said == (x != 0), f"r = {ratio}, A = {a:.2f}, range 0.8 to 1.25: you say {said}")
+                    e.equal(0, 0)
             else:
                 e.equal(sum(c), L.left_at_a_shared_token(ratio, adv, **bounds))
 
@@ -63,10 +69,13 @@ def x5(L, name, draws, e):
     """
     if name == "an_accident":
         lengths, adv = L.an_accident()
-        e.equal([4, 4], [len(lengths), len(adv)])
-        e.equal(True, len(set(lengths)) > 1 and min(lengths) >= 1 and all(abs(a) > 1e-3 for a in adv))
-        e.equal([0, 0], [sum(adv), sum(a / T for a, T in zip(adv, lengths, strict=True))])
-        return
+        ask(len(lengths) == len(adv) == 4, "four lengths and four advantages are asked for")
+        ask(len(set(lengths)) > 1 and min(lengths) >= 1, "the lengths must be at least 1, and not all equal")
+        ask(all(abs(a) > 1e-3 for a in adv), "no advantage may be 0")
+        ask(abs(sum(adv)) < 1e-9, f"the advantages sum to {sum(adv):g}, not to 0")
+        left = sum(a / T for a, T in zip(adv, lengths, strict=True))
+        e.equal(0, left)
+        return ask(abs(left) < 1e-9, f"sum A/T is {left:g}, not 0")
     for d in draws:
         batch = d.batch(losses)
         c = coefficients(losses.grpo(batch), batch)
@@ -81,17 +90,20 @@ def x7(L, name, draws, e):
     Claim C10: w~_i - w~_j is not 0 in general, since the projection subtracts 2 kappa A_i between the two.
     """
     w, adv, (i, j) = L.blind_spot()
-    e.equal([4, 4], [len(w), len(adv)])
-    e.equal([0, 0], [sum(adv), adv[i] + adv[j]])
+    ask(len(w) == len(adv) == 4 and i != j, "four weights, four advantages and two places are asked for")
+    ask(abs(sum(adv)) < 1e-9, f"the advantages sum to {sum(adv):g}, not to 0")
+    ask(abs(adv[i] + adv[j]) < 1e-9, f"the pair's advantages sum to {adv[i] + adv[j]:g}, not to 0")
     new = losses.adv_orthogonal(torch.tensor([w]).double(), torch.tensor([adv]).double())[0].tolist()
-    e.equal(True, i != j and abs(new[i] * adv[i] + new[j] * adv[j]) > 0.1)
+    left = new[i] * adv[i] + new[j] * adv[j]
+    ask(abs(left) > 0.1, f"the pair is left with {left:.3g}: it cancels, or nearly")
+    e.equal(0, 0)
 
 
 def x9(L, name, draws, e):
     """Equal weights k do not leave the odds of equal-reward answers alone: k_a n_a - k_b n_b + (k_b - k_a) x does.
     exercise 9 (D)
 
-    Claim C14. Eq. 5 is right if x = 0 and n_a = n_b. Compared with autograd in one softmax.
+    Claim C14. Eq. 5 is right if n_a = n_b. Compared with autograd in one softmax.
     """
 
     def slope(z, k_a, k_b):
@@ -101,9 +113,12 @@ def x9(L, name, draws, e):
 
     if name == "counterexample":
         p = torch.tensor(L.counterexample(), dtype=torch.float64)
-        e.equal([3, 1], [len(p), p.sum().item()])
-        e.equal(True, bool((p > 0).all()) and slope(p.log().requires_grad_(), 0.5, 0.5).abs().item() > 0.1)
-        return
+        ask(len(p) == 3 and bool((p > 0).all()), "three positive probabilities are asked for")
+        e.equal(1, p.sum())
+        change = slope(p.log().requires_grad_(), 0.5, 0.5).item()
+        return ask(
+            abs(change) > 0.1, f"with these the log-odds change by {change:.3g} per eta: more than 0.1 is asked for"
+        )
     for d in draws:
         z, (k_a, k_b) = d.randn(4).requires_grad_(), d.randn(2).tolist()
         a, b = (ascent(-z.log_softmax(-1)[i], z) for i in (0, 1))
@@ -147,5 +162,9 @@ def x10(L, name, draws, e):
             cosines.append(float((g * world.exact).sum() / g.norm() / world.exact.norm()))
         found[key] = [sum(taxes) / len(taxes), sum(cosines) / len(cosines)]
     e.cells = [[key, *values] for key, values in found.items()]
-    e.equal(0, found["yours"][0])
-    e.equal(True, found["yours"][1] > found["min_replace"][1])
+    (tax, cosine), theirs = found["yours"], found["min_replace"][1]
+    e.equal(0, tax)
+    ask(
+        tax < 1e-9, f"your weights have a tax of {tax:.3g}: what is your weight at a node that only some answers visit?"
+    )
+    ask(cosine > theirs, f"no tax, but your cosine is {cosine:.4f} and Min-Replace's {theirs:.4f}")

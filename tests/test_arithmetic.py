@@ -48,19 +48,23 @@ def test_only_the_final_answer_counts():
     assert TASK.reward("hm #84,#85", item) == 1.0
 
 
-def test_corrections_are_of_wrong_answers_with_a_right_sibling_and_succeed_as_often_as_promised():
-    repaired = 0
+def test_corrections_are_of_wrong_answers_mostly_with_a_right_sibling_and_succeed_as_often_as_promised():
+    repaired = helped = direct = 0
     for item in TASK.train[:1000]:
         made = TASK.correction(item)
         first, wrong, sibling, end = made.prompt.rsplit("=", 3) if made.prompt.count("=") == 3 else ("", "", "", "")
         if first:  # two direct answers
             assert first + "=" == item.prompt and end == ""
-            assert TASK.reward(wrong, item) == 0 and TASK.reward(sibling, item) == 1
+            assert TASK.reward(wrong, item) == 0
+            helped += TASK.reward(sibling, item)
+            direct += 1
         assert made == TASK.correction(item) and made.prompt.startswith(item.prompt) and made.prompt.endswith("=")
         assert made.demo[:3] in OPENERS and made.demo[:3] == made.prompt[len(item.prompt) :][:3]
         assert TASK.reward(made.demo, made) or f"={made.demo}=" in made.prompt  # mended or copied
         repaired += TASK.reward(made.demo, made)
-    assert 0.55 < repaired / 1000 < 0.65
+    assert 0.55 < repaired / 1000 < 0.65 and 0.65 < helped / direct < 0.85
+    three = TASK.correction(TASK.train[0], 3)
+    assert three.prompt.startswith(TASK.train[0].prompt) and three.prompt.count("#") == 4
     assert TASK.repair(Item("37+48=", "85", ""), "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
 
 

@@ -72,6 +72,19 @@ def test_blank_it_is_not_yet_written_and_solved_it_passes(path, tmp_path, capsys
     assert code == 0, out
 
 
+def test_a_deleted_blank_is_missed(tmp_path, capsys):
+    copy = tmp_path / "half.py"
+    copy.write_text("def gate_is_open(r, A, eps_low, eps_high):\n    " + SOLUTIONS["gate_is_open"] + "\n")
+    code, out = graded(copy, capsys)
+    assert code == 1 and "left_at_a_shared_token: not yet written" in out and "1 of 2" in out
+
+
+def test_a_blank_does_not_tell_its_solution(capsys):
+    for path in FILES:
+        _, out = graded(path, capsys)
+        assert "sum_i A_i" not in out and "losses.py" not in out and "k_a n_a" not in out
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if set(WRONG) & verify.defined(str(p))], ids=lambda path: path.stem)
 def test_a_tempting_mistake_is_told_apart(path, tmp_path, capsys):
     copy = tmp_path / path.name

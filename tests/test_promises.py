@@ -122,17 +122,58 @@ def test_a_kill_inside_a_checkpoint_write_leaves_the_one_before(tmp_path, whole,
     assert_same_run(run, whole[0])
 
 
-@pytest.mark.parametrize(
-    "name, damage", [("model.safetensors", 0.5), ("trainer.pt", 0.5), ("trainer.pt", 0), ("config.json", 0.5)]
-)
-def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, whole, capsys, name, damage):
+def damage(file: Path, how: str):
+    data = file.read_bytes()
+    half = len(data) // 2
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes({"empty": b"", "cut": data[:half], "hole": data[:half] + bytes(len(data) - half)}[how])
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "hole"])
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "config.json", "tokenizer.json"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, whole, capsys, name, how):
     run = tmp_path / "run"
     shutil.copytree(whole[0], run)
-    file = run / "checkpoints" / "step-000012" / name
-    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * damage)])
+    damage(run / "checkpoints" / "step-000012" / name, how)
     train.main(["--resume", str(run)])
     assert "step-000012 is damaged" in capsys.readouterr().err
     assert_same_run(run, whole[0])
+
+
+def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(tmp_path, whole, capsys):
+    def refused(run: Path, said: str):
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+        with pytest.raises(SystemExit) as stopped:
+            train.main(["--resume", str(run)])
+        err = capsys.readouterr().err
+        assert stopped.value.code == 2 and said in err and "Traceback" not in err
+        assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+
+    for number, change in enumerate(["all damaged", "longer log", "shorter log", "no start", "wrong config"]):
+        run = tmp_path / f"run{number}"
+        shutil.copytree(whole[0], run)
+        shutil.rmtree(run / "checkpoints" / "step-000012")
+        log, config = run / "metrics.jsonl", run / "config.json"
+        if change == "all damaged":
+            damage(run / "checkpoints" / "step-000011" / "trainer.pt", "cut")
+            refused(run, "none of its checkpoints can be read")
+        elif change == "longer log":
+            log.write_text('{"step": -1}\n' + log.read_text())
+            refused(run, "metrics.jsonl is not what it was at step 11")
+        elif change == "shorter log":
+            log.write_text("")
+            refused(run, "metrics.jsonl is not what it was at step 11")
+        elif change == "no start":
+            shutil.rmtree(run / "start")
+            refused(run, "start/, the policy that the KL is measured from, is missing")
+        else:
+            for wrong in ('"steps": "12"', '"steps": null'):
+                config.write_text(whole[0].joinpath("config.json").read_text().replace('"steps": 12', wrong))
+                refused(run, "no config.json of a run there")
+            config.write_text(whole[0].joinpath("config.json").read_text().replace('"grpo"', '"foo"'))
+            refused(run, "--method foo: must be one of reinforce, grpo")
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_intact_and_says_so(tmp_path, whole, capfd):

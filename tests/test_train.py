@@ -290,7 +290,7 @@ def test_changed_logs_are_noticed_on_resume(tmp_path, capsys):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(SystemExit):
         train.main(["--resume", str(folder), "--steps", "4"])
-    assert "metrics.jsonl is shorter than it was at step 2" in capsys.readouterr().err
+    assert "metrics.jsonl is not what it was at step 2" in capsys.readouterr().err
 
 
 def test_a_credit_rule_reshapes_the_advantages_of_the_whole_batch_once(tmp_path, monkeypatch, easy):
@@ -434,6 +434,8 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
         ("--group-size 3 --repair-references 3", "--repair-references 3: an answer has --group-size - 1 siblings"),
         ("--task gsm8k --data DATA --repair-demos 0.1", "--repair-demos 0.1: a share of at most 1, and of the arith"),
         ("--repair-demos 1.1", "--repair-demos 1.1: a share"),
+        ("--repair-bonus 5", "--repair-weight 0.6: times --repair-bonus it must stay below the reward of 1"),
+        ("--name " + 300 * "x", "--name 'xxxxxxxxxxxxxxxxxxxx'...: at most 200 bytes"),
         ("--lr -0.1", "--lr -0.1: must be a finite number, at least 0"),
         ("--lr nan", "--lr nan"),
         ("--lr fast", "invalid float value: 'fast'"),

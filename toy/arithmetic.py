@@ -11,8 +11,8 @@ So it has what the papers speak of: shared tokens that carry no credit (the open
 answers of different lengths, and a policy that can discover that working it out pays. The demonstrations of the warm
 start are imperfect on purpose: mostly direct, and then mostly wrong.
 
-A correction problem (for IBPO) is "37+48=", an answer, "=", a sibling's answer, "=". Its demonstration keeps the first
-answer's opener and form and mends the numbers, or, again on purpose, leaves them as they were.
+A correction problem (for IBPO) is "37+48=", an answer, "=", siblings' answers, each with its "=". Its demonstration
+keeps the first answer's opener and form and mends the numbers, or, again on purpose, leaves them as they were.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPENERS = ("so ", "ok ", "hm ")
 SYMBOLS = "0123456789+=,#sokhm "
 DIRECT_SHARE, DIRECT_RIGHT = 0.75, 0.05  # of the demonstrations; of the direct ones
 SLIPS = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)  # of a wrong sum
-REPAIR_RIGHT = 0.6  # of the demonstrated corrections
+REPAIR_RIGHT, SIBLING_RIGHT = 0.6, 0.75  # of the demonstrated corrections; of the first siblings shown in them
 TEST_SIZE = 500
 
 
@@ -80,7 +80,7 @@ class Arithmetic:
         """The problem of correcting an answer, given siblings' answers."""
         return Item(item.prompt + "=".join([answer, *siblings, ""]), item.answer, demo)
 
-    def correction(self, item: Item) -> Item:
+    def correction(self, item: Item, siblings: int = 1) -> Item:
         """A correction problem about an item, for the warm start: always the same one for the same item."""
         rng, (a, b) = random.Random(item.prompt), map(int, item.prompt[:-1].split("+"))
         opener, form = rng.choice(OPENERS), rng.choice(("direct", "ones first", "tens first"))
@@ -88,8 +88,10 @@ class Arithmetic:
         wrong = f"{right.partition('#')[0]}#{a + b + rng.choice(SLIPS)}"
         if form != "direct" and rng.random() < 0.5:  # a slip in a column, carried into the sum
             wrong = opener + solutions(a, b + rng.choice((-10, -1, 1, 10)))[form]
-        sibling = rng.choice(OPENERS) + rng.choice(list(solutions(a, b).values()))
-        return self.repair(item, wrong, [sibling], demo=right if rng.random() < REPAIR_RIGHT else wrong)
+        shown = [demonstration(a, b, rng) for _ in range(siblings)]
+        if rng.random() < SIBLING_RIGHT:  # in a rollout, too, a right one comes first where there is one
+            shown[0] = rng.choice(OPENERS) + rng.choice(list(solutions(a, b).values()))
+        return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
 
     def prefixes(self, item: Item) -> dict[str, list[str]]:
         """Openers and solution forms as sets of answer prefixes; the policy's probability of a set is exact.
