@@ -159,7 +159,7 @@ def plot(curves: dict[str, list[list[dict]]], path: Path):
         axis.set_xlabel("gradient steps on the same groups", fontsize=8)
         axis.tick_params(labelsize=7)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=85)
     print(f"\npicture: {path}")
 
 
