@@ -414,6 +414,9 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     lines = metrics(run(tmp_path / "ibpo", *args, "--max-tokens", "20", "--method", "ibpo"))
     assert all(line["generated"] >= line["tokens"] for line in lines[1:])
+    for method in ("nthr", "ar-lopti"):
+        lines = metrics(run(tmp_path / method, *args, "--max-tokens", "20", "--method", method, "--steps", "2"))
+        assert [line["step"] for line in lines] == [0, 1, 2]
 
 
 # ---------------------------------------------------------------- a user's mistakes: one line, exit code 2
