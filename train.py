@@ -520,9 +520,7 @@ def start_run(config: Config, task, device: torch.device):
         answer = f"--max-tokens {config.max_tokens}" if config.max_tokens >= demo else f"longest demonstration {demo}"
         fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
     start = run / "start" if config.warm_steps else config.model  # the policy that the KL is measured from
-    if config.resume:
-        write_config(run, config, device)  # --steps may be new
-    else:
+    if not config.resume:
         new_run(run, config, device)
         held = lock(run)
     if not found:
@@ -557,6 +555,8 @@ def start_run(config: Config, task, device: torch.device):
     reference = load_model(config, task, device, str(start))[0] if config.reference else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     done = restore(run, optimizer, state) if found else 0
+    if config.resume:
+        write_config(run, config, device)  # --steps may be new; nothing is written before all is known to fit
     return run, held, model, reference, tokenizer, optimizer, eos, done
 
 

@@ -161,6 +161,7 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(tmp_path, whole, ca
             refused(run, "none of its checkpoints can be read")
         elif change == "longer log":
             log.write_text('{"step": -1}\n' + log.read_text())
+            (run / "config.json").write_text(config.read_text().replace("git_commit", "old_commit"))
             refused(run, "metrics.jsonl is not what it was at step 11")
         elif change == "shorter log":
             log.write_text("")
