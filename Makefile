@@ -10,7 +10,7 @@ train: .venv/ready
 test: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 	$(BIN)/python verify.py
 
 # The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps.

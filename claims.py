@@ -174,6 +174,7 @@ def m3(L, name, draws, e):
     e.raises(L.group_advantages, torch.zeros(4), 1, "std")
     e.raises(L.group_advantages, torch.zeros(5), 2, "std")
     e.raises(L.group_advantages, torch.zeros(4), 2, "max")
+    e.raises(L.group_advantages, torch.zeros(4).long(), 2, "std")
 
 
 def m4(L, name, draws, e):
@@ -205,6 +206,10 @@ def m5(L, name, draws, e):
         {"mask": good["mask"].double()},
     ):
         e.raises(L.Batch, **good | wrong)
+    empty = {name: x[:0] if isinstance(x, Tensor) else x for name, x in good.items()}
+    e.raises(L.Batch, **empty)
+    first = slice(0, good["group_size"])
+    e.equal(good["logp_ref"][first], L.Batch(**good)[first].logp_ref)
     d = draws[0]
     good = dict(tokens=d.tokens, mask=d.mask, logp=d.logp, rewards=d.noise[:, 0], group_size=d.G)
     good |= dict(hidden=d.noise[..., None], head=d.noise[:, :1], kept=d.mask)

@@ -43,9 +43,9 @@ class Readout:
             R[d.G : 2 * d.G] = [R[d.G]] * d.G if d.equal_lengths else [0.5, *R[d.G + 1 : 2 * d.G]]
         self.R = R
 
-    def old(self, L):
+    def old(self, L, seed: int = 0):
         d, rewards = self.d, torch.tensor(self.R, dtype=torch.float64)
-        generator = torch.Generator().manual_seed(d.seed)
+        generator = torch.Generator().manual_seed(d.seed + seed)
         return L.Old(d.tokens, d.mask, self.logp, rewards, d.G, 0.7, self.hidden, 0.7 * self.head, generator)
 
     def groups(self):
@@ -106,7 +106,9 @@ def m6(L, name, draws, e):
     or on all, beta and eta their defaults or not. Right answers, groups all right or all wrong, and padding keep what
     they had.
     """
-    options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": -1.0, "full_vocab": True}]
+    options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": -1.0}]
+    options += [{"beta": 0.5, "full_vocab": True}]
+    moved = []
     for d, hyper in itertools.product(small(draws), options):
         r = Readout(d)
         adv = torch.where(d.mask, d.randn(*d.mask.shape), -1)
@@ -118,6 +120,10 @@ def m6(L, name, draws, e):
             measured = L.nthr_random(adv, r.old(L), beta)
             counts = [sum(i == j and adv[j, t] < 0 for j, t in chosen) for i in range(d.N)]
             e.equal(torch.tensor(counts), (measured != adv).sum(1))
+            e.equal(False, bool(((measured != adv) & ~d.mask).any()))
+            e.equal(measured, L.nthr_random(adv, r.old(L), beta))  # the same generator, the same draw
+            others = [L.nthr_random(adv, r.old(L, seed), beta) for seed in range(1, 9)]
+            moved.append(any(bool((x != measured).any()) for x in others))
             e.equal(True, bool(((measured == adv) | (measured == 0)).all()))
             continue
         for rows, winners, _ in r.groups():
@@ -125,6 +131,7 @@ def m6(L, name, draws, e):
                 factor = 2 * abs(0.5 - len(winners) / d.G) if eta is None else eta
                 predicted[i, t] *= factor if (i, t) in chosen and adv[i, t] < 0 else 1
         e.equal(predicted, L.nthr(adv, r.old(L), **hyper))
+    e.equal(True, any(moved) or not moved)
 
 
 def m7(L, name, draws, e):

@@ -124,11 +124,23 @@ def test_selected_tokens_get_eta_times_their_advantage_and_the_others_their_own(
             factor = 2 * abs(0.5 - share[i // 8]) if eta < 0 else eta
             hit = chosen[i, t] and adv[i, t] < 0
             assert new[i, t].item() == pytest.approx((factor if hit else 1.0) * adv[i, t].item(), abs=1e-15)
-    for beta, self_term, full_vocab in ((0.0, True, False), (1.0, False, False), (0.0, True, True)):
+    for beta, self_term, full_vocab in ((0.0, True, False), (1.0, False, False), (0.5, True, True)):
         changed = nthr(-adv.abs(), old, beta, 0.0, self_term, full_vocab) != -adv.abs()
         assert changed.equal(nthr_selected(old, beta, self_term, full_vocab))
         gone = nthr_random(-adv.abs(), old, beta, self_term, full_vocab) != -adv.abs()
         assert gone.sum(1).equal(changed.sum(1))
+
+
+def test_each_reading_of_the_paper_reaches_the_result():
+    for reading in ({"beta": 0.2}, {"self_term": False}, {"full_vocab": True}):
+        changed = set()
+        for seed in range(12):
+            old = make_old(seed, size=8)
+            adv = -old.mask.double()
+            plain, other = (nthr(adv, old, eta=0.0, **named) for named in ({}, reading))
+            assert (other == 0).equal(nthr_selected(old, **reading) | ~old.mask)
+            changed.add(plain.equal(other))
+        assert False in changed, reading
 
 
 @pytest.mark.parametrize("rule", [nthr, nthr_random])
