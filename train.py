@@ -1,35 +1,26 @@
 """Group-relative RL for a language model, from first line to last.
 
-model -> rollout -> score -> update -> evaluate -> warm start -> training step -> main, in this order. The knobs are in
-config.py, the methods in losses.py, the tasks in toy/arithmetic.py and gsm8k.py; runs.py writes what a run leaves.
+update -> evaluate -> warm start -> training step -> main, in this order. The policy (loading, rollout, scoring) is in
+model.py, the knobs in config.py, the methods in losses.py, the tasks in toy/arithmetic.py and gsm8k.py; runs.py writes
+what a run leaves.
 `python train.py` needs no GPU and no download; `python train.py --help` lists every knob.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 
 from cli import fail
 from config import Config, hyperparameters, parse, pick
@@ -47,6 +38,7 @@ from losses import (
     shaped_rewards,
     token_coefficients,
 )
+from model import Rows, load_model, make_rows, pieces, rng, rollout, score, score_all
 from runs import (
     LOGS,
     default_name,
@@ -61,191 +53,6 @@ from runs import (
     write_config,
 )
 from toy.arithmetic import Arithmetic
-
-
-def rng(*key) -> torch.Generator:
-    """A fresh generator for each use and step, so that a resumed run needs no random state to be restored."""
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big"))
-
-
-# ---------------------------------------------------------------- model
-
-
-def load_model(config: Config, task, device: torch.device, path: str):
-    """A causal LM with fp32 master weights, its tokenizer, its end-of-answer ids. In eval mode for good: no dropout."""
-    if path == "scratch":
-        tokenizer = task.make_tokenizer()
-        ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-        shape = dict(
-            n_layer=config.layers, n_embd=config.width, n_head=4 if config.width < 512 else 8, n_positions=1024
-        )
-        torch.manual_seed(config.seed)
-        # The usual init of 0.02 is meant for wide models; a narrow one learns several times faster from this.
-        start = dict(initializer_range=config.width**-0.5)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **shape, **ids, **start))
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            fail(f"--model {path} cannot be loaded ({reason}); accepted: scratch, a directory, a hub id")
-    eos = model.generation_config.eos_token_id
-    eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not eos:
-        fail(f"--model {path}: neither its tokenizer nor its generation config names an end-of-sequence token")
-    model.to(device).eval()
-    eos = torch.tensor(sorted(eos), device=device)
-    # Its own generation config may hold a sampler, which rollout() ignores and save_pretrained() may refuse.
-    model.generation_config = GenerationConfig(eos_token_id=eos.tolist(), pad_token_id=tokenizer.pad_token_id)
-    try:  # rollout() and score() apply the output layer themselves: make sure that this, and the cache, is all there is
-        ids = torch.arange(min(8, model.config.vocab_size), device=device)[None]
-        inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-        with torch.no_grad():
-            plain, ours = model(**inputs).logits, logits_of(model, model.base_model(**inputs).last_hidden_state)
-        rollout(model, ids.tolist() * 2, 2, 2, 1.0, eos, rng("try"))
-    except (AttributeError, NotImplementedError, TypeError) as error:
-        fail(f"--model {path}: {type(model).__name__} is not supported ({str(error).splitlines()[0]})")
-    if not torch.allclose(plain, ours, atol=1e-4):
-        fail(f"--model {path}: {type(model).__name__} changes its logits after the output layer; not supported")
-    if METHODS[config.method].needs_hidden and getattr(model.get_output_embeddings(), "bias", None) is not None:
-        fail(f"--method {config.method}: the output layer of {path} has a bias, which its token scores leave out")
-    return model, tokenizer, eos
-
-
-def logits_of(model, hidden: Tensor) -> Tensor:
-    """The output layer in fp32, outside any autocast: bf16 logits near 20 are a tenth apart. (..., d) -> (..., V)."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        return model.get_output_embeddings()(hidden.float())
-
-
-def autocast(device: torch.device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-# ---------------------------------------------------------------- rollout
-
-
-@dataclass
-class Rows:
-    """Prompts with their answers, as ids. A row is prompt (left-padded) + answer (right-padded)."""
-
-    prompt: Tensor  # (N, P)
-    prompt_mask: Tensor  # (N, P) bool
-    tokens: Tensor  # (N, T)
-    mask: Tensor  # (N, T) bool, True up to and including the first EOS
-
-    def __getitem__(self, index) -> Rows:
-        return Rows(self.prompt[index], self.prompt_mask[index], self.tokens[index], self.mask[index])
-
-
-def pad_left(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
-    return ids, mask
-
-
-def make_rows(prompts: list[list[int]], answers: list[list[int]], device: torch.device) -> Rows:
-    width = max(map(len, answers))
-    tokens = torch.tensor([a + [0] * (width - len(a)) for a in answers], device=device)
-    mask = torch.tensor([[True] * len(a) + [False] * (width - len(a)) for a in answers], device=device)
-    return Rows(*pad_left(prompts, device), tokens, mask)
-
-
-@torch.no_grad()
-def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eos: Tensor, gen) -> tuple[Rows, Tensor]:
-    """Sample `copies` answers to each prompt (list of id lists); temperature 0 is greedy. Rows, (N, T) log-probs.
-
-    Nothing but the temperature shapes the distribution: no top-p, no top-k, no penalty, whatever the model's own
-    generation config says. A prompt is read once and its key-value cache repeated; finished rows leave the batch.
-    """
-    device = eos.device
-    ids, prompt_mask = pad_left(prompts, device)
-    n = len(prompts) * copies
-    uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
-    tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
-    mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
-    logps = torch.zeros(n, max_tokens, device=device)
-    with autocast(device):
-        cache = DynamicCache(config=model.config)
-        position = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        inputs = dict(attention_mask=prompt_mask.long(), position_ids=position, past_key_values=cache, use_cache=True)
-        hidden = model.base_model(ids, **inputs).last_hidden_state[:, -1].repeat_interleave(copies, 0)  # (N, d)
-        cache.batch_repeat_interleave(copies)
-        attention = prompt_mask.long().repeat_interleave(copies, 0)
-        position = position[:, -1:].repeat_interleave(copies, 0)
-        rows = torch.arange(n, device=device)  # which answers are still in the batch
-        for t in range(max_tokens):
-            logp = (logits_of(model, hidden) / (temperature or 1.0)).log_softmax(-1)
-            if temperature:  # inverse of the distribution function: a row's draws do not depend on its neighbours
-                cdf = logp.double().exp().cumsum(-1)
-                token = torch.searchsorted(cdf, uniform[rows, t, None] * cdf[:, -1:], right=True).squeeze(1)
-                token = token.clamp(max=logp.shape[1] - 1)
-            else:
-                token = logp.argmax(-1)
-            tokens[rows, t], mask[rows, t] = token, True
-            logps[rows, t] = logp.gather(1, token[:, None]).squeeze(1)
-            alive = ~torch.isin(token, eos)
-            if t + 1 == max_tokens or not alive.any():
-                break
-            if not alive.all():
-                keep = alive.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
-                rows, token, attention, position = rows[keep], token[keep], attention[keep], position[keep]
-            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
-            position = position + 1
-            inputs = dict(attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True)
-            hidden = model.base_model(token[:, None], **inputs).last_hidden_state[:, -1]
-    ids, prompt_mask = ids.repeat_interleave(copies, 0), prompt_mask.repeat_interleave(copies, 0)
-    return Rows(ids, prompt_mask, tokens[:, : t + 1], mask[:, : t + 1]), logps[:, : t + 1]
-
-
-# ---------------------------------------------------------------- score
-
-CHUNK = {"cpu": 2**22, "cuda": 2**26}  # logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU
-
-
-def score(model, rows: Rows, temperature: float, keep_hidden: bool = False) -> tuple[Tensor, ...]:
-    """Log-probs of the answers' tokens (differentiable) and entropies (detached), both (N, T) fp32, 0 on padding.
-
-    The output layer runs on answer positions only, chunk by chunk, and again in backward: full logits never exist.
-    With keep_hidden also the last hidden states that predict the tokens, (N, T, d), detached.
-    """
-    ids = torch.cat([rows.prompt, rows.tokens], 1)
-    attention = torch.cat([rows.prompt_mask, rows.mask], 1).long()
-    position = (attention.cumsum(1) - 1).clamp(min=0)
-    with autocast(ids.device):
-        inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
-        hidden = model.base_model(ids, **inputs).last_hidden_state[:, rows.prompt.shape[1] - 1 : -1]  # predict answers
-        hidden, targets = hidden[rows.mask], rows.tokens[rows.mask]  # (M, d), (M,)
-        size = max(1, CHUNK[ids.device.type] // model.config.vocab_size)
-        if len(targets) <= size:
-            parts = [head_logps(model, hidden, targets, temperature)]
-        else:
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            parts = [checkpoint(head_logps, model, h, t, temperature, use_reentrant=False) for h, t in chunks]
-    flat = [torch.cat(x) for x in zip(*parts, strict=True)] + ([hidden.detach()] if keep_hidden else [])
-    return tuple(x.new_zeros(*rows.mask.shape, *x.shape[1:]).index_put((rows.mask,), x) for x in flat)
-
-
-def head_logps(model, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(M, d), (M,) -> log-prob of the target and entropy of the distribution, (M,) fp32 each."""
-    logp = (logits_of(model, hidden) / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(1, targets[:, None]).squeeze(1), entropy
-
-
-def pieces(rows: Rows, size: int) -> list[slice]:
-    return [slice(i, i + size) for i in range(0, len(rows.tokens), size)]
-
-
-@torch.no_grad()
-def score_all(model, rows: Rows, temperature: float, size: int, keep_hidden: bool = False) -> tuple[Tensor, ...]:
-    parts = [score(model, rows[piece], temperature, keep_hidden) for piece in pieces(rows, size)]
-    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
-
 
 # ---------------------------------------------------------------- update
 

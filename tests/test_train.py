@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from losses import METHODS, Batch, group_advantages, kept_tokens
+from model import CHUNK
 from train import Config, Rows, load_model, rollout, score
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_rollout_log_probs_are_scoring_log_probs_at_every_temperature(loaded):
 def test_scoring_is_the_plain_log_softmax_of_the_unpadded_sequence(loaded, monkeypatch):
     rows, _ = sample(loaded, copies=2, temperature=1.0)
     for chunk in (2**25, 300):  # 300 logits at once: three tokens a chunk, recomputed in backward
-        monkeypatch.setitem(train.CHUNK, "cpu", chunk)
+        monkeypatch.setitem(CHUNK, "cpu", chunk)
         logp, entropy = score(loaded[0], rows, 0.8)
         loaded[0].zero_grad()
         logp.sum().backward()
