@@ -1,4 +1,4 @@
-"""Group-relative RL for a language model, from first line to last.
+"""Group-relative RL for a language model: the training loop, from the first update to main.
 
 update -> evaluate -> warm start -> training step -> main, in this order. The policy (loading, rollout, scoring) is in
 model.py, the knobs in config.py, the methods in losses.py, the tasks in toy/arithmetic.py and gsm8k.py; runs.py writes
