@@ -54,38 +54,40 @@ class Readout:
             rows = range(start, start + self.d.G)
             yield rows, [i for i in rows if self.R[i] == 1], [i for i in rows if self.R[i] != 1]
 
+    def mixed(self):
+        """The groups with correct and with wrong answers."""
+        return (group for group in self.groups() if group[1] and group[2])
+
     def visits(self, rows) -> list[tuple[int, int]]:
         return [(i, t) for i in rows for t in range(self.d.T[i])]
 
-    def pairs(self, rows, ids) -> Tensor:
-        """<g, g'> <h, h'> of every pair of the rows' tokens, g on the ids given. (K, K)"""
+    def sums(self, rows, winners, ids, self_term: bool = True) -> Tensor:
+        """sum of <g, g'> <h, h'> over the winners' tokens, for each of the rows' tokens; g on the ids given. (K,)"""
         g, h = (torch.stack([x[at] for at in self.visits(rows)]) for x in (self.g, self.h))
         g = g[:, sorted(ids)]
-        return (g @ g.T) * (h @ h.T)
+        pairs = (g @ g.T) * (h @ h.T)  # (K, K), one pair of tokens after another, no matrix M
+        if not self_term:
+            pairs.fill_diagonal_(0)
+        return pairs[:, [i in winners for i, _ in self.visits(rows)]].sum(1)
 
     def ids(self, rows) -> set[int]:
         return {a for i in rows for a in self.d.answers[i]}
 
 
 def scores_by_pairs(r: Readout, full_vocab: bool, self_term: bool = True) -> dict:
-    """(i, t) -> score, mixed groups only: the sum over the tokens of correct answers, no matrix M."""
+    """(i, t) -> score, mixed groups only."""
     found = {}
-    for rows, winners, losers in r.groups():
-        if winners and losers:
-            pairs = r.pairs(rows, range(len(r.head)) if full_vocab else r.ids(rows))
-            if not self_term:
-                pairs.fill_diagonal_(0)
-            right = torch.tensor([i in winners for i, _ in r.visits(rows)])
-            found |= zip(r.visits(rows), pairs[:, right].sum(1).tolist(), strict=True)
+    for rows, winners, _ in r.mixed():
+        ids = range(len(r.head)) if full_vocab else r.ids(rows)
+        found |= zip(r.visits(rows), r.sums(rows, winners, ids, self_term).tolist(), strict=True)
     return found
 
 
-def selected_by_pairs(r: Readout, beta: float, self_term: bool, full_vocab: bool) -> set:
+def selected_by_pairs(r: Readout, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False) -> set:
     scores, chosen = scores_by_pairs(r, full_vocab, self_term), set()
-    for _, winners, losers in r.groups():
-        if winners and losers:
-            tau = beta * min(sum(scores[at] for at in r.visits([i])) / r.d.T[i] for i in winners)
-            chosen |= {at for at in r.visits(losers) if scores[at] > tau}
+    for _, winners, losers in r.mixed():
+        tau = beta * min(sum(scores[at] for at in r.visits([i])) / r.d.T[i] for i in winners)
+        chosen |= {at for at in r.visits(losers) if scores[at] > tau}
     return chosen
 
 
@@ -112,17 +114,15 @@ def m6(L, name, draws, e):
     for d, hyper in itertools.product(small(draws), options):
         r = Readout(d)
         adv = torch.where(d.mask, d.randn(*d.mask.shape), -1)
-        beta, eta = hyper.get("beta", 1.0), hyper.get("eta")
-        predicted = adv.clone()
-        chosen = selected_by_pairs(r, beta, hyper.get("self_term", True), hyper.get("full_vocab", False))
+        eta, reading = hyper.get("eta"), {k: v for k, v in hyper.items() if k != "eta"}
+        predicted, chosen = adv.clone(), selected_by_pairs(r, **reading)
         if name == "nthr_random":
-            chosen = selected_by_pairs(r, beta, True, False)
-            measured = L.nthr_random(adv, r.old(L), beta)
+            measured = L.nthr_random(adv, r.old(L), **reading)
             counts = [sum(i == j and adv[j, t] < 0 for j, t in chosen) for i in range(d.N)]
             e.equal(torch.tensor(counts), (measured != adv).sum(1))
             e.equal(False, bool(((measured != adv) & ~d.mask).any()))
-            e.equal(measured, L.nthr_random(adv, r.old(L), beta))  # the same generator, the same draw
-            others = [L.nthr_random(adv, r.old(L, seed), beta) for seed in range(1, 9)]
+            e.equal(measured, L.nthr_random(adv, r.old(L), **reading))  # the same generator, the same draw
+            others = [L.nthr_random(adv, r.old(L, seed), **reading) for seed in range(1, 9)]
             moved.append(any(bool((x != measured).any()) for x in others))
             e.equal(True, bool(((measured == adv) | (measured == 0)).all()))
             continue
@@ -280,9 +280,7 @@ def n5(L, name, draws, e):
     for d in small(draws):
         r = Readout(d)
         scores = L.nthr_scores(r.old(L), True, True)
-        for rows, winners, losers in r.groups():
-            if not winners or not losers:
-                continue
+        for rows, winners, losers in r.mixed():
             p = len(winners) / d.G
             minus, place = p / math.sqrt(p * (1 - p)), r.visits(rows)
             g, h = (torch.stack([x[at] for at in place]) for x in (r.g, r.h))
@@ -302,12 +300,8 @@ def n6(L, name, draws, e):
     for d in small(draws):
         r = Readout(d)
         change = L.nthr_scores(r.old(L), True, False) - L.nthr_scores(r.old(L), True, True)
-        for rows, winners, losers in r.groups():
-            if not winners or not losers:
-                continue
-            others = set(range(len(r.head))) - r.ids(rows)
-            right = torch.tensor([i in winners for i, _ in r.visits(rows)])
-            lost = r.pairs(rows, others)[:, right].sum(1)
+        for rows, winners, _ in r.mixed():
+            lost = r.sums(rows, winners, set(range(len(r.head))) - r.ids(rows))
             e.equal(-lost, torch.stack([change[at] for at in r.visits(rows)]))
 
 

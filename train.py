@@ -58,7 +58,7 @@ from toy.arithmetic import Arithmetic
 
 
 def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) -> tuple[Tensor, Tensor, float]:
-    """One optimiser step. Returns the loss, the token coefficients (N, T) and the gradient norm.
+    """One optimiser step. Returns the log-probs before it and the token coefficients, (N, T) each; the gradient norm.
 
     The loss is taken on the whole batch as a function of its (N, T) log-probs, a small matrix; its gradient there is
     then carried through the model in pieces of micro_rows. So any loss, however it couples the rows, has exactly the
@@ -305,27 +305,33 @@ def train_step(
     return metrics | dict(zip(("rollout_s", "score_s", "update_s"), times, strict=True))
 
 
-def start_run(config: Config, task, device: torch.device):
-    """A new run directory with a warm-started model, or an old one as its newest checkpoint has it."""
-    run = Path(config.resume or Path(config.out) / (config.name or default_name(config)))
-    held, found, state = lock(run) if config.resume else None, None, None
-    if config.resume:
-        found, state = newest_checkpoint(run)
-        if not found:
-            print(f"{run} holds no complete checkpoint: it begins anew")
-    if found and state["step"] >= config.steps:
-        fail(f"{run} has already made {state['step']} of {config.steps} steps; nothing is left to do")
-    model, tokenizer, eos = load_model(config, task, device, str(found or config.model))
+def check_context(model, tokenizer, task, config: Config, warm: bool):
+    """Refuse prompts that with their answer, or before a warm start their demonstration, exceed the model's context."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     longest = max(len(task.encode(tokenizer, item)) for item in [*task.train, *task.test[: config.eval_items]])
     if METHODS[config.method].repair:  # the longest correction problem, in answers of max_tokens
         shown = config.repair_references
         around = max(len(task.encode(tokenizer, task.repair(item, "", [""] * shown))) for item in task.train)
         longest = max(longest, around + (1 + shown) * config.max_tokens)
-    demo = max(len(tokenizer.encode(item.demo)) + 1 for item in task.train) if config.warm_steps and not found else 0
+    demo = max(len(tokenizer.encode(item.demo)) + 1 for item in task.train) if warm else 0
     if longest + max(config.max_tokens, demo) > limit:
         answer = f"--max-tokens {config.max_tokens}" if config.max_tokens >= demo else f"longest demonstration {demo}"
         fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
+
+
+def start_run(config: Config, task, device: torch.device):
+    """A new run directory with a warm-started model, or an old one as its newest checkpoint has it."""
+    run = Path(config.resume or Path(config.out) / (config.name or default_name(config)))
+    held = found = state = None
+    if config.resume:
+        held = lock(run)
+        found, state = newest_checkpoint(run)
+        if not found:
+            print(f"{run} holds no complete checkpoint: it begins anew")
+    if found and state["step"] >= config.steps:
+        fail(f"{run} has already made {state['step']} of {config.steps} steps; nothing is left to do")
+    model, tokenizer, eos = load_model(config, task, device, str(found or config.model))
+    check_context(model, tokenizer, task, config, warm=config.warm_steps > 0 and not found)
     start = run / "start" if config.warm_steps else config.model  # the policy that the KL is measured from
     if not config.resume:
         new_run(run, config, device)

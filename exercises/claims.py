@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 
 import losses
+from claims import UNCLIPPED, WIDER
 from toy.trees import ascent, coefficients
-
-UNCLIPPED = {"eps_low": float("inf"), "eps_high": float("inf")}
 
 
 def ask(condition: bool, message: str):
@@ -133,21 +132,15 @@ def x10(L, name, draws, e):
     A weight that is constant within a group has no tax (C15). Which constant, decides the bias (C16).
     """
 
-    def loss_with(transform):
-        def loss(batch):
-            by_group = (-1, batch.group_size)
-            s, adv = losses.sequence_ratio(batch), losses.trajectory_advantage(batch)
-            w = transform(s.view(by_group), adv.view(by_group)).detach().reshape(-1, 1)
-            return -losses.constant(w * losses.masked_adv(batch) * batch.logp, batch)
-
-        return loss
+    def yours(s, adv):
+        return L.weight(s, adv).detach()
 
     entries = {
-        "yours": loss_with(L.weight),
+        "yours": lambda batch: losses._dfpo(batch, "geometric", yours),
         "reinforce": losses.reinforce,
         "min_replace": losses.dfpo_min,
         "adv_orthogonal": losses.dfpo_orthogonal,
-        "gspo": lambda batch: losses.gspo(batch, 0.2, 0.28),
+        "gspo": lambda batch: losses.gspo(batch, **WIDER["gspo"]),
     }
     found = {}
     for key, loss in entries.items():

@@ -29,6 +29,7 @@ from losses import METHODS, Batch, exchangeable, group_advantages, learning_tax,
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
+AFTER = (*PROMPT, OPENER)
 GROUPS, G, STEPS, SIZE = 8, 8, 32, 0.6  # SIZE: the length of the first step
 NAMES = ("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "gspo", "dfpo-min", "dfpo-orthogonal", "pos-only")
 NAMES += ("grpo+ex", "dr-grpo+ex", "gspo+ex")  # with the projection of claim C17
@@ -55,6 +56,11 @@ def start_policy(rng: random.Random) -> Policy:
     return Policy(W, phi, HORIZON)
 
 
+def rest(policy: Policy) -> Policy:
+    """The same policy, for what comes after the opener."""
+    return Policy(policy.W, policy.phi, HORIZON - 1)
+
+
 def reward(y: tuple[int, ...]) -> float:
     """Solutions are right if their last token before EOS is 1; a guess is wrong. The opener does not matter."""
     body = [a for a in y[1:] if a != EOS]
@@ -63,8 +69,7 @@ def reward(y: tuple[int, ...]) -> float:
 
 def measure(policy: Policy, start: Policy) -> dict[str, float]:
     """All from the probabilities of all answers that begin with the opener."""
-    rest = Policy(policy.W, policy.phi, HORIZON - 1)
-    after = [((OPENER, *y), p) for y, p in rest.answers((*PROMPT, OPENER))]
+    after = [((OPENER, *y), p) for y, p in rest(policy).answers(AFTER)]
     a, b = (sum(p for y, p in after if y[1] == branch and reward(y)) for branch in (1, 2))
     p, q = (float(x.probs(PROMPT)[OPENER]) for x in (policy, start))
     share = a / (a + b)
@@ -104,8 +109,7 @@ def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
     rng = random.Random(seed)
     start, generator, answers = start_policy(rng), torch.Generator().manual_seed(seed), []
     while len(answers) < GROUPS * G:
-        rest = Policy(start.W, start.phi, HORIZON - 1)
-        group = [(OPENER, *y) for y in rest.sample((*PROMPT, OPENER), G, generator)]
+        group = [(OPENER, *y) for y in rest(start).sample(AFTER, G, generator)]
         if 0 < sum(map(reward, group)) < G:
             answers += group
     return start, answers
