@@ -48,6 +48,7 @@ class Config:
     repair_weight: float = knob(0.6, "lambda: weight of phi in the shaped reward (ibpo)", low=0)
     repair_demos: float = knob(0.0, "share of correction problems among the toy's demonstrations", low=0)
     exchangeable: bool = knob(False, "project the loss: no reward-irrelevant part on shared tokens (ours, claim C17)")
+    context: int = knob(0, "with --exchangeable: tokens are shared whose last so many agree; 0 = all before", low=0)
     reference: bool = knob(True, "keep the start policy, to report the KL to it (memory: one more model)")
     eval_every: int = knob(20, "steps between evaluations", low=1)
     eval_items: int = knob(200, "held-out items per evaluation", low=1)
@@ -112,6 +113,8 @@ def check(config: Config):
         fail(f"--kl {config.kl} needs the start policy: it contradicts --no-reference")
     if config.exchangeable and (config.kl or any(text.startswith("kl=") for text in config.hyper)):
         fail("--exchangeable would average the KL term away with the rest; it goes without --kl")
+    if config.context and not config.exchangeable:
+        fail(f"--context {config.context} says which tokens --exchangeable takes for shared; it needs that flag")
     if config.repair_references >= config.group_size:
         fail(f"--repair-references {config.repair_references}: an answer has --group-size - 1 siblings")
     if config.repair_weight * config.repair_bonus >= 1:

@@ -234,28 +234,30 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
     return w - projection * adv
 
 
-def dfpo_min(batch: Batch, ratio: str = "geometric") -> Tensor:
+def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """REINFORCE under a sequence ratio that Min-Replace has made equal within the group.
 
-    J = sg[min_j s_j] A log pi, constant. DFPO Eq. 17 (transform S, loss D).
+    J = sg[min_j s_j] A log pi, constant. DFPO Eq. 17 (transform S, loss D). With eps (ours) tokens with a ratio
+    outside 1 +- eps rest, whatever the sign of A: a trust region, and as the visitors of a node share it, no tax.
     Shared token: cancels always, on every zero-sum subset too (C9).
     """
-    return _dfpo(batch, ratio, min_replace)
+    return _dfpo(batch, ratio, min_replace, eps)
 
 
-def dfpo_orthogonal(batch: Batch, ratio: str = "geometric") -> Tensor:
+def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """REINFORCE under a sequence ratio that Adv-Orthogonal has made orthogonal to the advantages.
 
-    J = sg[s - (A.s / ||A||^2) A] A log pi, constant. DFPO Eq. 18 (transform S, loss D).
+    J = sg[s - (A.s / ||A||^2) A] A log pi, constant. DFPO Eq. 18 (transform S, loss D); eps as in dfpo_min.
     Shared token: cancels where the whole group shares it, not on subsets (C10).
     """
-    return _dfpo(batch, ratio, adv_orthogonal)
+    return _dfpo(batch, ratio, adv_orthogonal, eps)
 
 
-def _dfpo(batch: Batch, ratio: str, transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _dfpo(batch: Batch, ratio: str, transform: Callable, eps: float = float("inf")) -> Tensor:
     by_group = (-1, batch.group_size)
     w = transform(sequence_ratio(batch, ratio).view(by_group), trajectory_advantage(batch).view(by_group))  # (P, G)
-    return -constant(w.reshape(-1, 1) * masked_adv(batch) * batch.logp, batch)
+    resting = (token_ratio(batch) - 1).abs() > eps
+    return -constant((w.reshape(-1, 1) * masked_adv(batch) * batch.logp).masked_fill(resting, 0.0), batch)
 
 
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
@@ -463,12 +465,25 @@ def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
     return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
 
 
-def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
+def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int, context: int | None = None) -> Tensor:
     """Node of the group's prefix tree that every token leads to. (N, T), (N, T), G -> (N, T) int64, -1 on padding. (D)
 
-    Two ids are equal iff the rows are of one group and agree up to and including that token.
+    Two ids are equal iff the rows are of one group and agree up to and including that token; with `context` iff they
+    agree in the last so many tokens, itself included, wherever in the answers these stand (ours: shared tokens off the
+    common prefix). Raises ValueError for a context below 1.
     """
     n, width = tokens.shape
+    if context is not None:
+        if context < 1:
+            raise ValueError(f"context must be at least 1 token, the token itself, not {context}")
+        before = torch.nn.functional.pad(
+            tokens, (min(context, width) - 1, 0), value=-1
+        )  # no token stands for the start
+        windows = before.unfold(1, min(context, width), 1)[mask]  # (M, context)
+        group = torch.arange(n, device=tokens.device) // group_size
+        windows = torch.cat([group[:, None].expand(n, width)[mask][:, None], windows], 1)
+        nodes = torch.full_like(tokens, -1)
+        return nodes.masked_scatter(mask, windows.unique(dim=0, return_inverse=True)[1])
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8).cumprod(-1, dtype=torch.uint8)  # (P, G, G, T)
     first = same.argmax(2).view(n, width)  # the first row of the group with this prefix stands for all of them

@@ -89,6 +89,7 @@ def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) 
 def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batch, advantages: Tensor, gen) -> dict:
     """All optimiser steps on one rollout batch: epochs x minibatches x passes. Returns their mean diagnostics."""
     nodes = prefix_nodes(rows.tokens, rows.mask, config.group_size)
+    merged = prefix_nodes(rows.tokens, rows.mask, config.group_size, config.context) if config.context else nodes
     groups = torch.arange(len(rows.tokens), device=rows.tokens.device).view(-1, config.group_size)
     seen = []
     for _ in range(config.epochs):
@@ -99,7 +100,7 @@ def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batc
 
                 def loss_fn(b: Batch, method_pass=method_pass, adv=adv, index=index) -> Tensor:
                     loss = method_pass(b, **pick(hyper, method_pass))
-                    return exchangeable(loss, b.logp, adv, nodes[index], b.mask) if config.exchangeable else loss
+                    return exchangeable(loss, b.logp, adv, merged[index], b.mask) if config.exchangeable else loss
 
                 logp, c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
                 if not seen:
@@ -155,7 +156,8 @@ def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict,
         "sampled": sum(sampled) / len(sampled),
         f"pass@{k}": sum(pass_at_k(k, c, k) for c in right) / len(right),
     }
-    if hasattr(task, "prefixes") and config.model == "scratch":  # with another tokenizer a text has several encodings
+    known = hasattr(task, "prefixes") and tokenizer.get_vocab() == task.make_tokenizer().get_vocab()
+    if known:  # with another tokenizer a text has several encodings
         metrics |= prefix_probabilities(model, tokenizer, task, items[:32], config, eos.device)
     return metrics, lines
 

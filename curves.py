@@ -1,0 +1,223 @@
+"""What runs leave, read back: curves, what they come to, and honest statistics over seeds. Standard library only.
+
+    python curves.py RUN ...   the table of run directories: runs that differ only in the seed are one row
+
+reward: mean of the whole run; final: of its last 10 steps. Steps(k): the first step from which on the mean of 5 steps was at
+least k; a run that never got there counts as one step more than it made. Jitter: mean size of the second difference of
+the reward curve (our definition; the DFPO paper's is not public). Drift: KL(now || start) in nats between the policy's
+exact opener (form) probabilities after and before RL. Lazy: share of steps that made correct answers less likely.
+Cells are means over seeds +- half the 95 % interval (Student's t). Then the differences to the first row, paired by
+seed, with the 95 % interval of 10,000 bootstrap samples of the pairs; * marks one that leaves out 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+KAPPA, TAIL, SMOOTH = 0.8, 10, 5
+APART = (
+    "seed",
+    "name",
+    "out",
+    "resume",
+    "starts",
+    "threads",
+    "device",
+    "micro_rows",
+    "save_every",
+)  # not the experiment
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+@dataclass
+class Run:
+    folder: str
+    config: dict
+    lines: list[dict]  # of metrics.jsonl: step 0 is an evaluation only
+
+    @property
+    def steps(self) -> list[dict]:
+        return [line for line in self.lines if line.get("step") and "reward" in line]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [line for line in self.lines if "greedy" in line]
+
+    @property
+    def name(self) -> str:
+        """The method, with +ex or +exK where it is projected."""
+        config = self.config
+        return config["method"] + (f"+ex{config.get('context') or ''}" if config.get("exchangeable") else "")
+
+
+def read_run(folder: str | Path) -> Run:
+    """Raises ValueError, saying what is wrong, where the folder holds no run. A cut-off last line is left out."""
+    lines = []
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())["config"]
+        texts = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        config["method"], config["seed"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{folder} is not a run; expected run directories, such as runs/*") from None
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+        elif number < len(texts):
+            raise ValueError(f"{folder}: line {number} of metrics.jsonl is not a step's metrics")
+    return Run(str(folder), config, lines)
+
+
+def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
+    """label -> seed -> run. A label is the method, and whatever else the groups differ in. Raises ValueError."""
+    key = [json.dumps({k: v for k, v in run.config.items() if k not in APART}, sort_keys=True) for run in runs]
+    settings = {text: json.loads(text) for text in key}
+    shown = ("method", "exchangeable", "context")
+    names = sorted({k for config in settings.values() for k in config} - set(shown))
+    differ = [k for k in names if len({json.dumps(config.get(k)) for config in settings.values()}) > 1]
+    groups: dict[str, dict[int, Run]] = {}
+    for run, text in zip(runs, key, strict=True):
+        label = ", ".join([run.name, *(f"{k} {plain(settings[text].get(k))}" for k in differ)])
+        if run.config["seed"] in groups.setdefault(label, {}):
+            raise ValueError(f"{run.folder} is a second run of {label} with seed {run.config['seed']}")
+        groups[label][run.config["seed"]] = run
+    return groups
+
+
+def plain(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else " ".join(value) if isinstance(value, list) else str(value)
+
+
+# ---------------------------------------------------------------- what a run comes to
+
+
+def mean(values) -> float:
+    """Of the finite ones; nan if there is none."""
+    found = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+    return sum(found) / len(found) if found else math.nan
+
+
+def steps_to(rewards: list[float], kappa: float) -> int:
+    """First step (1 ...) whose mean with the 4 before it reaches kappa; one more than there are if none does."""
+    for t in range(SMOOTH, len(rewards) + 1):
+        if sum(rewards[t - SMOOTH : t]) / SMOOTH >= kappa:
+            return t
+    return len(rewards) + 1
+
+
+def jitter(rewards: list[float]) -> float:
+    return mean(abs(c - 2 * b + a) for a, b, c in zip(rewards, rewards[1:], rewards[2:], strict=False))
+
+
+def shares(line: dict, kind: str) -> list[float]:
+    """The probabilities of the openers (forms), made to add up to 1."""
+    found = [v for k, v in line.items() if k.startswith(kind + " ")]
+    return [v / sum(found) for v in found]
+
+
+def drift(run: Run, kind: str) -> float:
+    first, last = (shares(run.evaluations[i], kind) for i in (0, -1))
+    return sum(p * math.log(p / q) for p, q in zip(last, first, strict=True) if p > 0) if first else math.nan
+
+
+def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
+    """Column -> value. Raises ValueError for a run without a step or an evaluation."""
+    steps, evaluations = run.steps, run.evaluations
+    if not steps or not evaluations:
+        raise ValueError(f"{run.folder} has no finished step yet")
+    rewards = [m["reward"] for m in steps]
+    forms = shares(evaluations[-1], "form")
+
+    def late(key: str) -> float:
+        return mean(m.get(key) for m in steps[-TAIL:])
+
+    return {
+        "reward": mean(rewards),
+        "final": late("reward"),
+        "greedy": evaluations[-1]["greedy"],
+        f"Steps({kappa:g})": steps_to(rewards, kappa),
+        "jitter": jitter(rewards),
+        "entropy": late("entropy"),
+        "form entropy": -sum(p * math.log(p) for p in forms if p > 0) if forms else math.nan,
+        "opener drift": drift(run, "opener"),
+        "form drift": drift(run, "form"),
+        "tax": mean(m.get("tax") for m in steps),
+        "clipped": mean(m.get("clip_share") for m in steps),
+        "lazy": mean(m["delta"] < 0 for m in steps if "delta" in m),
+        "k tokens": sum(m.get("generated", 0) for m in steps) / 1000,
+    }
+
+
+# ---------------------------------------------------------------- statistics over seeds
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half the 95 % interval of Student's t; nan for the half of a single value."""
+    values = [v for v in values if math.isfinite(v)]
+    if len(values) < 2:
+        return mean(values), math.nan
+    t = T_975[len(values) - 2] if len(values) < 17 else 1.96 + 2.4 / (len(values) - 1)
+    return mean(values), t * statistics.stdev(values) / len(values) ** 0.5
+
+
+def bootstrap(differences: list[float], draws: int = 10_000) -> tuple[float, float, float]:
+    """Mean of the pairs' differences, and the 95 % interval of that mean over resampled pairs (percentiles)."""
+    values, rng = [v for v in differences if math.isfinite(v)], random.Random(0)
+    if len(values) < 2:
+        return mean(values), math.nan, math.nan
+    means = sorted(sum(rng.choices(values, k=len(values))) / len(values) for _ in range(draws))
+    return mean(values), means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
+
+
+def digits(name: str) -> int:
+    return 1 if name.startswith("Steps") else 0 if name == "k tokens" else 3
+
+
+def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA) -> str:
+    """Both tables, in Markdown. Raises ValueError for a run without a step."""
+    found = {label: {seed: outcome(run, kappa) for seed, run in runs.items()} for label, runs in groups.items()}
+    columns = list(next(iter(next(iter(found.values())).values())))
+    columns = [c for c in columns if any(math.isfinite(o[c]) for runs in found.values() for o in runs.values())]
+    head = lambda first: f"| {first} | seeds | {' | '.join(columns)} |\n|---|" + "---:|" * (len(columns) + 1)  # noqa: E731
+    lines = [head("method")]
+    for label, runs in found.items():
+        cells = []
+        for c in columns:
+            middle, half = interval([o[c] for o in runs.values()])
+            spread = f" +- {half:.{digits(c)}f}" if math.isfinite(half) else ""
+            cells.append(f"{middle:.{digits(c)}f}{spread}" if math.isfinite(middle) else "")
+        lines.append(f"| {label} | {len(runs)} | " + " | ".join(cells) + " |")
+    base, *others = found
+    rows = []
+    for label in others:
+        seeds = sorted(found[label].keys() & found[base].keys())
+        cells = []
+        for c in columns:
+            middle, low, high = bootstrap([found[label][s][c] - found[base][s][c] for s in seeds])
+            star = "*" if low > 0 or high < 0 else ""
+            cells.append(f"{middle:+.{digits(c)}f} [{low:+.{digits(c)}f}, {high:+.{digits(c)}f}]{star}")
+        if len(seeds) > 1:
+            rows.append(f"| {label} | {len(seeds)} | " + " | ".join(x if "nan" not in x else "" for x in cells) + " |")
+    if rows:
+        lines += ["", head(f"less {base}"), *rows]
+    return "\n".join(lines)
+
+
+def main(folders: list[str]):
+    try:
+        print(table(grouped([read_run(folder) for folder in folders])))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or sys.exit(__doc__))
