@@ -414,11 +414,13 @@ def c9(L, name, draws, e):
 
     sum_{i in S} w~_i A_i = (min_j s_j) sum_{i in S} A_i, which is 0 whenever the advantages in S sum to zero: at tokens
     that the whole group shares, and at those that a zero-sum part of it shares. Any other constant would do the same;
-    the minimum is the cautious one. The weight is detached (C12).
+    the minimum is the cautious one. The weight is detached (C12). Nor does a clip that is blind to the sign of A (eps,
+    ours) change it: all visitors of a node have the same ratio and rest together.
     """
     for d in draws:
         if name == "dfpo_min":
             e.equal([0] * len(d.shared), d.node_sums(L.dfpo_min(d.batch(L, 0.9))))
+            e.equal([0] * len(d.shared), d.node_sums(L.dfpo_min(d.batch(L, 0.9), eps=0.3)))
             continue
         w, A = two_zero_sum_parts(d)
         out = L.min_replace(w, A)
@@ -783,6 +785,30 @@ def c17f(L, name, draws, e):
         batch = d.batch(losses, 0.6)
         loss = getattr(losses, method)(batch)
         e.equal(coefficients(loss, batch), coefficients(project(L, d, batch, loss), batch))
+
+
+def c17g(L, name, draws, e):
+    """Nodes merged by their last k tokens: still no tax at any node, merged or not; each merged node keeps its credit.
+    node-mean projection, merged nodes (D, ours); derivation: C17a
+
+    A node of the prefix tree lies within one merged node, on which w' is constant: so w' is constant there, too. But
+    its credit, wbar sum A_i, is now taken at the merged mean: it stays for the merged node only, and a token that one
+    answer alone reached gives up its own weight to others like it ("left": the change of a prefix node's credit).
+    """
+    for (d, batch, loss, before, _), k in zip(projections(L, draws), itertools.cycle((1, 2, 3)), strict=False):
+        nodes = L.prefix_nodes(d.tokens, d.mask, d.G, k)
+        A = torch.tensor(d.adv, dtype=torch.float64)
+        after = coefficients(L.exchangeable(loss, batch.logp, A, nodes, d.mask), batch)
+        merged, weights, weights_after = {}, (before / A[:, None]).tolist(), (after / A[:, None]).tolist()
+        for i, y in enumerate(d.answers):
+            for t in range(len(y)) if d.adv[i] else ():
+                merged.setdefault((i // d.G, ((None,) * k + y[: t + 1])[-k:]), []).append((i, t))
+        for visits in merged.values():
+            mean = sum(weights[i][t] for i, t in visits) / len(visits)
+            e.equal([mean] * len(visits), [weights_after[i][t] for i, t in visits])
+        for _, adv, w, w_after in visitors(d, before, after):
+            e.equal(0, tax(w_after, adv))
+            e.left((sum(w_after) - sum(w)) / len(w) * sum(adv))
 
 
 # What is left at a fully shared token, regime by regime: 0 nothing, x something.

@@ -17,7 +17,7 @@ from losses import METHODS, Batch, Old
 @dataclass
 class Config:
     task: str = knob("arithmetic", "what to learn", choices=("arithmetic", "gsm8k"))
-    method: str = knob("grpo", "which loss of losses.py", choices=tuple(METHODS))
+    method: str = knob("grpo", "which loss of losses.py (several, and --seeds: see compare.py)", choices=tuple(METHODS))
     hyper: tuple[str, ...] = knob((), "hyperparameters of the method, name=value ..., e.g. eps_high=0.3")
     kl: float = knob(0.0, "weight of the k3 KL term to the start (methods with a kl term only)", low=0)
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
@@ -32,6 +32,7 @@ class Config:
     warm_steps: int = knob(700, "supervised steps on the task's demonstrations before RL", low=0)
     warm_rows: int = knob(64, "demonstrations per supervised step", low=1)
     warm_lr: float = knob(6e-3, "its learning rate", low=0)
+    starts: str = knob("", "directory of warm-started weights, for runs that share their start: read, else written")
     steps: int = knob(60, "rollout batches", low=1)
     prompts: int = knob(32, "prompts per rollout batch", low=1)
     group_size: int = knob(8, "G, answers per prompt", low=2)

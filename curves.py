@@ -2,7 +2,7 @@
 
     python curves.py RUN ...   the table of run directories: runs that differ only in the seed are one row
 
-reward: mean of the whole run; final: of its last 10 steps. Steps(k): the first step from which on the mean of 5 steps was at
+reward: mean of the whole run; final: of its last 10 steps. Steps(k): the first step at which the mean of 5 steps was at
 least k; a run that never got there counts as one step more than it made. Jitter: mean size of the second difference of
 the reward curve (our definition; the DFPO paper's is not public). Drift: KL(now || start) in nats between the policy's
 exact opener (form) probabilities after and before RL. Lazy: share of steps that made correct answers less likely.
@@ -182,12 +182,16 @@ def digits(name: str) -> int:
     return 1 if name.startswith("Steps") else 0 if name == "k tokens" else 3
 
 
-def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA) -> str:
-    """Both tables, in Markdown. Raises ValueError for a run without a step."""
+def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only: tuple[str, ...] = ()) -> str:
+    """Both tables, in Markdown, of all columns or those named. Raises ValueError for a run without a step."""
     found = {label: {seed: outcome(run, kappa) for seed, run in runs.items()} for label, runs in groups.items()}
     columns = list(next(iter(next(iter(found.values())).values())))
     columns = [c for c in columns if any(math.isfinite(o[c]) for runs in found.values() for o in runs.values())]
-    head = lambda first: f"| {first} | seeds | {' | '.join(columns)} |\n|---|" + "---:|" * (len(columns) + 1)  # noqa: E731
+    columns = [c for c in columns if c in only or not only]
+
+    def head(first: str) -> str:
+        return f"| {first} | seeds | {' | '.join(columns)} |\n|---|" + "---:|" * (len(columns) + 1)
+
     lines = [head("method")]
     for label, runs in found.items():
         cells = []

@@ -476,9 +476,8 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int, context: int | N
     if context is not None:
         if context < 1:
             raise ValueError(f"context must be at least 1 token, the token itself, not {context}")
-        before = torch.nn.functional.pad(
-            tokens, (min(context, width) - 1, 0), value=-1
-        )  # no token stands for the start
+        # -1: before the start
+        before = torch.nn.functional.pad(tokens, (min(context, width) - 1, 0), value=-1)
         windows = before.unfold(1, min(context, width), 1)[mask]  # (M, context)
         group = torch.arange(n, device=tokens.device) // group_size
         windows = torch.cat([group[:, None].expand(n, width)[mask][:, None], windows], 1)

@@ -8,6 +8,7 @@ what a run leaves.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -23,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import fail
+from compare import compare, wanted
 from config import Config, hyperparameters, parse, pick
 from gsm8k import GSM8K
 from losses import (
@@ -183,6 +185,9 @@ def prefix_probabilities(model, tokenizer, task, items: list, config: Config, de
 
 def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
     """Supervised steps on the task's demonstrations, so that RL has something to find."""
+    kept = start_file(config)
+    if kept and kept.exists():
+        return model.load_state_dict(torch.load(kept, weights_only=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr, betas=(0.9, 0.95), weight_decay=0.0)
     end = [eos[0].item() if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
     for step in tqdm(range(config.warm_steps), desc="warm start", disable=None):
@@ -204,6 +209,20 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
         if not math.isfinite(norm):
             fail(f"--warm-lr {config.warm_lr}: the warm start diverged at its step {step + 1} (gradient norm {norm})")
         optimizer.step()
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), part := kept.with_suffix(f".{os.getpid()}"))
+        part.rename(kept)  # another process may be making the same one
+
+
+def start_file(config: Config) -> Path | None:
+    """Where --starts keeps the weights: one file for all runs whose warm start is the same."""
+    names = (
+        "task model layers width data train_items skip_bad_lines seed repair_references repair_demos threads".split()
+    )
+    names += [name for name in vars(config) if name.startswith("warm_")]
+    key = hashlib.sha256(repr([getattr(config, name) for name in names]).encode()).hexdigest()[:16]
+    return Path(config.starts) / f"{config.task}-s{config.seed}-{key}.pt" if config.starts else None
 
 
 def next_items(task, config: Config, step: int) -> list:
@@ -378,7 +397,10 @@ def start_run(config: Config, task, device: torch.device):
 def main(argv: list[str] | None = None):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    config = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if wanted(argv):
+        return compare(argv, main)
+    config = parse(argv)
     hyper = hyperparameters(config)
     torch.set_num_threads(config.threads or os.cpu_count())
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")

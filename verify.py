@@ -99,6 +99,7 @@ CLAIMS = (
     Claim("C17d", c.c17d, ("exchangeable",)),
     Claim("C17e", c.c17e, ("exchangeable",)),
     Claim("C17f", c.c17f, ("exchangeable",)),
+    Claim("C17g", c.c17g, ("exchangeable", "prefix_nodes")),
     Claim("AUDIT", c.audit, tuple(AUDIT)),
     Claim("N1", n.n1, ("group_advantages",)),
     Claim("N2", n.n2, ("group_advantages",), ONLY_IF, "answers are counted, not tokens"),
@@ -444,13 +445,13 @@ def show_score(outcomes: list[Outcome]) -> None:
 
 
 def select(ids: list[str]) -> list[Claim]:
-    """C17 stands for C17a to C17f. Raises ValueError for an id that names no claim."""
+    """C17 stands for C17a to C17g. Raises ValueError for an id that names no claim."""
     known = (*CLAIMS, *EXERCISES)
     for id_ in ids:
-        if not any(id_.lower() in (claim.id.lower(), claim.id.lower().rstrip("abcdef")) for claim in known):
+        if not any(id_.lower() in (claim.id.lower(), claim.id.lower().rstrip("abcdefg")) for claim in known):
             raise ValueError(f"there is no claim {id_}; there are {' '.join(claim.id for claim in known)}")
     wanted = {id_.lower() for id_ in ids}
-    return [claim for claim in known if wanted & {claim.id.lower(), claim.id.lower().rstrip("abcdef")}]
+    return [claim for claim in known if wanted & {claim.id.lower(), claim.id.lower().rstrip("abcdefg")}]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ CASES = (
     + [(name, WIDE) for name in ("grpo", "grpo-symmetric", "dr-grpo", "dapo", "pos-only", *TOKEN_MEAN[1:])]
     + [(name, {"eta": 0.2}) for name in ("lopti-low", "lopti-high")]
     + [("gspo", NARROW), ("grpo", {"kl": 0.3}), ("grpo", {"kl": 0.3, **WIDE})]
-    + [(name, {"ratio": "product"}) for name in ("dfpo-min", "dfpo-orthogonal")]
+    + [(name, more) for name in ("dfpo-min", "dfpo-orthogonal") for more in ({"ratio": "product"}, {"eps": 0.15})]
 )
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{n}-{o}" if o else n for n, o in CASES])
 
@@ -42,7 +42,7 @@ def ppo(r, a, low, high):
     return r * a, r * a
 
 
-def naive(name, b, eps_low=None, eps_high=None, kl=0.0, ratio="geometric", eta=0.5):
+def naive(name, b, eps_low=None, eps_high=None, kl=0.0, ratio="geometric", eta=0.5, eps=None):
     """(loss, dloss/dlogp) in floats; A_i, where a formula wants one per answer, is the mean over the answer."""
     low, high = EPS.get(name, (0.2, 0.2)) if eps_low is None else (eps_low, eps_high)
     logp, old, ref, adv = (x.tolist() for x in (b.logp, b.logp_old, b.logp_ref, b.adv))
@@ -69,6 +69,8 @@ def naive(name, b, eps_low=None, eps_high=None, kl=0.0, ratio="geometric", eta=0
                 j, c = ppo(s[i], A[i], low, high)
             else:
                 j, c = ppo(r, max(a, 0.0) if name == "pos-only" else a, low, high)
+            if eps and not 1 - eps <= r <= 1 + eps:
+                j, c = 0.0, 0.0
             if name.startswith("lopti") and (math.exp(old[i][t]) <= eta) != (name == "lopti-low"):
                 j, c = 0.0, 0.0
             log_q = ref[i][t] - logp[i][t]
@@ -328,6 +330,22 @@ def test_nodes_are_equal_iff_group_and_prefix_are(shape):
     assert (nodes[~b.mask] == -1).all() and (nodes[b.mask] >= 0).all() and nodes.dtype == torch.int64
 
 
+@every_tree
+@pytest.mark.parametrize("context", [1, 2, 3, 99])
+def test_with_a_context_nodes_are_equal_iff_group_and_last_tokens_are(shape, context):
+    b, tokens, _, _ = make_tree(*shape)
+    nodes, group, T = prefix_nodes(tokens, b.mask, b.group_size, context), b.group_size, b.mask.sum(1).tolist()
+    ids, pairs = tokens.tolist(), set()
+    for i, row in enumerate(ids):
+        for t in range(T[i]):
+            last = tuple(row[max(0, t + 1 - context) : t + 1])
+            pairs.add(((i // group, last, t if len(last) < context else None), nodes[i, t].item()))
+    assert len(pairs) == len({key for key, _ in pairs}) == len({node for _, node in pairs})  # a one-to-one map
+    assert (nodes[~b.mask] == -1).all() and (nodes[b.mask] >= 0).all() and nodes.dtype == torch.int64
+    with pytest.raises(ValueError, match="context must be at least 1"):
+        prefix_nodes(tokens, b.mask, group, 0)
+
+
 def test_nodes_by_hand():
     tokens = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 8, 7], [5, 6, 7]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]], dtype=torch.bool)
@@ -391,7 +409,8 @@ def test_exchangeable_takes_the_tax_and_keeps_the_credit_of_every_method(name, o
         c, new = (token_coefficients(x, b.logp) for x in (loss, surrogate))
         assert_same([surrogate.detach()], [-(new * b.logp.detach())[b.mask].sum() / len(A)])
         assert learning_tax(new, A, nodes, b.mask) < 1e-12 and (new[~b.mask] == 0).all()
-        kept = slice(None) if name in ("reinforce", "dfpo-min") else A == 0  # already exchangeable: nothing to do
+        done = name in ("reinforce", "dfpo-min") and "eps" not in options  # already exchangeable: nothing to do
+        kept = slice(None) if done else A == 0
         assert_same([new[kept]], [c[kept]])
         for members in visitors(tokens, b.mask, b.group_size, A.tolist()):
             i, t = map(list, zip(*members, strict=True))

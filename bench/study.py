@@ -1,0 +1,145 @@
+"""The study behind bench/study.md: which methods cancel, what that buys, and what it costs. Resumable.
+
+    python bench/study.py tune      learning rates: one per method and regime, on seeds of their own
+    python bench/study.py main      the main table: 10 seeds, 1, 4 and 16 updates per rollout batch
+    python bench/study.py long      4 x longer, 5 seeds: does the entropy collapse?
+    python bench/study.py groups    group sizes 2, 4 and 16
+    python bench/study.py between   2 and 8 updates per rollout batch
+    python bench/study.py report    the tables of what is there, as Markdown
+
+A smaller toy than the default run's: 8 prompts x 8 answers, 32 steps, constant learning rate, no other change. Each stage
+goes on where it was cut off; all runs are in runs/study, and with the same seed they begin at the same weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compare import make, runs_of  # noqa: E402
+from curves import bootstrap, outcome, read_run, table  # noqa: E402
+
+OUT = Path("runs/study")
+WIDE = "--hyper eps_low=0.2 eps_high=0.28"  # GSPO's own clip range, 3e-4, is made for long answers
+VARIANTS = {
+    "grpo": "--method grpo",
+    "reinforce": "--method reinforce",
+    "grpo-symmetric": "--method grpo-symmetric",
+    "dr-grpo": "--method dr-grpo",
+    "dapo": "--method dapo",
+    "gspo": f"--method gspo {WIDE}",
+    "dfpo-min": "--method dfpo-min",
+    "dfpo-orthogonal": "--method dfpo-orthogonal",
+    "dfpo-min, eps 0.2": "--method dfpo-min --hyper eps=0.2",
+    "grpo+ex": "--method grpo+ex",
+    "gspo+ex": f"--method gspo+ex {WIDE}",
+    "dr-grpo+ex": "--method dr-grpo+ex",
+    "grpo+ex4": "--method grpo+ex4",
+}
+FEW = ("grpo", "gspo", "dfpo-min", "grpo+ex", "gspo+ex")  # the variants of the smaller tables
+PAIRS = {"grpo+ex": "grpo", "dr-grpo+ex": "dr-grpo", "gspo+ex": "gspo", "grpo+ex4": "grpo+ex"}
+REGIMES = {1: "", 2: "--minibatches 2", 4: "--minibatches 4", 8: "--minibatches 4 --epochs 2"}
+REGIMES |= {16: "--minibatches 4 --epochs 4"}
+RATES = {1: (3e-4, 1e-3, 3e-3), 4: (1e-4, 3e-4, 1e-3), 16: (1e-4, 3e-4, 1e-3)}
+TUNED_AT = {1: 1, 2: 1, 4: 4, 8: 16, 16: 16}  # whose learning rates a regime uses
+BASE = "--schedule constant --minibatches 1 --eval-items 100 --eval-samples 1 --eval-every 32 --save-every 1000"
+COLUMNS = ("final", "greedy", "Steps(0.8)", "jitter", "entropy", "form entropy", "opener drift", "form drift", "tax")
+
+
+def cell(name: str, variant: str, rate: float, updates: int, seeds: int, seed: int = 0, steps: int = 32, G: int = 8):
+    """Run directory -> arguments, of one variant in one regime."""
+    where = f"--out {OUT} --name {name}/{variant.replace(', ', '-').replace(' ', '')} --starts {OUT}/starts"
+    what = f"{VARIANTS[variant]} --lr {rate:g} --seed {seed} --seeds {seeds} --steps {steps}"
+    return runs_of(f"{where} {what} {BASE} {REGIMES[updates]} --group-size {G} --prompts {64 // G}".split())
+
+
+def tune() -> dict:
+    return {
+        (updates, variant, rate): cell(f"tune-{updates}-{rate:g}", variant, rate, updates, seeds=2, seed=100)
+        for updates, rates in RATES.items()
+        for variant in VARIANTS
+        for rate in rates
+    }
+
+
+def chosen() -> dict[tuple[int, str], float]:
+    """(updates, variant) -> the learning rate with the highest mean reward on the tuning seeds."""
+    found = {}
+    for (updates, variant, rate), runs in tune().items():
+        score = sum(outcome(read_run(run))["reward"] for run in runs) / len(runs)
+        found.setdefault((updates, variant), []).append((score, rate))
+    return {key: max(scores)[1] for key, scores in found.items()}
+
+
+def stage(name: str) -> dict:
+    """(heading, variant) -> the runs of a stage."""
+    if name == "tune":
+        return tune()
+    best, cells = chosen(), {}
+    for variant in VARIANTS:
+        for updates in REGIMES:
+            rate = best[TUNED_AT[updates], variant]
+            if name == "main" and updates in RATES:
+                cells[f"{updates} updates", variant] = cell(f"main-{updates}", variant, rate, updates, 10)
+            if name == "between" and updates not in RATES and variant in FEW:
+                cells[f"{updates} updates", variant] = cell(f"main-{updates}", variant, rate, updates, 10)
+        if name == "groups" and variant in FEW:
+            for G in (2, 4, 16):
+                cells[f"G = {G}", variant] = cell(f"groups-{G}", variant, best[4, variant], 4, 10, G=G)
+        if name == "long" and variant in FEW:
+            cells["128 steps", variant] = cell("long", variant, best[4, variant], 4, 5, steps=128)
+    return cells
+
+
+def report():
+    best = chosen()
+    print("Learning rates chosen (* at an end of those tried):\n")
+    print("| updates | " + " | ".join(VARIANTS) + " |\n|---|" + "---:|" * len(VARIANTS))
+    for updates, rates in RATES.items():
+        edge = {v: "*" if best[updates, v] in (min(rates), max(rates)) else "" for v in VARIANTS}
+        print(f"| {updates} | " + " | ".join(f"{best[updates, v]:g}{edge[v]}" for v in VARIANTS) + " |")
+    for name in ("main", "between", "groups", "long"):
+        cells = stage(name)
+        for heading in dict.fromkeys(key[0] for key in cells):
+            groups = {v: finished(runs) for (h, v), runs in cells.items() if h == heading}
+            groups = {v: runs for v, runs in groups.items() if runs}
+            if groups:
+                print(f"\n### {heading}\n\n" + table(groups, only=COLUMNS))
+                pairs(groups)
+
+
+def finished(runs: dict) -> dict:
+    """seed -> run, of those that are complete: compare.runs_of gives no arguments for them."""
+    found = [read_run(run) for run, args in runs.items() if not args]
+    return {run.config["seed"]: run for run in found}
+
+
+def pairs(groups: dict):
+    """What the projection does: each variant less the method it is made from, and less dfpo-min, paired by seed."""
+    lines = []
+    for variant, base in [*PAIRS.items(), *((v, "dfpo-min") for v in PAIRS), ("dfpo-min, eps 0.2", "dfpo-min")]:
+        seeds = sorted(groups.get(variant, {}).keys() & groups.get(base, {}).keys())
+        cells = []
+        for c in COLUMNS if len(seeds) > 1 else ():
+            there, here = (outcome(groups[v][s])[c] for v in (base, variant)) if 0 else (None, None)
+        if len(seeds) > 1:
+            lines.append(f"| {variant} less {base} | {len(seeds)} | " + " | ".join(cells) + " |")
+    print("\n".join(lines))
+
+
+def main(argv: list[str]):
+    import train
+
+    if argv == ["report"]:
+        return report()
+    if len(argv) != 1 or argv[0] not in ("tune", "main", "long", "groups", "between"):
+        sys.exit(__doc__)
+    runs = {run: args for cells in stage(argv[0]).values() for run, args in cells.items()}
+    if problems := make(runs, train.main):
+        sys.exit("error: " + "\n       ".join(problems))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

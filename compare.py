@@ -1,0 +1,149 @@
+"""Several methods and seeds, run and compared.
+
+    python train.py --method grpo,gspo,dfpo-min --seeds 5 [any other flag of train.py]
+
+NAME+ex is the method under --exchangeable, NAME+exK also under --context K. As many runs go at once as there are cores,
+each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"); what it prints goes into METHOD-sSEED.log
+beside it. The same command again goes on where it was cut off. At the end: the table of curves.py; every flag but
+the method is the same for all, so choose learning rates first, on other seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cli import Parser, fail
+from config import Config, parse
+from curves import APART, grouped, read_run, table
+
+
+def wanted(argv: list[str]) -> bool:
+    """Whether these arguments of train.py ask for more than one run."""
+    values = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--method"]
+    values += [a.partition("=")[2] for a in argv if a.startswith("--method=")]
+    return any(a.partition("=")[0] == "--seeds" for a in argv) or any("," in v or "+" in v for v in values)
+
+
+def runs_of(argv: list[str]) -> dict[Path, list[str]]:
+    """Run directory -> the arguments of train.py that make it, all of them checked."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method", default=Config.method)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=Config.seed)
+    parser.add_argument("--name", default="compare")
+    parser.add_argument("--out", default=Config.out)
+    given, rest = parser.parse_known_args(argv)
+    if given.seeds < 1:
+        fail(f"--seeds {given.seeds}: must be at least 1")
+    folder, found = Path(given.out) / given.name, {}
+    for variant in given.method.split(","):
+        method, _, context = variant.partition("+ex")
+        if variant != method and not re.fullmatch(r"[0-9]*", context):
+            fail(f"--method {variant}: expected NAME, NAME+ex or NAME+exK with a number K")
+        for seed in range(given.seed, given.seed + given.seeds):
+            args = ["--method", method, "--seed", str(seed), "--out", str(folder), *rest]
+            args += ["--starts", str(folder / "starts")] if "--starts" not in rest else []
+            args += ["--exchangeable"] if variant != method else []
+            args += ["--context", context] if context else []
+            run = folder / f"{variant}-s{seed}"
+            if run in found:
+                fail(f"--method {given.method}: {variant} stands there twice")
+            asked = parse(args)
+            if run.is_dir():
+                args = go_on(run, asked)
+            found[run] = args + ["--name", run.name] if args and not run.is_dir() else args
+    return found
+
+
+def go_on(run: Path, asked: Config) -> list[str]:
+    """The arguments that finish an unfinished run; none if it is finished. One made with other flags is refused."""
+    try:
+        made = json.loads((run / "config.json").read_text())["config"]
+        steps = [line["step"] for line in read_run(run).lines] if (run / "metrics.jsonl").exists() else []
+    except (ValueError, LookupError, OSError):
+        fail(f"{run} is in the way: it is no run; remove it, or choose another --name")
+    for key, value in json.loads(json.dumps(asdict(asked))).items():
+        if key not in APART and made.get(key) != value:
+            fail(
+                f"{run} was made with {key} {made.get(key)}, not {value}; choose another --name for another experiment"
+            )
+    return [] if steps and steps[-1] == asked.steps else ["--resume", str(run)]
+
+
+def one(train: Callable, run: Path, args: list[str]) -> str:
+    """A run, in a process of its own, which prints into a file. Returns what went wrong, if anything."""
+    log = run.with_suffix(".log")
+    sys.stdout.flush(), sys.stderr.flush()
+    with open(log, "a", buffering=1) as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    try:
+        train(args)
+    except SystemExit as end:
+        if end.code:
+            sys.stdout.flush(), sys.stderr.flush()
+            lines = log.read_text().strip().splitlines()
+            return end.code if isinstance(end.code, str) else lines[-1] if lines else f"exit code {end.code}"
+    except KeyboardInterrupt:
+        return "interrupted"
+    return ""
+
+
+def made(run: Path) -> int:
+    """How many steps it has made, as far as its metrics say."""
+    try:
+        return max(0, (run / "metrics.jsonl").read_bytes().count(b"\n") - 1)
+    except OSError:
+        return 0
+
+
+def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> list[str]:
+    """Make the runs that have arguments, as many at once as there are cores. Returns what went wrong, run by run."""
+    left = {run: args for run, args in runs.items() if args}
+    print(f"{len(runs)} runs, {len(left)} of them to be made or finished", flush=True)
+    bars, problems = {}, []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(len(left), os.cpu_count() or 1)), mp_context=context) as pool:
+        futures = {}
+        for run, args in left.items():
+            run.parent.mkdir(parents=True, exist_ok=True)
+            futures[run] = pool.submit(one, train, run, args)
+        try:
+            while futures:
+                time.sleep(0.5)
+                for run, future in list(futures.items()):
+                    if run.is_dir() and run not in bars:
+                        total = json.loads((run / "config.json").read_text())["config"]["steps"]
+                        bars[run] = tqdm(total=total, desc=run.name, disable=None, leave=False)
+                    if run in bars:
+                        bars[run].update(made(run) - bars[run].n)
+                    if future.done():
+                        futures.pop(run)
+                        bars.pop(run, tqdm(disable=True)).close()
+                        problems += [f"{run}: {future.result()}"] if future.result() else []
+                        tqdm.write(f"{run}: {made(run)} steps")
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            sys.exit("stopped; the same command goes on from here")
+    return problems
+
+
+def compare(argv: list[str], train: Callable[[list[str]], None]):
+    """Make the runs that argv asks for and are not there yet, then print their table."""
+    runs = runs_of(argv)
+    if problems := make(runs, train):
+        sys.exit("error: " + "\n       ".join(problems))
+    try:
+        print("\n" + table(grouped([read_run(run) for run in runs])))
+    except ValueError as error:
+        fail(str(error))
