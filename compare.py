@@ -3,9 +3,9 @@
     python train.py --method grpo,gspo,dfpo-min --seeds 5 [any other flag of train.py]
 
 NAME+ex is the method under --exchangeable, NAME+exK also under --context K. As many runs go at once as there are cores,
-each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"); what it prints goes into METHOD-sSEED.log
-beside it. The same command again goes on where it was cut off. At the end: the table of curves.py; every flag but
-the method is the same for all, so choose learning rates first, on other seeds.
+each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"), with what it printed in .logs beside
+it. The same command again goes on where it was cut off. At the end: the table of curves.py. Every flag but the method
+is the same for all, so choose learning rates first, on other seeds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
             fail(f"--method {variant}: expected NAME, NAME+ex or NAME+exK with a number K")
         for seed in range(given.seed, given.seed + given.seeds):
             args = ["--method", method, "--seed", str(seed), "--out", str(folder), *rest]
-            args += ["--starts", str(folder / "starts")] if "--starts" not in rest else []
+            args += ["--starts", str(folder / ".starts")] if "--starts" not in rest else []
             args += ["--exchangeable"] if variant != method else []
             args += ["--context", context] if context else []
             run = folder / f"{variant}-s{seed}"
@@ -75,15 +75,14 @@ def go_on(run: Path, asked: Config) -> list[str]:
         fail(f"{run} is in the way: it is no run; remove it, or choose another --name")
     for key, value in json.loads(json.dumps(asdict(asked))).items():
         if key not in APART and made.get(key) != value:
-            fail(
-                f"{run} was made with {key} {made.get(key)}, not {value}; choose another --name for another experiment"
-            )
+            fail(f"{run} was made with {key} {made.get(key)}, not {value}; another experiment needs another --name")
     return [] if steps and steps[-1] == asked.steps else ["--resume", str(run)]
 
 
 def one(train: Callable, run: Path, args: list[str]) -> str:
     """A run, in a process of its own, which prints into a file. Returns what went wrong, if anything."""
-    log = run.with_suffix(".log")
+    log = run.parent / ".logs" / f"{run.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush(), sys.stderr.flush()
     with open(log, "a", buffering=1) as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
@@ -116,7 +115,6 @@ def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> lis
     with ProcessPoolExecutor(max(1, min(len(left), os.cpu_count() or 1)), mp_context=context) as pool:
         futures = {}
         for run, args in left.items():
-            run.parent.mkdir(parents=True, exist_ok=True)
             futures[run] = pool.submit(one, train, run, args)
         try:
             while futures:

@@ -1,13 +1,15 @@
 """What runs leave, read back: curves, what they come to, and honest statistics over seeds. Standard library only.
 
-    python curves.py RUN ...   the table of run directories: runs that differ only in the seed are one row
+    python curves.py RUN ...   the table of run directories, or of all in a directory of them, such as runs/compare
+
+Runs that differ only in the seed are one row.
 
 reward: mean of the whole run; final: of its last 10 steps. Steps(k): the first step at which the mean of 5 steps was at
 least k; a run that never got there counts as one step more than it made. Jitter: mean size of the second difference of
 the reward curve (our definition; the DFPO paper's is not public). Drift: KL(now || start) in nats between the policy's
 exact opener (form) probabilities after and before RL. Lazy: share of steps that made correct answers less likely.
 Cells are means over seeds +- half the 95 % interval (Student's t). Then the differences to the first row, paired by
-seed, with the 95 % interval of 10,000 bootstrap samples of the pairs; * marks one that leaves out 0.
+seed, with the 95 % interval of 10,000 bootstrap samples of the pairs; * marks one that leaves out 0 (from 5 pairs on).
 """
 
 from __future__ import annotations
@@ -77,19 +79,26 @@ def read_run(folder: str | Path) -> Run:
     return Run(str(folder), config, lines)
 
 
+def read_runs(paths: list[str]) -> list[Run]:
+    """Runs, and all runs of the directories that hold some. Raises ValueError."""
+    found = []
+    for path in map(Path, paths):
+        inside = sorted(file.parent for file in path.glob("*/config.json")) if path.is_dir() else []
+        found += [path] if (path / "config.json").exists() or not inside else inside
+    return [read_run(folder) for folder in found]
+
+
 def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
     """label -> seed -> run. A label is the method, and whatever else the groups differ in. Raises ValueError."""
-    key = [json.dumps({k: v for k, v in run.config.items() if k not in APART}, sort_keys=True) for run in runs]
-    settings = {text: json.loads(text) for text in key}
-    shown = ("method", "exchangeable", "context")
-    names = sorted({k for config in settings.values() for k in config} - set(shown))
-    differ = [k for k in names if len({json.dumps(config.get(k)) for config in settings.values()}) > 1]
+    shared = set.intersection(*(set(run.config) for run in runs)) - {*APART, "method", "exchangeable", "context"}
+    differ = [k for k in sorted(shared) if len({json.dumps(run.config[k]) for run in runs}) > 1]
     groups: dict[str, dict[int, Run]] = {}
-    for run, text in zip(runs, key, strict=True):
-        label = ", ".join([run.name, *(f"{k} {plain(settings[text].get(k))}" for k in differ)])
-        if run.config["seed"] in groups.setdefault(label, {}):
-            raise ValueError(f"{run.folder} is a second run of {label} with seed {run.config['seed']}")
-        groups[label][run.config["seed"]] = run
+    for run in runs:
+        label = ", ".join([run.name, *(f"{k} {plain(run.config[k])}" for k in differ)])
+        seed = run.config["seed"]
+        if seed in groups.setdefault(label, {}):
+            raise ValueError(f"{run.folder} is a second run of {label} with seed {seed}")
+        groups[label][seed] = run
     return groups
 
 
@@ -126,7 +135,9 @@ def shares(line: dict, kind: str) -> list[float]:
 
 def drift(run: Run, kind: str) -> float:
     first, last = (shares(run.evaluations[i], kind) for i in (0, -1))
-    return sum(p * math.log(p / q) for p, q in zip(last, first, strict=True) if p > 0) if first else math.nan
+    if not first or len(first) != len(last):
+        return math.nan
+    return sum(p * math.log(p / q) for p, q in zip(last, first, strict=True) if p > 0)
 
 
 def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
@@ -182,43 +193,42 @@ def digits(name: str) -> int:
     return 1 if name.startswith("Steps") else 0 if name == "k tokens" else 3
 
 
-def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only: tuple[str, ...] = ()) -> str:
-    """Both tables, in Markdown, of all columns or those named. Raises ValueError for a run without a step."""
+def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pairs: tuple | None = None) -> str:
+    """Both tables, in Markdown, of all columns or `only` those named; pairs: (label, base) of the differences to show.
+
+    Raises ValueError for a run without a step.
+    """
     found = {label: {seed: outcome(run, kappa) for seed, run in runs.items()} for label, runs in groups.items()}
-    columns = list(next(iter(next(iter(found.values())).values())))
-    columns = [c for c in columns if any(math.isfinite(o[c]) for runs in found.values() for o in runs.values())]
-    columns = [c for c in columns if c in only or not only]
+    everything = [o for runs in found.values() for o in runs.values()]
+    columns = [c for c in everything[0] if (c in only or not only) and any(math.isfinite(o[c]) for o in everything)]
 
-    def head(first: str) -> str:
-        return f"| {first} | seeds | {' | '.join(columns)} |\n|---|" + "---:|" * (len(columns) + 1)
+    def row(first: str, seeds, cells) -> str:
+        return f"| {first} | {seeds} | {' | '.join('' if 'nan' in x else x for x in cells)} |"
 
-    lines = [head("method")]
-    for label, runs in found.items():
-        cells = []
-        for c in columns:
-            middle, half = interval([o[c] for o in runs.values()])
-            spread = f" +- {half:.{digits(c)}f}" if math.isfinite(half) else ""
-            cells.append(f"{middle:.{digits(c)}f}{spread}" if math.isfinite(middle) else "")
-        lines.append(f"| {label} | {len(runs)} | " + " | ".join(cells) + " |")
+    def means(c: str, outcomes) -> str:
+        middle, half = interval([o[c] for o in outcomes])
+        return f"{middle:.{digits(c)}f}" + (f" +- {half:.{digits(c)}f}" if math.isfinite(half) else "")
+
+    def less(c: str, label: str, base: str, seeds: list[int]) -> str:
+        middle, low, high = bootstrap([found[label][s][c] - found[base][s][c] for s in seeds])
+        star = "*" if len(seeds) >= 5 and (low > 0 or high < 0) else ""
+        return f"{middle:+.{digits(c)}f} [{low:+.{digits(c)}f}, {high:+.{digits(c)}f}]{star}"
+
+    rule = "|---|" + "---:|" * (len(columns) + 1)
+    lines = [row("method", "seeds", columns), rule]
+    lines += [row(label, len(runs), [means(c, runs.values()) for c in columns]) for label, runs in found.items()]
     base, *others = found
     rows = []
-    for label in others:
-        seeds = sorted(found[label].keys() & found[base].keys())
-        cells = []
-        for c in columns:
-            middle, low, high = bootstrap([found[label][s][c] - found[base][s][c] for s in seeds])
-            star = "*" if low > 0 or high < 0 else ""
-            cells.append(f"{middle:+.{digits(c)}f} [{low:+.{digits(c)}f}, {high:+.{digits(c)}f}]{star}")
+    for label, base in pairs if pairs is not None else [(label, base) for label in others]:
+        seeds = sorted(found.get(label, {}).keys() & found.get(base, {}).keys())
         if len(seeds) > 1:
-            rows.append(f"| {label} | {len(seeds)} | " + " | ".join(x if "nan" not in x else "" for x in cells) + " |")
-    if rows:
-        lines += ["", head(f"less {base}"), *rows]
-    return "\n".join(lines)
+            rows.append(row(f"{label} less {base}", len(seeds), [less(c, label, base, seeds) for c in columns]))
+    return "\n".join(lines + ["", row("paired by seed", "seeds", columns), rule] * bool(rows) + rows)
 
 
 def main(folders: list[str]):
     try:
-        print(table(grouped([read_run(folder) for folder in folders])))
+        print(table(grouped(read_runs(folders))))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -114,6 +114,17 @@ def save(run: Path, step: int, model, tokenizer, optimizer):
         shutil.rmtree(other)
 
 
+def start_file(config: Config) -> Path | None:
+    """Where --starts keeps warm-started weights: one file for all runs whose warm start is the same."""
+    if not config.starts:
+        return None
+    names = ["task", "model", "layers", "width", "data", "train_items", "skip_bad_lines", "seed", "threads"]
+    names += [name for name in vars(config) if name.startswith(("warm_", "repair_"))]
+    key = zlib.crc32(repr([(name, getattr(config, name)) for name in names]).encode())
+    Path(config.starts).mkdir(parents=True, exist_ok=True)
+    return Path(config.starts) / f"{config.task}-s{config.seed}-{key:08x}.pt"
+
+
 def checksum(path: Path) -> int:
     with open(path, "rb") as file:
         total = 0

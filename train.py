@@ -8,7 +8,6 @@ what a run leaves.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
@@ -50,6 +49,7 @@ from runs import (
     record,
     restore,
     save,
+    start_file,
     stop_at_bad_numbers,
     summary,
     write_config,
@@ -185,9 +185,11 @@ def prefix_probabilities(model, tokenizer, task, items: list, config: Config, de
 
 def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
     """Supervised steps on the task's demonstrations, so that RL has something to find."""
-    kept = start_file(config)
-    if kept and kept.exists():
-        return model.load_state_dict(torch.load(kept, weights_only=True))
+    if (kept := start_file(config)) and kept.exists():
+        try:
+            return model.load_state_dict(torch.load(kept, weights_only=True))
+        except Exception:  # torch, pickle and zip each have a class of their own for a damaged file
+            print(f"{kept} is damaged; it is made again")
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr, betas=(0.9, 0.95), weight_decay=0.0)
     end = [eos[0].item() if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
     for step in tqdm(range(config.warm_steps), desc="warm start", disable=None):
@@ -210,19 +212,8 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
             fail(f"--warm-lr {config.warm_lr}: the warm start diverged at its step {step + 1} (gradient norm {norm})")
         optimizer.step()
     if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), part := kept.with_suffix(f".{os.getpid()}"))
         part.rename(kept)  # another process may be making the same one
-
-
-def start_file(config: Config) -> Path | None:
-    """Where --starts keeps the weights: one file for all runs whose warm start is the same."""
-    names = (
-        "task model layers width data train_items skip_bad_lines seed repair_references repair_demos threads".split()
-    )
-    names += [name for name in vars(config) if name.startswith("warm_")]
-    key = hashlib.sha256(repr([getattr(config, name) for name in names]).encode()).hexdigest()[:16]
-    return Path(config.starts) / f"{config.task}-s{config.seed}-{key}.pt" if config.starts else None
 
 
 def next_items(task, config: Config, step: int) -> list:

@@ -7,8 +7,8 @@
     python bench/study.py between   2 and 8 updates per rollout batch
     python bench/study.py report    the tables of what is there, as Markdown
 
-A smaller toy than the default run's: 8 prompts x 8 answers, 32 steps, constant learning rate, no other change. Each stage
-goes on where it was cut off; all runs are in runs/study, and with the same seed they begin at the same weights.
+A smaller toy than the default run's: 8 prompts x 8 answers, 32 steps, constant learning rate, no other change. Each
+stage goes on where it was cut off; all runs are in runs/study, and those of one seed begin at the same weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from compare import make, runs_of  # noqa: E402
-from curves import bootstrap, outcome, read_run, table  # noqa: E402
+from curves import outcome, read_run, table  # noqa: E402
 
 OUT = Path("runs/study")
 WIDE = "--hyper eps_low=0.2 eps_high=0.28"  # GSPO's own clip range, 3e-4, is made for long answers
@@ -39,7 +39,9 @@ VARIANTS = {
     "grpo+ex4": "--method grpo+ex4",
 }
 FEW = ("grpo", "gspo", "dfpo-min", "grpo+ex", "gspo+ex")  # the variants of the smaller tables
-PAIRS = {"grpo+ex": "grpo", "dr-grpo+ex": "dr-grpo", "gspo+ex": "gspo", "grpo+ex4": "grpo+ex"}
+PAIRS = [(variant, "grpo") for variant in VARIANTS if variant != "grpo"]  # the differences shown
+PAIRS += [("dr-grpo+ex", "dr-grpo"), ("gspo+ex", "gspo"), ("grpo+ex4", "grpo+ex"), ("dfpo-min, eps 0.2", "dfpo-min")]
+PAIRS += [(variant, "dfpo-min") for variant in ("grpo+ex", "dr-grpo+ex", "gspo+ex", "grpo+ex4")]
 REGIMES = {1: "", 2: "--minibatches 2", 4: "--minibatches 4", 8: "--minibatches 4 --epochs 2"}
 REGIMES |= {16: "--minibatches 4 --epochs 4"}
 RATES = {1: (3e-4, 1e-3, 3e-3), 4: (1e-4, 3e-4, 1e-3), 16: (1e-4, 3e-4, 1e-3)}
@@ -106,27 +108,13 @@ def report():
             groups = {v: finished(runs) for (h, v), runs in cells.items() if h == heading}
             groups = {v: runs for v, runs in groups.items() if runs}
             if groups:
-                print(f"\n### {heading}\n\n" + table(groups, only=COLUMNS))
-                pairs(groups)
+                print(f"\n### {heading}\n\n{table(groups, only=COLUMNS, pairs=PAIRS)}")
 
 
 def finished(runs: dict) -> dict:
     """seed -> run, of those that are complete: compare.runs_of gives no arguments for them."""
     found = [read_run(run) for run, args in runs.items() if not args]
     return {run.config["seed"]: run for run in found}
-
-
-def pairs(groups: dict):
-    """What the projection does: each variant less the method it is made from, and less dfpo-min, paired by seed."""
-    lines = []
-    for variant, base in [*PAIRS.items(), *((v, "dfpo-min") for v in PAIRS), ("dfpo-min, eps 0.2", "dfpo-min")]:
-        seeds = sorted(groups.get(variant, {}).keys() & groups.get(base, {}).keys())
-        cells = []
-        for c in COLUMNS if len(seeds) > 1 else ():
-            there, here = (outcome(groups[v][s])[c] for v in (base, variant)) if 0 else (None, None)
-        if len(seeds) > 1:
-            lines.append(f"| {variant} less {base} | {len(seeds)} | " + " | ".join(cells) + " |")
-    print("\n".join(lines))
 
 
 def main(argv: list[str]):

@@ -5,34 +5,23 @@ a budget is the mean of the 5 steps around it. One row a method and learning rat
 interval (Student's t). Then each method's difference to the first, paired by seed, where they have the same seeds.
 """
 
-import json
 import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-T_975 = [
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-]  # Student's t, 1 to 9 and more degrees of freedom
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from curves import Run, interval, read_runs  # noqa: E402
 
 
-def rewards_at(folder: Path, budgets: list[float]) -> tuple[str, int, list[float]]:
-    config = json.loads((folder / "config.json").read_text())["config"]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps, spent, cost = [m for m in lines if "reward" in m], 0, []
+def rewards_at(run: Run, budgets: list[float]) -> tuple[str, int, list[float]]:
+    steps, config, spent, cost = run.steps, run.config, 0, []
     for m in steps:
         cost.append(spent + m["generated"] / 2)  # the middle of the step
         spent += m["generated"]
     if max(budgets) * 1000 > spent:
-        sys.exit(f"error: {folder} generated {spent} tokens, fewer than {max(budgets):g} thousand")
+        raise ValueError(f"{run.folder} generated {spent} tokens, fewer than {max(budgets):g} thousand")
     found = []
     for budget in budgets:
         at = min(range(len(steps)), key=lambda i: abs(cost[i] - 1000 * budget))
@@ -43,26 +32,25 @@ def rewards_at(folder: Path, budgets: list[float]) -> tuple[str, int, list[float
 
 
 def line(name: str, runs: list[list[float]]) -> str:
-    cells = []
-    for column in [*zip(*runs, strict=True), [statistics.mean(run) for run in runs]]:
-        half = T_975[min(len(column), 10) - 2] * statistics.stdev(column) / len(column) ** 0.5 if len(column) > 1 else 0
-        cells.append(f"{statistics.mean(column):.3f} +- {half:.3f}")
+    columns = [*zip(*runs, strict=True), [statistics.mean(run) for run in runs]]
+    cells = ["{:.3f} +- {:.3f}".format(*interval(list(column))) for column in columns]
     return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
 
 
 def main(budgets: str, *folders: str):
+    rows = defaultdict(dict)
     try:
-        budgets, rows = [float(x) for x in budgets.split(",")], defaultdict(dict)
+        budgets = [float(x) for x in budgets.split(",")]
     except ValueError:
         sys.exit(f"error: budgets {budgets}: expected thousands of tokens, such as 50,100,200")
-    for folder in folders:
-        try:
-            name, seed, values = rewards_at(Path(folder), budgets)
-        except (OSError, ValueError, LookupError):
-            sys.exit(f"error: {folder} is not a run; expected run directories, such as runs/*")
-        if seed in rows[name]:
-            sys.exit(f"error: {folder} is a second run of {name} with seed {seed}")
-        rows[name][seed] = values
+    try:
+        for run in read_runs(folders):
+            name, seed, values = rewards_at(run, budgets)
+            if seed in rows[name]:
+                raise ValueError(f"{run.folder} is a second run of {name} with seed {seed}")
+            rows[name][seed] = values
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     print("| tokens, thousands | seeds | " + " | ".join(f"{b:g}" for b in budgets) + " | mean |")
     print("|---|" + "---:|" * (len(budgets) + 2))
     for name, runs in rows.items():

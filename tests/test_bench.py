@@ -1,10 +1,10 @@
-"""The scripts that turn run directories into the README's tables."""
+"""The scripts behind the README's figures."""
 
 import json
 
 import pytest
 
-from bench import table, tokens
+from bench import tokens
 
 
 @pytest.fixture
@@ -14,12 +14,7 @@ def make_run(tmp_path):
         folder.mkdir()
         config = {"method": method, "lr": 0.001, "seed": seed, "exchangeable": False}
         (folder / "config.json").write_text(json.dumps({"config": config}))
-        evaluated = {"greedy": 0.5, "opener so": 0.5, "opener ok": 0.5, "form direct": 1.0}
-        lines = [{"step": 0, **evaluated}]
-        for reward in rewards:
-            lines.append({"reward": reward, "generated": generated, "entropy": 1.0, "tax": 0.25, "clip_share": 0.0})
-            lines[-1]["delta"] = 0.5 - reward
-        lines[-1] |= evaluated | {"opener so": 0.75, "opener ok": 0.25}
+        lines = [{"step": t, "reward": reward, "generated": generated} for t, reward in enumerate(rewards, 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return str(folder)
 
@@ -42,11 +37,3 @@ def test_rewards_are_read_at_equal_tokens_with_students_interval(make_run, capsy
         tokens.main("20", cheap)
     with pytest.raises(SystemExit, match="is not a run"):
         tokens.main("5", "nowhere")
-
-
-def test_the_training_table_has_a_row_a_method(make_run, capsys):
-    runs = [make_run(f"r{s}", "grpo", [0.2 + s / 10] * 5 + [1.0] * 10, 10) for s in (0, 1)]
-    table.main(runs)
-    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
-    assert cells[:5] == ["grpo", "2", "0.250", "1.000 (1.000 to 1.000)", "0.500"]
-    assert cells[5] == f"{0.75 * 0.405465 - 0.25 * 0.693147:.3f}" and cells[-1] == f"{10 / 15:.3f}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_train import TINY
 
+import compare
 import config
 import losses
 import train
@@ -60,7 +61,8 @@ def test_every_command_has_flags_and_values_that_are_accepted(command, tmp_path,
     monkeypatch.chdir(tmp_path)
     command = [{"DIR": str(tmp_path), "$m": "grpo", "$s": "0", "S": "0"}.get(x, x) for x in command if x != "..."]
     if command[1] == "train.py" and "--help" not in command and "--resume" not in command:
-        config.parse([x.replace("$m-$s", "new") for x in command[2:]])
+        args = [x.replace("$m-$s", "new") for x in command[2:]]
+        compare.runs_of(args) if compare.wanted(args) else config.parse(args)
     elif ids := [x for x in command if re.fullmatch(r"[MCNAIX]\d+[a-f]?|AUDIT", x)]:
         assert verify.select(ids)
     elif "--losses" in command:

@@ -408,6 +408,28 @@ def test_the_projection_leaves_no_tax(tmp_path, method, easy):
     assert max(line["tax"] for line in lines[1:]) < 1e-5 < 1e-2 < max(line["tax"] for line in plain[1:])
 
 
+def test_with_a_context_the_projection_merges_more_and_still_leaves_no_tax(tmp_path, easy):
+    more = ["--epochs", "2", "--exchangeable", "--temperature", "0.5"]
+    wide, narrow, plain = (metrics(run(tmp_path / c, *more, "--context", c)) for c in ("99", "1", "0"))
+    assert [line | {"tax": 0} for line in wide] == [line | {"tax": 0} for line in plain] != narrow
+    assert max(line["tax"] for line in narrow[1:]) < 1e-5
+
+
+def test_a_kept_start_is_read_instead_of_made_again(tmp_path, easy):
+    plain, made, read = (
+        metrics(run(tmp_path / name, *more))
+        for name, more in {"a": [], "b": ["--starts", str(tmp_path)], "c": ["--starts", str(tmp_path)]}.items()
+    )
+    assert plain == made == read
+    (kept,) = tmp_path.glob("*.pt")
+    torch.save({k: v + 0.1 for k, v in torch.load(kept).items()}, kept)
+    assert metrics(run(tmp_path / "d", "--starts", str(tmp_path))) != plain
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert metrics(run(tmp_path / "damaged", "--starts", str(tmp_path))) == plain
+    run(tmp_path / "e", "--starts", str(tmp_path), "--warm-lr", "0.01")  # another start
+    assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
 @pytest.mark.parametrize("model", ["scratch", "qwen"])
 def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
     args = ["--task", "gsm8k", "--data", small_gsm8k, "--model", "scratch" if model == "scratch" else qwen_path]
@@ -449,6 +471,8 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
         ("--kl 0.1 --method gspo", "method gspo has no hyperparameter 'kl'; accepted, with defaults: eps_low="),
         ("--kl 0.1 --no-reference", "contradicts --no-reference"),
         ("--kl 0.1 --exchangeable", "--exchangeable would average the KL term away"),
+        ("--context 2", "--context 2 says which tokens --exchangeable takes for shared; it needs that flag"),
+        ("--starts broken/train.jsonl", "--starts broken/train.jsonl: is not a directory"),
         ("--hyper kl=0.1 --no-reference", "the KL term needs logp_ref"),
         ("--hyper eps_low=nan", "eps_low=nan: must be a finite number, at least 0"),
         ("--hyper eps=0.1", "method grpo has no hyperparameter 'eps'; accepted, with defaults: eps_low=0.2"),
