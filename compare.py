@@ -141,6 +141,8 @@ def compare(argv: list[str], train: Callable[[list[str]], None]):
     runs = runs_of(argv)
     if problems := make(runs, train):
         sys.exit("error: " + "\n       ".join(problems))
+    if left := [run.name for run, args in runs_of(argv).items() if args]:
+        sys.exit(f"stopped: {', '.join(left)} unfinished; the same command goes on from here")
     try:
         print("\n" + table(grouped([read_run(run) for run in runs])))
     except ValueError as error:
