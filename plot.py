@@ -1,7 +1,7 @@
 """metrics.jsonl -> pictures: what happened in training, method by method.
 
-    python plot.py runs/*                       curves.png and curves.svg, here
-    python plot.py runs/* --out grpo.svg        one file; .png or .svg decides
+    python plot.py runs/*                    curves.png and curves.svg, here
+    python plot.py runs --out grpo.svg       all runs in a directory; one file, .png or .svg decides
 
 Runs that differ only in the seed are one line, their mean at each step, with its 95 % interval over seeds (Student's t)
 as a band. A panel without data in any run is left out. The terminal gets the same curves as bars. Needs matplotlib:
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import Parser, fail
-from curves import COLOURS, MARKERS, SMOOTH, Run, grouped, interval, mean, moved, read_run
+from curves import COLOURS, MARKERS, SMOOTH, Run, grouped, interval, mean, moved, read_runs
 
 Point = tuple[int, float, float]  # step, mean over seeds, half its 95 % interval (nan for a single seed)
 
@@ -90,8 +90,8 @@ def summary(found: list[Panel], groups: dict[str, dict[int, Run]]) -> str:
             title = "" if label != next(iter(drawn)) else panel.title
             first, (_, last, half) = points[0][1], points[-1]
             spread = f" +- {half:.3f}" if math.isfinite(half) else ""
-            curve = bars(points, min(values), max(values))
-            text.append(f"{title:27} {label:{width}}  {curve}  {first:.3f} -> {last:.3f}{spread}")
+            blocks = bars(points, min(values), max(values))
+            text.append(f"{title:27} {label:{width}}  {blocks}  {first:.3f} -> {last:.3f}{spread}")
     for label, runs in groups.items():
         ends = sorted({run.lines[-1]["step"] for run in runs.values()})
         if len(ends) > 1:
@@ -151,7 +151,7 @@ def draw(found: list[Panel], groups: dict[str, dict[int, Run]]):
 
 def main(argv: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/*")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="runs, such as runs/*, or directories of runs")
     what = "picture to write, .png or .svg; an older one is replaced (default: both curves.png and curves.svg, here)"
     parser.add_argument("--out", metavar="FILE", help=what)
     options = parser.parse_args(argv)
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None):
     if files[0].suffix not in (".png", ".svg"):
         fail(f"--out {options.out}: a name that ends in .png or .svg is expected")
     try:
-        runs = [read_run(folder) for folder in options.runs]
+        runs = read_runs(options.runs)
         groups = grouped([run for run in runs if run.lines])
     except ValueError as error:
         fail(str(error))

@@ -196,6 +196,8 @@ def test_one_step_is_enough_for_a_picture(make_run, tmp_path, capsys):
     start = make_run("a", [{"step": 0, "greedy": 0.5}])
     plot.main([start, make_run("b", [{"step": 1, "reward": 0.0}], seed=1), "--out", str(tmp_path / "one.png")])
     assert len(Image.open(tmp_path / "one.png").getcolors()) > 20
+    plot.main([str(tmp_path), "--out", str(tmp_path / "folder.png")])  # all the runs in there
+    assert (tmp_path / "folder.png").read_bytes() == (tmp_path / "one.png").read_bytes()
 
 
 def test_without_matplotlib_there_are_bars_and_one_line_that_says_what_to_install(make_run, capsys, monkeypatch):
@@ -214,7 +216,7 @@ def test_bad_input_is_one_line_and_exit_code_2(make_run, tmp_path, capsys, monke
     for argv, said in [
         ([], "RUN"),
         (["nowhere"], "nowhere is not a run; expected run directories, such as runs/*"),
-        ([good, str(tmp_path)], f"{tmp_path} is not a run"),
+        ([good, str(tmp_path / "good" / "x")], "x is not a run"),
         ([good, good], "second run of grpo with seed 0"),
         ([good, "--out", "x.pdf"], "--out x.pdf: a name that ends in .png or .svg is expected"),
         ([good, "--out", ""], "a name that ends in"),
