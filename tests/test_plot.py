@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
 import curves
@@ -158,6 +159,7 @@ def test_the_figure_shows_these_lines_and_bands_in_styles_that_grey_print_tells_
     assert {name for name, line in lines.items() if line.get_linestyle() == "--"} == {"grpo+ex"}
     for look in ("get_marker", "get_linestyle"):
         assert len({getattr(line, look)() for line in lines.values()}) == 4
+    assert not isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)  # or each file would be laid out anew
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["grpo (seeds: 2)", "gspo (seeds: 2)", "dfpo-min (seeds: 2)", "grpo+ex (seeds: 1)"]
 
@@ -172,9 +174,10 @@ def test_the_command_writes_both_files_or_the_one_asked_for_the_same_bytes_each_
     make_run, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    folders = [make_run(f"s{s}", [{"step": 1, "tax": s}, {"step": 2, "tax": 0.5}], seed=s) for s in (0, 1)]
+    lines = [{"step": t, **dict.fromkeys(FIELDS, t / 9)} for t in (1, 2)]
+    folders = [make_run("a", lines), make_run("b", lines[:1], seed=1)]
     plot.main(folders)
-    assert capsys.readouterr().out.splitlines()[1:] == ["picture: curves.png", "picture: curves.svg"]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["picture: curves.png", "picture: curves.svg"]
     image, svg = tmp_path / "curves.png", (tmp_path / "curves.svg").read_text()
     assert "learning tax" in svg and "grpo (seeds: 2)" in svg and len(Image.open(image).getcolors()) > 20
     image.unlink()
@@ -194,6 +197,8 @@ def test_a_picture_of_three_methods_and_five_seeds_is_small(make_run, tmp_path, 
 
 def test_one_step_is_enough_for_a_picture(make_run, tmp_path, capsys):
     start = make_run("a", [{"step": 0, "greedy": 0.5}])
+    groups, found = drawn([start])
+    assert plot.draw(list(found.values()), groups).axes[0].get_xlim()[1] > 1
     plot.main([start, make_run("b", [{"step": 1, "reward": 0.0}], seed=1), "--out", str(tmp_path / "one.png")])
     assert len(Image.open(tmp_path / "one.png").getcolors()) > 20
     plot.main([str(tmp_path), "--out", str(tmp_path / "folder.png")])  # all the runs in there
@@ -228,6 +233,8 @@ def test_bad_input_is_one_line_and_exit_code_2(make_run, tmp_path, capsys, monke
             plot.main(argv)
         error = capsys.readouterr().err
         assert stopped.value.code == 2 and error.count("\n") == 1 and said in error, (argv, error)
+    plot.main([good, empty, "--out", "good.svg"])  # of the same seed, but there is nothing to confuse it with
+    assert capsys.readouterr().err == f"left out: {empty} has no metrics yet\n"
     with pytest.raises(SystemExit):
         plot.main([empty])
     error = capsys.readouterr().err.splitlines()
