@@ -160,7 +160,8 @@ def main(argv: list[str] | None = None):
         fail(f"--out {options.out}: a name that ends in .png or .svg is expected")
     try:
         runs = read_runs(options.runs)
-        groups = grouped([run for run in runs if run.lines])
+        begun = [run for run in runs if run.lines]
+        groups = grouped(begun) if begun else {}
     except ValueError as error:
         fail(str(error))
     for run in runs:
