@@ -34,6 +34,21 @@ APART = (
     "micro_rows",
     "save_every",
 )  # not the experiment
+# A colour per method in every picture: Okabe and Ito's, safe for the colour-blind, and a grey. Shared by methods that
+# are seldom drawn together; line style and marker tell those apart.
+PALETTE = {
+    "#000000": "reinforce ar-lopti",
+    "#E69F00": "grpo",
+    "#56B4E9": "grpo-symmetric advantage-reweighting",
+    "#009E73": "dr-grpo nthr",
+    "#F0E442": "dapo",
+    "#D55E00": "gspo lopti",
+    "#0072B2": "dfpo-min ibpo",
+    "#CC79A7": "dfpo-orthogonal nthr-random",
+    "#999999": "pos-only",
+}
+COLOURS = {method: colour for colour, methods in PALETTE.items() for method in methods.split()}
+MARKERS = "osv^D<>pX"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
@@ -60,10 +75,10 @@ class Run:
 
 def read_run(folder: str | Path) -> Run:
     """Raises ValueError, saying what is wrong, where the folder holds no run. A cut-off last line is left out."""
-    lines = []
+    lines, metrics = [], Path(folder) / "metrics.jsonl"
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["config"]
-        texts = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        texts = metrics.read_text().splitlines() if metrics.exists() else []  # a run in its warm start has none yet
         config["method"], config["seed"]
     except (OSError, ValueError, LookupError, TypeError):
         raise ValueError(f"{folder} is not a run; expected run directories, such as runs/*") from None
@@ -73,7 +88,7 @@ def read_run(folder: str | Path) -> Run:
         except ValueError:
             line = None
         if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
+            lines.append({k: v for k, v in line.items() if isinstance(v, (int, float))})
         elif number < len(texts):
             raise ValueError(f"{folder}: line {number} of metrics.jsonl is not a step's metrics")
     return Run(str(folder), config, lines)
@@ -94,7 +109,8 @@ def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
     differ = [k for k in sorted(shared) if len({json.dumps(run.config[k]) for run in runs}) > 1]
     groups: dict[str, dict[int, Run]] = {}
     for run in runs:
-        label = ", ".join([run.name, *(f"{k} {plain(run.config[k])}" for k in differ)])
+        others = [(k, plain(run.config[k])) for k in differ]
+        label = ", ".join([run.name, *(f"{k} {value}" for k, value in others if value)])
         seed = run.config["seed"]
         if seed in groups.setdefault(label, {}):
             raise ValueError(f"{run.folder} is a second run of {label} with seed {seed}")
@@ -127,17 +143,23 @@ def jitter(rewards: list[float]) -> float:
     return mean(abs(c - 2 * b + a) for a, b, c in zip(rewards, rewards[1:], rewards[2:], strict=False))
 
 
-def shares(line: dict, kind: str) -> list[float]:
-    """The probabilities of the openers (forms), made to add up to 1."""
-    found = [v for k, v in line.items() if k.startswith(kind + " ")]
-    return [v / sum(found) for v in found]
+def shares(line: dict, kind: str) -> dict[str, float]:
+    """The probabilities of the openers (forms), made to add up to 1; empty where one is not a number."""
+    found = {k: v for k, v in line.items() if k.startswith(kind + " ")}
+    total = sum(found.values())
+    return {k: v / total for k, v in found.items()} if total > 0 else {}
+
+
+def moved(first: dict, now: dict, kind: str) -> float:
+    """KL(now || first) between two evaluations, in nats; nan where one of them lacks an opener (form)."""
+    p, q = shares(now, kind), shares(first, kind)
+    if not p or p.keys() != q.keys():
+        return math.nan
+    return sum(p[k] * math.log(p[k] / q[k]) if q[k] > 0 else math.inf for k in p if p[k] > 0)
 
 
 def drift(run: Run, kind: str) -> float:
-    first, last = (shares(run.evaluations[i], kind) for i in (0, -1))
-    if not first or len(first) != len(last):
-        return math.nan
-    return sum(p * math.log(p / q) for p, q in zip(last, first, strict=True) if p > 0)
+    return moved(run.evaluations[0], run.evaluations[-1], kind)
 
 
 def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
@@ -146,7 +168,7 @@ def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
     if not steps or not evaluations:
         raise ValueError(f"{run.folder} has no finished step yet")
     rewards = [m["reward"] for m in steps]
-    forms = shares(evaluations[-1], "form")
+    forms = shares(evaluations[-1], "form").values()
 
     def late(key: str) -> float:
         return mean(m.get(key) for m in steps[-TAIL:])

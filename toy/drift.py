@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from curves import COLOURS, MARKERS
 from losses import METHODS, Batch, exchangeable, group_advantages, learning_tax, prefix_nodes, token_coefficients
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
@@ -34,9 +35,6 @@ GROUPS, G, STEPS, SIZE = 8, 8, 32, 0.6  # SIZE: the length of the first step
 NAMES = ("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "gspo", "dfpo-min", "dfpo-orthogonal", "pos-only")
 NAMES += ("grpo+ex", "dr-grpo+ex", "gspo+ex")  # with the projection of claim C17
 HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}  # its own clip range is made for long answers
-OKABE_ITO = (
-    "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #D55E00 #0072B2 #CC79A7 #999999".split()
-)  # safe for the colour-blind
 COLUMNS = {
     "drift": "opener: change of log-odds",
     "kl": "opener: KL to the start (nats)",
@@ -150,14 +148,13 @@ def plot(curves: dict[str, list[list[dict]]], path: Path):
         from matplotlib import pyplot
     except ImportError:
         sys.exit("error: --plot needs matplotlib; pip install -e '.[plot]'")
-    colours = dict(zip(NAMES, OKABE_ITO, strict=False))
     figure, axes = pyplot.subplots(1, len(COLUMNS), figsize=(15, 3.4), layout="constrained")
     for axis, (key, title) in zip(axes, COLUMNS.items(), strict=True):
         for i, (name, runs) in enumerate(curves.items()):
             size = abs if key == "drift" else float
             line = [mean(runs, key, t, size) for t in range(STEPS + 1)]
             base, _, projected = name.partition("+")
-            style = dict(color=colours[base], linestyle="--" if projected else "-", marker="osv^D<>pX"[i % 9])
+            style = dict(color=COLOURS[base], linestyle="--" if projected else "-", marker=MARKERS[i % 9])
             axis.plot(line, label=name, markevery=(i % 8, 8), markersize=4, linewidth=1.4, **style)
         axis.set_title(("|" + title + "|") if key == "drift" else title, fontsize=9)
         axis.set_xlabel("gradient steps on the same groups", fontsize=8)
