@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 
@@ -110,15 +111,15 @@ def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> lis
     """Make the runs that have arguments, as many at once as there are cores. Returns what went wrong, run by run."""
     left = {run: args for run, args in runs.items() if args}
     print(f"{len(runs)} runs, {len(left)} of them to be made or finished", flush=True)
-    bars, problems = {}, []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(len(left), os.cpu_count() or 1)), mp_context=context) as pool:
-        futures = {}
-        for run, args in left.items():
-            futures[run] = pool.submit(one, train, run, args)
+    bars, problems, futures = {}, [], {}
+    workers = max(1, min(len(left), os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            while futures:
-                time.sleep(0.5)
+            while left or futures:
+                while left and len(futures) < workers:  # not all at once: the pool's queue cannot be taken back
+                    run = next(iter(left))
+                    futures[run] = pool.submit(one, train, run, left.pop(run))
+                time.sleep(0.2)
                 for run, future in list(futures.items()):
                     if run.is_dir() and run not in bars:
                         total = json.loads((run / "config.json").read_text())["config"]["steps"]
@@ -131,8 +132,9 @@ def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> lis
                         problems += [f"{run}: {future.result()}"] if future.result() else []
                         tqdm.write(f"{run}: {made(run)} steps")
         except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
             sys.exit("stopped; the same command goes on from here")
+        except BrokenProcessPool:
+            sys.exit("error: a run's process was killed, perhaps for memory; the same command goes on from here")
     return problems
 
 
