@@ -71,7 +71,7 @@ def is_open(name: str, r: float, a: float, low: float, high: float) -> bool:
 
 def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ratio="geometric", eta=0.5):
     """Loss value and coefficients of a method, with two loops over plain numbers. -> float, (N, T)."""
-    low, high = eps or CLIP[name]
+    low, high = eps if isinstance(eps, tuple) else CLIP[name]
     log_r, logp, ref, A = (x.tolist() for x in (d.log_ratio(spread), d.logp, d.logp_ref, adv))
     s, mean = d.sequence_ratios(spread, ratio), [sum(row[:T_i]) / T_i for row, T_i in zip(A, d.T, strict=True)]
     value, c = 0.0, [[0.0] * len(row) for row in A]
@@ -86,7 +86,8 @@ def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ra
             weight = s[i] - mean[i] * sum(mean[j] * s[j] for j in group) / (sum(mean[j] ** 2 for j in group) or 1)
         for t in range(d.T[i]):
             if name in ("reinforce", *DFPO):
-                term, slope = weight * A[i][t] * logp[i][t], weight * A[i][t]
+                rests = abs(math.exp(log_r[i][t]) - 1) > (eps or math.inf)
+                term, slope = (0, 0) if rests else (weight * A[i][t] * logp[i][t], weight * A[i][t])
             else:
                 r, a = (s[i], mean[i]) if name == "gspo" else (math.exp(log_r[i][t]), A[i][t])
                 a = max(a, 0) if name == "pos_only" else a
@@ -112,7 +113,7 @@ def m1(L, name, draws, e):
     of min(r A, clip(r) A) is r A, but 0 for a winner above 1 + e_high and for a loser below 1 - e_low. Checked on- and
     off-policy, with default and with unequal clip ranges, with advantages that differ from token to token, with and
     without GRPO's KL term (k3: q - log q - 1, q = pi_ref/pi; its slope in log pi is 1 - q), with both sequence ratios
-    of DFPO, with two thresholds of Lopti, and on batches in which one group has no advantage at all.
+    of DFPO and with its eps, with two thresholds of Lopti, and on batches in which one group has no advantage at all.
     """
     cases = [(0.0, False, {}), (0.6, False, {}), (0.6, True, {})]
     if name not in ("reinforce", *DFPO):
@@ -122,14 +123,14 @@ def m1(L, name, draws, e):
     if name == "gspo":
         cases.append((1.5e-3, False, {}))
     if name in DFPO:
-        cases.append((0.6, True, {"ratio": "product"}))
+        cases += [(0.6, True, {"ratio": "product"}), (0.6, False, {"eps": 0.3})]
     if name in ("lopti_low", "lopti_high"):
         cases.append((0.6, True, {"eta": 0.25}))
     for d, (spread, reshaped, hyper) in itertools.product(draws, cases):
         adv = d.rows(d.adv) * (1 + 0.5 * d.noise if reshaped else 1)
         batch = d.batch(L, spread, adv=adv)
         loss = getattr(L, name)(batch, **hyper)
-        eps = (hyper["eps_low"], hyper["eps_high"]) if "eps_low" in hyper else None
+        eps = (hyper["eps_low"], hyper["eps_high"]) if "eps_low" in hyper else hyper.get("eps")
         value, c = formula(name, d, spread, adv, eps, **{k: v for k, v in hyper.items() if not k.startswith("eps")})
         e.equal(c, coefficients(loss, batch))
         e.equal(value, loss)
