@@ -13,9 +13,9 @@ test: .venv/ready-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 	$(BIN)/python verify.py
 
-# The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every command of the READMEs in small.
+# The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault, every command of the READMEs in small.
 test-faults: .venv/ready-dev
-	LONG=1 $(BIN)/python -m pytest -q -rA tests/test_promises.py tests/test_readme.py
+	LONG=1 $(BIN)/python -m pytest -q -rA tests/test_promises.py tests/test_readme.py tests/test_faults.py
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -132,7 +132,8 @@ def main(argv: list[str]):
     if len(argv) != 1 or argv[0] not in ("tune", "main", "hot", "long", "groups", "between"):
         sys.exit(__doc__)
     runs = {run: args for cells in stage(argv[0]).values() for run, args in cells.items()}
-    if problems := make(runs, train.main):
+    by_seed = sorted(runs, key=lambda run: int(run.name.rpartition("-s")[2]))  # cut off, every cell has as many seeds
+    if problems := make({run: runs[run] for run in by_seed}, train.main):
         sys.exit("error: " + "\n       ".join(problems))
 
 

@@ -1,15 +1,20 @@
 """Single faults in losses.py (faults.py): verify.py and the unit tests together let none of them through."""
 
+import os
+
 import pytest
 from faults import FAULTS, losses, patched, unit_tests_fail, verify_says
 
 pytestmark = pytest.mark.filterwarnings("ignore:std")  # a fault that accepts groups of one
 
 
+SOME = FAULTS if os.environ.get("LONG") else FAULTS[::3]  # all of them: make test-faults
+
+
 @pytest.fixture(scope="module")
 def survivors():
     """The faults that verify.py alone does not see."""
-    return [(name, old, new) for name, old, new in FAULTS if not verify_says(*patched(old, new))]
+    return [(name, old, new) for name, old, new in SOME if not verify_says(*patched(old, new))]
 
 
 def test_the_right_version_passes():
@@ -25,7 +30,7 @@ def test_there_are_many_different_faults_in_every_function():
 
 
 def test_verify_alone_sees_nine_in_ten(survivors):
-    assert len(survivors) <= len(FAULTS) / 10, survivors
+    assert len(survivors) <= len(SOME) / 10, survivors
 
 
 def test_the_unit_tests_see_the_rest(survivors):
