@@ -2,10 +2,10 @@
 
     python train.py --method grpo,gspo,dfpo-min --seeds 5 [any other flag of train.py]
 
-NAME+ex is the method under --exchangeable, NAME+exK also under --context K. As many runs go at once as there are cores,
-each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"), with what it printed in .logs beside
-it. The same command again goes on where it was cut off. At the end: the table of curves.py. Every flag but the method
-is the same for all, so choose learning rates first, on other seeds.
+NAME+ex is the method under --exchangeable, NAME+exK also under --context K. As many runs go at once as there are cores
+(on a GPU one), each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"), with what it printed
+in .logs beside it. The same command again goes on where it was cut off. At the end: the table of curves.py. Every flag
+but the method is the same for all, so choose learning rates first, on other seeds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from cli import Parser, fail
@@ -44,17 +48,18 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
     parser.add_argument("--seed", type=int, default=Config.seed)
     parser.add_argument("--name", default="compare")
     parser.add_argument("--out", default=Config.out)
+    parser.add_argument("--starts", default="")
     given, rest = parser.parse_known_args(argv)
     if given.seeds < 1:
         fail(f"--seeds {given.seeds}: must be at least 1")
     folder, found = Path(given.out) / given.name, {}
     for variant in given.method.split(","):
         method, _, context = variant.partition("+ex")
-        if variant != method and not re.fullmatch(r"[0-9]*", context):
-            fail(f"--method {variant}: expected NAME, NAME+ex or NAME+exK with a number K")
+        if variant != method and not re.fullmatch(r"([1-9][0-9]*)?", context):
+            fail(f"--method {variant}: expected NAME, NAME+ex or NAME+exK with K from 1")
         for seed in range(given.seed, given.seed + given.seeds):
             args = ["--method", method, "--seed", str(seed), "--out", str(folder), *rest]
-            args += ["--starts", str(folder / ".starts")] if "--starts" not in rest else []
+            args += ["--starts", given.starts or str(folder / ".starts")]
             args += ["--exchangeable"] if variant != method else []
             args += ["--context", context] if context else []
             run = folder / f"{variant}-s{seed}"
@@ -96,7 +101,20 @@ def one(train: Callable, run: Path, args: list[str]) -> str:
             return end.code if isinstance(end.code, str) else lines[-1] if lines else f"exit code {end.code}"
     except KeyboardInterrupt:
         return "interrupted"
+    except Exception as error:  # one run's misfortune, such as a full GPU, is not the others'
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}; see {log}"
     return ""
+
+
+def leave_with_parent():
+    """In a worker: end when the process that started it is gone, however it went."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def made(run: Path) -> int:
@@ -107,13 +125,22 @@ def made(run: Path) -> int:
         return 0
 
 
+def at_once(config: Config) -> int:
+    """How many runs there are cores for; on a GPU, or where a run takes all cores, one."""
+    if config.device != "cpu" and torch.cuda.is_available() or not config.threads:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // config.threads)
+
+
 def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> list[str]:
-    """Make the runs that have arguments, as many at once as there are cores. Returns what went wrong, run by run."""
+    """Make the runs that have arguments, several at once. Returns what went wrong, run by run."""
     left = {run: args for run, args in runs.items() if args}
     print(f"{len(runs)} runs, {len(left)} of them to be made or finished", flush=True)
     bars, problems, futures = {}, [], {}
-    workers = max(1, min(len(left), os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    workers = min(len(left), at_once(parse(next(iter(left.values()))))) if left else 1
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=leave_with_parent) as pool:
         try:
             while left or futures:
                 while left and len(futures) < workers:  # not all at once: the pool's queue cannot be taken back
@@ -132,6 +159,7 @@ def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> lis
                         problems += [f"{run}: {future.result()}"] if future.result() else []
                         tqdm.write(f"{run}: {made(run)} steps")
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs finish their step and save; the pool waits for them
             sys.exit("stopped; the same command goes on from here")
         except BrokenProcessPool:
             sys.exit("error: a run's process was killed, perhaps for memory; the same command goes on from here")

@@ -124,8 +124,8 @@ def check(config: Config):
         fail(f"--repair-demos {config.repair_demos}: a share of at most 1, and of the arithmetic task only")
     if config.data and config.task != "gsm8k":
         fail(f"--data {config.data}: only --task gsm8k reads data")
-    if config.starts and Path(config.starts).exists() and not Path(config.starts).is_dir():
-        fail(f"--starts {config.starts}: is not a directory")
+    if file := next((path for path in [Path(config.starts), *Path(config.starts).parents] if path.is_file()), None):
+        fail(f"--starts {config.starts}: {file} is not a directory")
     if config.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; accepted: auto, cpu")
     if len(config.name.encode()) > 200 or "\0" in config.name:

@@ -9,7 +9,8 @@ least k; a run that never got there counts as one step more than it made. Jitter
 the reward curve (our definition; the DFPO paper's is not public). Drift: KL(now || start) in nats between the policy's
 exact opener (form) probabilities after and before RL. Lazy: share of steps that made correct answers less likely.
 Cells are means over seeds +- half the 95 % interval (Student's t). Then the differences to the first row, paired by
-seed, with the 95 % interval of 10,000 bootstrap samples of the pairs; * marks one that leaves out 0 (from 5 pairs on).
+seed, with the 95 % interval of 10,000 bootstrap samples of the pairs; * marks one that leaves out 0 (from 5 pairs on):
+of many stars, one in twenty is chance. "(n)": only n seeds have the quantity.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import math
 import random
 import statistics
 import sys
+from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
+
+from cli import Parser, fail
 
 KAPPA, TAIL, SMOOTH = 0.8, 10, 5
 APART = (
@@ -61,6 +65,10 @@ class Run:
     @property
     def steps(self) -> list[dict]:
         return [line for line in self.lines if line.get("step") and "reward" in line]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.lines) and self.lines[-1]["step"] == self.config.get("steps", self.lines[-1]["step"])
 
     @property
     def evaluations(self) -> list[dict]:
@@ -105,6 +113,8 @@ def read_runs(paths: list[str]) -> list[Run]:
 
 def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
     """label -> seed -> run. A label is the method, and whatever else the groups differ in. Raises ValueError."""
+    if not runs:
+        raise ValueError("there is no finished run among these")
     shared = set.intersection(*(set(run.config) for run in runs)) - {*APART, "method", "exchangeable", "context"}
     differ = [k for k in sorted(shared) if len({json.dumps(run.config[k]) for run in runs}) > 1]
     groups: dict[str, dict[int, Run]] = {}
@@ -193,22 +203,32 @@ def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
 # ---------------------------------------------------------------- statistics over seeds
 
 
+def quantile(n: int) -> float:
+    """97.5 % quantile of Student's t with n-1 degrees of freedom."""
+    return T_975[n - 2] if n - 2 < len(T_975) else 1.96 + 2.56 / (n - 1)
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half the 95 % interval of Student's t; nan for the half of a single value."""
-    values = [v for v in values if math.isfinite(v)]
-    if len(values) < 2:
-        return mean(values), math.nan
-    t = T_975[len(values) - 2] if len(values) < 17 else 1.96 + 2.4 / (len(values) - 1)
-    return mean(values), t * statistics.stdev(values) / len(values) ** 0.5
+    values = [v for v in values if not math.isnan(v)]
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return sum(values) / len(values) if values else math.nan, math.nan
+    return mean(values), quantile(len(values)) * statistics.stdev(values) / len(values) ** 0.5
 
 
 def bootstrap(differences: list[float], draws: int = 10_000) -> tuple[float, float, float]:
-    """Mean of the pairs' differences, and the 95 % interval of that mean over resampled pairs (percentiles)."""
+    """Mean of the pairs' differences, and the 95 % interval of that mean over resampled pairs.
+
+    Plain percentiles of so few pairs would cover 85 % (5 pairs) or 90 % (10): they are taken further out, as Student's
+    t and the factor n/(n-1) ask for (Hesterberg 2015, the expanded percentile interval).
+    """
     values, rng = [v for v in differences if math.isfinite(v)], random.Random(0)
-    if len(values) < 2:
+    n = len(values)
+    if n < 2:
         return mean(values), math.nan, math.nan
-    means = sorted(sum(rng.choices(values, k=len(values))) / len(values) for _ in range(draws))
-    return mean(values), means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
+    share = statistics.NormalDist().cdf(-quantile(n) * (n / (n - 1)) ** 0.5)
+    means = sorted(sum(rng.choices(values, k=n)) / n for _ in range(draws))
+    return mean(values), means[int(share * draws)], means[-1 - int(share * draws)]
 
 
 def digits(name: str) -> int:
@@ -228,13 +248,17 @@ def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pair
         return f"| {first} | {seeds} | {' | '.join('' if 'nan' in x else x for x in cells)} |"
 
     def means(c: str, outcomes) -> str:
-        middle, half = interval([o[c] for o in outcomes])
-        return f"{middle:.{digits(c)}f}" + (f" +- {half:.{digits(c)}f}" if math.isfinite(half) else "")
+        values = [o[c] for o in outcomes if not math.isnan(o[c])]
+        middle, half = interval(values)
+        some = f" ({len(values)})" if len(values) < len(outcomes) else ""
+        return f"{middle:.{digits(c)}f}" + (f" +- {half:.{digits(c)}f}" if math.isfinite(half) else "") + some
 
     def less(c: str, label: str, base: str, seeds: list[int]) -> str:
-        middle, low, high = bootstrap([found[label][s][c] - found[base][s][c] for s in seeds])
-        star = "*" if len(seeds) >= 5 and (low > 0 or high < 0) else ""
-        return f"{middle:+.{digits(c)}f} [{low:+.{digits(c)}f}, {high:+.{digits(c)}f}]{star}"
+        pairs = [found[label][s][c] - found[base][s][c] for s in seeds]
+        pairs = [x for x in pairs if math.isfinite(x)]
+        middle, low, high = (f"{x:+.{digits(c)}f}" for x in bootstrap(pairs))
+        star = "*" if len(pairs) >= 5 and (float(low) > 0 or float(high) < 0) else ""
+        return f"{middle} [{low}, {high}]{star}" + (f" ({len(pairs)})" if len(pairs) < len(seeds) else "")
 
     rule = "|---|" + "---:|" * (len(columns) + 1)
     lines = [row("method", "seeds", columns), rule]
@@ -248,12 +272,23 @@ def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pair
     return "\n".join(lines + ["", row("paired by seed", "seeds", columns), rule] * bool(rows) + rows)
 
 
-def main(folders: list[str]):
+def main(argv: list[str] | None = None):
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="runs, or directories of runs")
+    parser.add_argument("--base", metavar="ROW", help="the row that the others are compared with (default: the first)")
+    options = parser.parse_args(argv)
     try:
-        print(table(grouped(read_runs(folders))))
+        runs = read_runs(options.runs)
+        for run in runs:
+            if not run.finished:
+                print(f"left out: {run.folder} is unfinished", file=sys.stderr)
+        groups = grouped([run for run in runs if run.finished])
+        if options.base is not None and options.base not in groups:
+            fail(f"--base {options.base}: there is no such row; there are {', '.join(groups)}")
+        print(table(dict(sorted(groups.items(), key=lambda item: item[0] != options.base))))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        fail(str(error))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or sys.exit(__doc__))
+    main()

@@ -19,6 +19,7 @@ from pathlib import Path
 from cli import Parser, fail
 from curves import COLOURS, MARKERS, SMOOTH, Run, grouped, interval, mean, moved, read_runs
 
+LINES = ("-", "-.", ":", (0, (6, 1)))  # 4 of them and 9 markers: 36 lines that differ in grey
 Point = tuple[int, float, float]  # step, mean over seeds, half its 95 % interval (nan for a single seed)
 
 
@@ -106,7 +107,7 @@ def styles(groups: dict[str, dict[int, Run]]) -> dict[str, dict]:
         config = next(iter(runs.values())).config
         projected = bool(config.get("exchangeable"))
         colour = COLOURS.get(config["method"], "#999999")
-        line = "--" if projected else ("-", "-.", ":")[i % 3]
+        line = "--" if projected else LINES[i % 4]
         fill = "white" if projected else colour
         found[label] = dict(color=colour, linestyle=line, marker=MARKERS[i % len(MARKERS)], markerfacecolor=fill)
     return found

@@ -116,9 +116,9 @@ def save(run: Path, step: int, model, tokenizer, optimizer):
 
 def start_file(config: Config) -> Path | None:
     """Where --starts keeps warm-started weights: one file for all runs whose warm start is the same."""
-    if not config.starts:
+    if not config.starts or not config.warm_steps:
         return None
-    names = ["task", "model", "layers", "width", "data", "train_items", "skip_bad_lines", "seed", "threads"]
+    names = ["task", "model", "layers", "width", "data", "train_items", "skip_bad_lines", "seed", "threads", "device"]
     names += [name for name in vars(config) if name.startswith(("warm_", "repair_"))]
     key = zlib.crc32(repr([(name, getattr(config, name)) for name in names]).encode())
     Path(config.starts).mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,7 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
     """Supervised steps on the task's demonstrations, so that RL has something to find."""
     if (kept := start_file(config)) and kept.exists():
         try:
-            return model.load_state_dict(torch.load(kept, weights_only=True))
+            return model.load_state_dict(torch.load(kept, map_location=eos.device, weights_only=True))
         except Exception:  # torch, pickle and zip each have a class of their own for a damaged file
             print(f"{kept} is damaged; it is made again")
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr, betas=(0.9, 0.95), weight_decay=0.0)

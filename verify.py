@@ -86,6 +86,7 @@ CLAIMS = (
         "C8", c.c8, ("grpo", "gspo", *FACTORISED), ONLY_IF, "all T_i are equal, or the normaliser is a common factor"
     ),
     Claim("C9", c.c9, ("min_replace", "dfpo_min")),
+    Claim("C9e", c.c9e, DFPO),
     Claim("C10", c.c10, ("adv_orthogonal", "dfpo_orthogonal"), ONLY_IF, "the whole group shares the token"),
     Claim("C11", c.c11, DFPO, ONLY_IF, "the policy has not moved"),
     Claim("C12", c.c12, DFPO, ONLY_IF, "the weight is detached"),

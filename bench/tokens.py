@@ -18,8 +18,9 @@ from curves import Run, interval, read_runs  # noqa: E402
 def rewards_at(run: Run, budgets: list[float]) -> tuple[str, int, list[float]]:
     steps, config, spent, cost = run.steps, run.config, 0, []
     for m in steps:
-        cost.append(spent + m["generated"] / 2)  # the middle of the step
-        spent += m["generated"]
+        generated = m.get("generated", m.get("tokens", 0))
+        cost.append(spent + generated / 2)  # the middle of the step
+        spent += generated
     if max(budgets) * 1000 > spent:
         raise ValueError(f"{run.folder} generated {spent} tokens, fewer than {max(budgets):g} thousand")
     found = []
@@ -33,7 +34,7 @@ def rewards_at(run: Run, budgets: list[float]) -> tuple[str, int, list[float]]:
 
 def line(name: str, runs: list[list[float]]) -> str:
     columns = [*zip(*runs, strict=True), [statistics.mean(run) for run in runs]]
-    cells = ["{:.3f} +- {:.3f}".format(*interval(list(column))) for column in columns]
+    cells = ["{:.3f} +- {:.3f}".format(*interval(list(column))).replace(" +- nan", "") for column in columns]
     return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
 
 

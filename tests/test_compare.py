@@ -4,6 +4,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,24 @@ def test_runs_that_differ_only_in_the_seed_are_one_group_named_by_what_differs(t
         curves.grouped([runs[0], runs[0]])
 
 
+def test_the_table_leaves_unfinished_runs_out_and_says_so_and_compares_with_the_row_asked_for(tmp_path, capsys):
+    for name, method, rewards in (("a", "gspo", [0.5] * 6), ("b", "grpo", [0.5] * 6), ("c", "dapo", [0.5] * 5)):
+        for seed in (0, 1):
+            make_run(tmp_path / "all" / f"{name}{seed}", rewards, seed, method, steps=6)
+    curves.main([str(tmp_path / "all"), "--base", "grpo"])
+    out, err = capsys.readouterr()
+    assert "dapo" not in out and "| gspo less grpo | 2 |" in out
+    assert err.splitlines() == [f"left out: {tmp_path / 'all' / name} is unfinished" for name in ("c0", "c1")]
+    for argv, said in (
+        ([str(tmp_path / "all"), "--base", "sgd"], "--base sgd: there is no such row; there are gspo, grpo"),
+        ([str(tmp_path / "all" / "c0")], "there is no finished run among these"),
+        ([str(tmp_path / "no")], "is not a run"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            curves.main(argv)
+        assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- what a run comes to
 
 
@@ -98,8 +117,17 @@ def test_students_interval_covers_the_true_mean_95_times_in_a_hundred():
         inside += abs(middle - 3) <= half
     assert 0.935 < inside / 2000 < 0.965
     assert curves.interval([1.0, 3.0, math.nan]) == (2.0, pytest.approx(12.706))
+    assert curves.interval([1.0, math.inf])[0] == math.inf
     assert curves.interval([1.0])[0] == 1 and math.isnan(curves.interval([1.0])[1])
     assert curves.interval([0.0, 1.0] * 15)[1] == pytest.approx(2.045 * 0.50855 / 30**0.5, rel=2e-3)
+
+
+def test_the_bootstrap_interval_covers_the_true_mean_with_five_pairs_too():
+    rng, inside = random.Random(0), 0
+    for _ in range(500):
+        _, low, high = curves.bootstrap([rng.gauss(1, 2) for _ in range(5)], 1500)
+        inside += low <= 1 <= high
+    assert 0.9 < inside / 500 < 0.97  # plain percentiles: 0.85
 
 
 def test_the_bootstrap_interval_is_the_spread_of_the_mean_of_resampled_pairs():
@@ -108,7 +136,8 @@ def test_the_bootstrap_interval_is_the_spread_of_the_mean_of_resampled_pairs():
     middle, low, high = curves.bootstrap(values)
     deviation = (sum((v - middle) ** 2 for v in values) / 40) ** 0.5 / 40**0.5
     assert middle == pytest.approx(sum(values) / 40)
-    assert [(low - middle) / deviation, (high - middle) / deviation] == pytest.approx([-1.96, 1.96], abs=0.1)
+    t = 2.023 * (40 / 39) ** 0.5
+    assert [(low - middle) / deviation, (high - middle) / deviation] == pytest.approx([-t, t], abs=0.12)
     assert curves.bootstrap([0.5] * 3) == (0.5, 0.5, 0.5)
 
 
@@ -125,6 +154,11 @@ def test_the_table_pairs_by_seed_and_stars_what_leaves_out_0(tmp_path):
     assert text.splitlines()[-1] == "| gspo less grpo | 4 | +0.100 [+0.100, +0.100] |"  # four pairs: no star
     groups["gspo"][0] = curves.read_run(make_run(tmp_path / "again", [0.1] * 6, 0, "gspo"))
     assert curves.table(groups, only=("final",)).endswith("| 5 | +0.100 [+0.100, +0.100]* |")
+    for run in [*groups["gspo"].values()][:3]:
+        for m in run.steps:
+            m["lazy"] = m.pop("delta")  # three of five have no delta
+    cells = curves.table(groups, only=("lazy",)).splitlines()
+    assert "(3)" in cells[3] and "*" not in cells[-1] and "(" in cells[-1]
     pairs = curves.table(groups, only=("final",), pairs=[("grpo", "gspo"), ("dapo", "grpo")]).splitlines()
     assert pairs[-1].startswith("| grpo less gspo | 5 | -0.100") and len(pairs) == 8
 
@@ -143,29 +177,47 @@ def fake(args: list[str]):
             file.writelines(json.dumps({"step": t, "reward": 1.0, "greedy": 1.0}) + "\n" for t in (3, 4))
         return
     asked = config.parse(args)
-    if asked.method == "gspo" and asked.seed == 1 and not Path(asked.out, "mended").exists():
-        sys.exit("error: no luck")
+    if not Path(asked.out, "mended").exists():
+        if asked.method == "gspo" and asked.seed == 1:
+            sys.exit("error: no luck")
+        if asked.method == "gspo":
+            raise RuntimeError("out of memory")
     last = 2 if asked.method == "dapo" and asked.seed == 0 else 4
     run = make_run(Path(asked.out, asked.name), [0.5] * last)
     (run / "config.json").write_text(json.dumps({"config": vars(asked)}))
 
 
-def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the_table(tmp_path, capfd):
+def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the_table(tmp_path, capfd, monkeypatch):
     argv = ["--method", "grpo+ex,gspo,dapo", "--seeds", "2", "--out", str(tmp_path), *SMALL]
-    with pytest.raises(SystemExit, match="gspo-s1: error: no luck"):
+    monkeypatch.setattr(compare, "at_once", lambda _: 2)
+    with pytest.raises(SystemExit) as end:
         compare.compare(argv, fake)
     folder = tmp_path / "compare"
-    assert {path.name for path in folder.glob("[!.]*")} == {"grpo+ex-s0", "grpo+ex-s1", "gspo-s0", "dapo-s0", "dapo-s1"}
-    assert (folder / ".logs" / "gspo-s0.log").read_text() == "a line of the run\n"
+    log = folder / ".logs" / "gspo-s0.log"
+    said = f"{folder}/gspo-s0: RuntimeError: out of memory; see {log}", f"{folder}/gspo-s1: error: no luck"
+    assert sorted(end.value.code.removeprefix("error: ").split("\n       ")) == sorted(said)
+    assert {path.name for path in folder.glob("[!.]*")} == {"grpo+ex-s0", "grpo+ex-s1", "dapo-s0", "dapo-s1"}
+    assert log.read_text().startswith("a line of the run\nTraceback")
     assert json.loads((folder / "grpo+ex-s1" / "config.json").read_text())["config"]["exchangeable"] is True
     (folder / "mended").mkdir()
     left = {run.name: args for run, args in compare.runs_of(argv).items() if args}
-    assert left.keys() == {"gspo-s1", "dapo-s0"} and left["dapo-s0"] == ["--resume", str(folder / "dapo-s0")]
+    assert left.keys() == {"gspo-s0", "gspo-s1", "dapo-s0"}
+    assert left["dapo-s0"] == ["--resume", str(folder / "dapo-s0")]
     capfd.readouterr()
+    monkeypatch.setattr(compare, "at_once", lambda _: 1)
     compare.compare(argv, fake)
     out = capfd.readouterr().out
-    assert "6 runs, 2 of them" in out and "| grpo+ex | 2 |" in out and "| dapo less grpo+ex | 2 |" in out
+    assert "6 runs, 3 of them" in out and "| grpo+ex | 2 |" in out and "| dapo less grpo+ex | 2 |" in out
     assert curves.read_run(folder / "dapo-s0").steps[-1]["step"] == 4
+
+
+def test_as_many_runs_at_once_as_there_are_cores_and_one_on_a_gpu(monkeypatch):
+    asked = config.parse([])
+    monkeypatch.setattr(compare.os, "sched_getaffinity", lambda _: range(6), raising=False)
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: False)
+    assert [compare.at_once(replace(asked, threads=n)) for n in (0, 1, 2, 4, 9)] == [1, 6, 3, 1, 1]
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
+    assert compare.at_once(asked) == 1 and compare.at_once(replace(asked, device="cpu")) == 6
 
 
 @pytest.mark.parametrize(
@@ -174,6 +226,7 @@ def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the
         (["--seeds", "0"], "--seeds 0: must be at least 1"),
         (["--method", "grpo,sgd"], "sgd"),
         (["--method", "grpo+exx"], "--method grpo+exx: expected NAME, NAME+ex or NAME+exK"),
+        (["--method", "grpo+ex,grpo+ex0"], "--method grpo+ex0: expected NAME, NAME+ex or NAME+exK with K from 1"),
         (["--method", "grpo,gspo,grpo"], "grpo stands there twice"),
         (["--method", "grpo,gspo", "--lr", "-1"], "--lr -1"),
         (["--method", "grpo,gspo", "--steps", "5"], "was made with steps 4, not 5; another experiment needs another"),

@@ -63,7 +63,7 @@ def test_every_command_has_flags_and_values_that_are_accepted(command, tmp_path,
     if command[1] == "train.py" and "--help" not in command and "--resume" not in command:
         args = [x.replace("$m-$s", "new") for x in command[2:]]
         compare.runs_of(args) if compare.wanted(args) else config.parse(args)
-    elif ids := [x for x in command if re.fullmatch(r"[MCNAIX]\d+[a-f]?|AUDIT", x)]:
+    elif ids := [x for x in command if re.fullmatch(r"[MCNAIX]\d+[a-g]?|AUDIT", x)]:
         assert verify.select(ids)
     elif "--losses" in command:
         assert (ROOT / command[-1]).exists() or command[-1] == "my_losses.py"
