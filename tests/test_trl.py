@@ -1,0 +1,163 @@
+"""engines/trl.py against losses.py: one real training run each, its gradients computed again from the papers' side.
+
+The run is TRL's own `train()`: generation, its scoring, its accumulation, its processes. What it leaves in param.grad
+before each optimiser step must be the gradient of losses.py on all answers of that step, scored by model.py.
+As a script (`accelerate launch tests/test_trl.py MODEL OUT`) this file is one process of a run of several.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from losses import METHODS, Batch, Old, exchangeable, group_advantages, prefix_nodes
+from model import make_rows, score
+
+pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
+from trl import GRPOConfig  # noqa: E402
+
+from engines.trl import Trainer  # noqa: E402
+
+G, L = 4, 8
+PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
+HONOURED = [name for name, m in METHODS.items() if not m.needs_hidden and not m.repair]
+CLIPS = {"eps_low": 0.15, "eps_high": 0.2}  # after one step of the optimiser, tokens lie on both sides of them
+HYPER = {"dfpo-min": {"ratio": "product"}, "advantage-reweighting": CLIPS | {"alpha": 0.7}, "reinforce": {}}
+HYPER |= {"dfpo-orthogonal": {}, "gspo": {"eps_low": 0.5, "eps_high": 0.6}}
+ACROSS = ("dapo", "gspo", "dfpo-min", "lopti")  # token-mean, sequence ratio, group ratio, two passes
+
+
+def reward(completion_ids, **_):
+    """Of the ids alone, and equal within some groups: no answer is right, but they differ."""
+    return [float(sum(ids) % 3) if ids[0] % 4 else 0.1 for ids in completion_ids]
+
+
+class Record(TrainerCallback):
+    """What is there before each optimiser step: parameters, gradients, the loss, the rows that it was taken on."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        parameters = {k: v.detach().clone() for k, v in model.named_parameters()}
+        gradients = {k: v.grad.clone() for k, v in model.named_parameters()}
+        k = (self.trainer._step - 1) % args.steps_per_generation + 1 - args.gradient_accumulation_steps
+        window = deepcopy(self.trainer._buffered_inputs[k : k + args.gradient_accumulation_steps])
+        ids = [
+            [row[m].tolist() for x in window for row, m in zip(x[f"{part}_ids"], x[f"{part}_mask"].bool(), strict=True)]
+            for part in ("prompt", "completion")
+        ]
+        self.steps.append((parameters, gradients, self.trainer.value, ids))
+
+
+def make(path, method, record=None, hyper=None, project=False, **options):
+    config = dict(
+        output_dir=tempfile.gettempdir(), save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, seed=1,
+        max_steps=2, num_iterations=2, learning_rate=1e-3, max_grad_norm=0.0, logging_steps=1, temperature=0.8,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=G, max_completion_length=L,
+        scale_rewards="none" if METHODS[method].scale == "mean" else "group", gradient_checkpointing=False,
+        use_bias_correction_kl=False,
+    )  # fmt: skip
+    trainer = Trainer(
+        path, reward, GRPOConfig(**config | options), Dataset.from_list(PROMPTS), method=method, hyper=hyper,
+        project=project, callbacks=[record] if record else None,
+    )  # fmt: skip
+    if record:
+        record.trainer = trainer
+    return trainer
+
+
+def run(path, method, hyper=None, **options):
+    record = Record()
+    trainer = make(path, method, record, HYPER.get(method, CLIPS) if hyper is None else hyper, **options)
+    trainer.train()
+    return record.steps, trainer.state.log_history
+
+
+def again(path, steps, method, hyper=None, project=False, kl=0.0):
+    """The same optimiser steps by losses.py and model.py: a loss and a gradient each."""
+    hyper = (HYPER.get(method, CLIPS) if hyper is None else hyper) | ({"kl": kl} if kl else {})
+    rule, found = METHODS[method], []
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    start = deepcopy(model.state_dict())  # the policy that answered, and the reference of the KL term
+    for k, (parameters, _, _, (prompts, answers)) in enumerate(steps):
+        rows = make_rows(prompts, answers, torch.device("cpu"))
+        model.load_state_dict(start)
+        old = score(model, rows, 0.8)[0].detach()
+        model.load_state_dict(parameters, strict=False)
+        model.zero_grad()
+        logp = score(model, rows, 0.8)[0]
+        rewards = torch.tensor(reward(answers))
+        advantages = group_advantages(rewards, G, rule.scale)
+        adv = advantages[:, None].expand_as(logp)
+        if rule.credit:
+            taken = {k: v for k, v in hyper.items() if k == "alpha"}
+            adv = rule.credit(adv, Old(rows.tokens, rows.mask, old, rewards, G), **taken)
+        batch = Batch(logp, old, adv, rows.mask, G, L, old)
+        taken = {k: v for k, v in hyper.items() if k != "alpha"}
+        loss = value = rule.passes[k % len(rule.passes)](batch, **taken)
+        if project:
+            loss = exchangeable(loss, logp, advantages, prefix_nodes(rows.tokens, rows.mask, G), rows.mask)
+        loss.backward()
+        found.append((value.item(), {k: v.grad for k, v in model.named_parameters()}))
+    return found
+
+
+def assert_same(path, steps, method, **options):
+    assert len(steps) == 2
+    for (_, gradients, value, _), (expected, ours) in zip(steps, again(path, steps, method, **options), strict=True):
+        assert abs(value.item() - expected) <= 1e-6 * max(1.0, abs(expected))
+        a, b = (torch.cat([g[k].flatten() for k in sorted(ours)]).double() for g in (gradients, ours))
+        assert b.norm() > 1e-4
+        assert (a - b).norm() <= 1e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("method", HONOURED)
+def test_two_accumulation_steps_and_two_iterations(qwen_path, method):
+    assert_same(qwen_path, run(qwen_path, method)[0], method)
+
+
+@pytest.mark.parametrize("project", [False, True], ids=["plain", "projected"])
+@pytest.mark.parametrize("micro, accumulate, pieces", [(8, 1, 1), (2, 4, 4), (4, 1, 2), (2, 2, 4)])
+def test_any_split_is_the_unsplit_batch(qwen_path, micro, accumulate, pieces, project):
+    """Groups torn over micro-batches (2 rows of 4); two optimiser steps from one generation (pieces > accumulate)."""
+    split = dict(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulate, steps_per_generation=pieces)
+    steps, _ = run(qwen_path, "dfpo-orthogonal", num_iterations=2, project=project, **split)
+    assert_same(qwen_path, steps, "dfpo-orthogonal", project=project)
+
+
+def test_beta_weighs_the_k3_term(qwen_path):
+    assert_same(qwen_path, run(qwen_path, "grpo", beta=0.3)[0], "grpo", kl=0.3)
+
+
+def test_two_processes(qwen_path, tmp_path):
+    """accelerate launch, gloo: groups torn over processes and micro-batches; every method that it is launched with."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--multi_gpu"]  # means several processes; with --cpu accelerate starts one. The script itself asks for CPUs
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", __file__]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, qwen_path, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for method in ACROSS:
+        ranks = [torch.load(tmp_path / f"{method}-{rank}.pt") for rank in range(2)]
+        merged = [
+            (parameters, gradients, value, [mine + theirs for mine, theirs in zip(ids, other[3], strict=True)])
+            for (parameters, gradients, value, ids), other in zip(*ranks, strict=True)
+        ]
+        assert_same(qwen_path, merged, method)
+        for mine, theirs in zip(*ranks, strict=True):
+            assert all(torch.equal(mine[1][k], theirs[1][k]) for k in mine[1])
+
+
+if __name__ == "__main__":
+    model_path, out = sys.argv[1:]
+    for method in ACROSS:
+        steps, _ = run(model_path, method, per_device_train_batch_size=3, gradient_accumulation_steps=2)  # 6 rows a process, groups of 4
+        torch.save(steps, Path(out) / f"{method}-{os.environ['RANK']}.pt")
