@@ -15,8 +15,11 @@ import torch
 from losses import METHODS, Batch, Method, Old
 
 
-def bind(name: str, hyper: dict) -> Method:
-    """METHODS[name] with its hyperparameters filled in and tried; ValueError in one line for what no engine honours."""
+def bind(name: str, hyper: dict, reference: bool = False) -> Method:
+    """METHODS[name] with its hyperparameters filled in and tried; ValueError in one line for what no engine honours.
+
+    reference: whether the engine brings the log-probs of a frozen reference, which a KL term needs.
+    """
     if name not in METHODS:
         raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
     method = METHODS[name]
@@ -37,7 +40,7 @@ def bind(name: str, hyper: dict) -> Method:
     credit = method.credit and partial(method.credit, **given(method.credit))
     zeros = torch.zeros(2, 1)
     for loss in passes:
-        loss(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros))
+        loss(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros if reference else None))
     if credit:
         credit(zeros, Old(zeros, zeros == 0, zeros, zeros[:, 0], 2))
     return replace(method, passes=passes, credit=credit)

@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -73,28 +74,18 @@ def trl_rows() -> Iterator[Row]:
     default = {f.name: f.default for f in fields(GRPOConfig)}
     source, start = inspect.getsourcelines(GRPOTrainer._compute_loss)
 
+    fixed = dict(beta=0.0, top_entropy_quantile=1.0, off_policy_mask_threshold=None, _entropy_bonus_enabled=False)
+    fixed |= dict(aux_loss_enabled=False, use_vllm=False, model=SimpleNamespace(training=True))
+    one = dict(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+    fixed |= dict(accelerator=SimpleNamespace(**one), get_gamma_weights=GRPOTrainer.get_gamma_weights)
+
     def loss(part, whole, pieces, loss_type, level, eps_high):
-        accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-        trainer = SimpleNamespace(
-            loss_type=loss_type,
-            importance_sampling_level=level,
-            epsilon_low=default["epsilon"],
-            epsilon_high=eps_high,
-            beta=0.0,
-            max_completion_length=whole.max_tokens,
-            args=SimpleNamespace(**default | {"steps_per_generation": pieces}),
-            current_gradient_accumulation_steps=pieces,
-            top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None,
-            aux_loss_enabled=False,
-            use_vllm=False,
-            _entropy_bonus_enabled=False,
-            accelerator=accelerator,
-            model=SimpleNamespace(training=True),
-            get_gamma_weights=GRPOTrainer.get_gamma_weights,
-            _metrics={"train": defaultdict(list)},
-            _get_per_token_logps_and_entropies=lambda *_, **__: (part.logp, torch.zeros_like(part.logp), None),
-        )
+        trainer = SimpleNamespace(loss_type=loss_type, importance_sampling_level=level, epsilon_high=eps_high, **fixed)
+        trainer.epsilon_low, trainer.max_completion_length = default["epsilon"], whole.max_tokens
+        trainer.args = SimpleNamespace(**default | {"steps_per_generation": pieces})
+        trainer.current_gradient_accumulation_steps, trainer._metrics = pieces, {"train": defaultdict(list)}
+        scored = part.logp, torch.zeros_like(part.logp), None
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored
         mask = part.mask.long()
         inputs = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), mask)
         inputs |= {"advantages": part.adv[:, 0], "old_per_token_logps": part.logp_old}
@@ -106,9 +97,7 @@ def trl_rows() -> Iterator[Row]:
             eps_high = 5.0 if loss_type == "cispo" else default["epsilon"]  # 5: what TRL's documentation recommends
             name = f"{loss_type}, {level}" + ", epsilon_high 5" * (loss_type == "cispo")
             yield Row(
-                name,
-                f"grpo_trainer.py:{line}",
-                lambda *x, k=(loss_type, level, eps_high): loss(*x, *k),
+                name, f"grpo_trainer.py:{line}", partial(loss, loss_type=loss_type, level=level, eps_high=eps_high)
             )
 
 
@@ -135,7 +124,9 @@ def verl_rows() -> Iterator[Row]:
         if mode in ("sapo", "geo_mean"):
             aggregations = ["its own mean over answers"]  # whatever loss_agg_mode says
         for policy in {"dro": DRO, "bypass_mode": BYPASS}.get(mode, [{}]):
-            said = [str(x) for value in policy.values() for x in (value.values() if isinstance(value, dict) else [value])]
+            said = [
+                str(x) for value in policy.values() for x in (value.values() if isinstance(value, dict) else [value])
+            ]
             for agg in aggregations:
                 name = " ".join([mode, *said]) + f", {agg}"
                 yield Row(name, f"{file}:{line}", lambda *x, k=(function, agg, policy): loss(*x, *k))

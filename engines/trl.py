@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from engines import bind
-from losses import Batch, Old, exchangeable, group_advantages, learning_tax, prefix_nodes, token_coefficients
+from losses import Batch, Method, Old, group_advantages, learning_tax, prefix_nodes, token_coefficients
+from losses import exchangeable as project
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -33,51 +34,52 @@ UNREAD += ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_
 UNREAD += ("mask_truncated_completions",)
 
 
-def refuse(args: GRPOConfig, method, project: bool):
+def refuse(args: GRPOConfig, method: Method, exchangeable: bool):
     """ValueError with the reason for every setting under which value or gradient would not be those of losses.py."""
     default = {f.name: f.default for f in fields(GRPOConfig)}
-    G, rows = args.num_generations, args.gradient_accumulation_steps * args.per_device_train_batch_size
-    scale = {"std": "group", "mean": "none"}[method.scale]
     for name in UNREAD:
         if getattr(args, name) != default[name]:
             raise ValueError(f"{name} {getattr(args, name)} has no effect here: hyperparameters are given as hyper")
-    if args.scale_rewards != scale:
-        raise ValueError(f"scale_rewards {args.scale_rewards!r}: this method's advantages want {scale!r}")
-    if args.steps_per_generation % args.gradient_accumulation_steps:
-        raise ValueError("steps_per_generation must be a multiple of gradient_accumulation_steps, so that an optimiser "
-                         "step sees one generation")  # fmt: skip
-    if rows % G and args.steps_per_generation != args.gradient_accumulation_steps:
-        raise ValueError(f"gradient_accumulation_steps x per_device_train_batch_size = {rows} rows are not whole "
-                         f"groups of num_generations {G}")  # fmt: skip
-    if len(method.passes) > 1 and (
-        args.num_iterations % len(method.passes) or args.steps_per_generation != args.gradient_accumulation_steps
-    ):
-        raise ValueError(f"the method's {len(method.passes)} passes are iterations: num_iterations must be a multiple "
-                         "of it, steps_per_generation equal to gradient_accumulation_steps")  # fmt: skip
-    if args.beta and ("kl" not in inspect.signature(method.passes[0]).parameters or project):
-        raise ValueError(f"beta {args.beta}: only methods whose pass is grpo have a KL term, and not when projected")
-    if args.beta and args.use_bias_correction_kl:
-        raise ValueError("beta with use_bias_correction_kl: the KL term here is the plain k3, set it to False")
-    if args.use_vllm and args.vllm_importance_sampling_correction:
-        raise ValueError("vllm_importance_sampling_correction reweighs tokens behind the loss; set it to False")
+    rows, passes = args.gradient_accumulation_steps * args.per_device_train_batch_size, len(method.passes)
+    one = args.steps_per_generation == args.gradient_accumulation_steps  # an optimiser step takes a whole generation
+    scale = {"std": "group", "mean": "none"}[method.scale]
+    kl = "kl" in inspect.signature(method.passes[0]).parameters and not exchangeable
+    reasons = {
+        f"scale_rewards must be {scale!r} for this method's advantages": args.scale_rewards != scale,
+        "steps_per_generation must be a multiple of gradient_accumulation_steps, so that an optimiser step is of one "
+        "generation": args.steps_per_generation % args.gradient_accumulation_steps,
+        f"{rows} rows an optimiser step and process are not whole groups of num_generations {args.num_generations}": (
+            rows % args.num_generations and not one
+        ),
+        f"{passes} passes are {passes} iterations: num_iterations must be a multiple, and steps_per_generation equal "
+        "to gradient_accumulation_steps": passes > 1 and (args.num_iterations % passes or not one),
+        "beta needs a method whose pass is grpo, not projected": args.beta and not kl,
+        "beta weighs the plain k3 here: set use_bias_correction_kl=False": args.beta and args.use_bias_correction_kl,
+        "vllm_importance_sampling_correction weighs tokens behind the loss: set it to False": (
+            args.use_vllm and args.vllm_importance_sampling_correction
+        ),
+    }
+    for reason, bad in reasons.items():
+        if bad:
+            raise ValueError(reason)
 
 
 class Trainer(GRPOTrainer):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method]; beta weighs the k3 KL term.
 
-    hyper: hyperparameters of the method. project: the node-mean projection of claim C17 (losses.exchangeable).
+    hyper: hyperparameters of the method. exchangeable: the node-mean projection of claim C17.
     ValueError, before anything is loaded where possible, for what this method or TRL cannot honour.
     """
 
-    def __init__(self, *args, method: str, hyper: dict | None = None, project: bool = False, **kwargs):
+    def __init__(self, *args, method: str, hyper: dict | None = None, exchangeable: bool = False, **kwargs):
         given = inspect.signature(GRPOTrainer.__init__).bind(None, *args, **kwargs).arguments
         config = given.get("args")
         if config is None:
             raise ValueError("args: a GRPOConfig is needed")
-        self.method, self.project = bind(method, hyper or {}), project
-        refuse(config, self.method, project)
+        self.method, self.exchangeable = bind(method, hyper or {}), exchangeable
+        refuse(config, self.method, exchangeable)
         if config.beta:
-            self.method = bind(method, {**(hyper or {}), "kl": config.beta})
+            self.method = bind(method, {**(hyper or {}), "kl": config.beta}, reference=True)
         if any(given.get(name) for name in ("tools", "environment_factory", "rollout_func")):
             raise ValueError("tools, environment_factory and rollout_func are not supported: the mask would have holes")
         super().__init__(*args, **kwargs)
@@ -97,8 +99,7 @@ class Trainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         rows = super()._generate_and_score_completions(inputs)
-        n = len(inputs)
-        rows["rewards"] = self.rewards[self.accelerator.process_index * n :][:n]
+        rows["rewards"] = self.rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)]
         return rows
 
     def _prepare_inputs(self, generation_batch):
@@ -144,7 +145,6 @@ class Trainer(GRPOTrainer):
         def field(name: str) -> Tensor:
             return whole(torch.cat([x[name] for x in window]))
 
-        n, width = logp.shape
         tokens, mask, rewards = field("completion_ids"), field("completion_mask").bool(), field("rewards")
         leaf = whole(logp).requires_grad_()  # (N, T)
         old = field("old_per_token_logps") if "old_per_token_logps" in window[0] else leaf.detach()
@@ -161,8 +161,8 @@ class Trainer(GRPOTrainer):
         with torch.enable_grad():
             loss = method_pass(batch)
             nodes = prefix_nodes(tokens, mask, group_size)
-            surrogate = exchangeable(loss, leaf, advantages, nodes, mask) if self.project else loss
+            surrogate = project(loss, leaf, advantages, nodes, mask) if self.exchangeable else loss
             c = token_coefficients(surrogate, leaf)
         self._metrics["train"]["learning_tax"].append(learning_tax(c, advantages, nodes, mask))
-        here = self.accelerator.process_index * n
-        return loss.detach(), c[here : here + n, :width] * self.accelerator.num_processes / len(c)
+        mine = c[self.accelerator.process_index * len(logp) :][: len(logp), : logp.shape[1]]
+        return loss.detach(), mine * self.accelerator.num_processes / len(c)

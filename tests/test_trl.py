@@ -15,23 +15,24 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from gsm8k import GSM8K
 from losses import METHODS, Batch, Old, exchangeable, group_advantages, prefix_nodes
 from model import make_rows, score
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from trl import GRPOConfig  # noqa: E402
 
+from engines import gsm8k_trl  # noqa: E402
 from engines.trl import Trainer  # noqa: E402
 
-G, L = 4, 8
+G, L, TEMPERATURE = 4, 8, 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
 HONOURED = [name for name, m in METHODS.items() if not m.needs_hidden and not m.repair]
 CLIPS = {"eps_low": 0.15, "eps_high": 0.2}  # after one step of the optimiser, tokens lie on both sides of them
-HYPER = {"dfpo-min": {"ratio": "product"}, "advantage-reweighting": CLIPS | {"alpha": 0.7}, "reinforce": {}}
+HYPER = {"dfpo-min": {}, "advantage-reweighting": CLIPS | {"alpha": 0.7}, "reinforce": {}}
 HYPER |= {"dfpo-orthogonal": {}, "gspo": {"eps_low": 0.5, "eps_high": 0.6}}
-ACROSS = ("dapo", "gspo", "dfpo-min", "lopti")  # token-mean, sequence ratio, group ratio, two passes
 
 
 def reward(completion_ids, **_):
@@ -57,18 +58,41 @@ class Record(TrainerCallback):
         self.steps.append((parameters, gradients, self.trainer.value, ids))
 
 
-def make(path, method, record=None, hyper=None, project=False, **options):
+def make(path, method, record=None, hyper=None, exchangeable=False, tools=None, dropout=0.0, **options):
     config = dict(
-        output_dir=tempfile.gettempdir(), save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, seed=1,
-        max_steps=2, num_iterations=2, learning_rate=1e-3, max_grad_norm=0.0, logging_steps=1, temperature=0.8,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=G, max_completion_length=L,
-        scale_rewards="none" if METHODS[method].scale == "mean" else "group", gradient_checkpointing=False,
+        output_dir=tempfile.gettempdir(),
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        seed=1,
+        max_steps=2,
+        num_iterations=2,
+        learning_rate=1e-3,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        temperature=TEMPERATURE,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=G,
+        max_completion_length=L,
+        scale_rewards="none" if method == "dr-grpo" else "group",
+        gradient_checkpointing=False,
         use_bias_correction_kl=False,
-    )  # fmt: skip
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=dropout)
     trainer = Trainer(
-        path, reward, GRPOConfig(**config | options), Dataset.from_list(PROMPTS), method=method, hyper=hyper,
-        project=project, callbacks=[record] if record else None,
-    )  # fmt: skip
+        model,
+        reward,
+        GRPOConfig(**config | options),
+        Dataset.from_list(PROMPTS),
+        method=method,
+        hyper=hyper,
+        exchangeable=exchangeable,
+        tools=tools,
+        callbacks=[record] if record else None,
+    )
     if record:
         record.trainer = trainer
     return trainer
@@ -81,7 +105,7 @@ def run(path, method, hyper=None, **options):
     return record.steps, trainer.state.log_history
 
 
-def again(path, steps, method, hyper=None, project=False, kl=0.0):
+def again(path, steps, method, hyper=None, projected=False, kl=0.0):
     """The same optimiser steps by losses.py and model.py: a loss and a gradient each."""
     hyper = (HYPER.get(method, CLIPS) if hyper is None else hyper) | ({"kl": kl} if kl else {})
     rule, found = METHODS[method], []
@@ -90,10 +114,10 @@ def again(path, steps, method, hyper=None, project=False, kl=0.0):
     for k, (parameters, _, _, (prompts, answers)) in enumerate(steps):
         rows = make_rows(prompts, answers, torch.device("cpu"))
         model.load_state_dict(start)
-        old = score(model, rows, 0.8)[0].detach()
+        old = score(model, rows, TEMPERATURE)[0].detach()
         model.load_state_dict(parameters, strict=False)
         model.zero_grad()
-        logp = score(model, rows, 0.8)[0]
+        logp = score(model, rows, TEMPERATURE)[0]
         rewards = torch.tensor(reward(answers))
         advantages = group_advantages(rewards, G, rule.scale)
         adv = advantages[:, None].expand_as(logp)
@@ -103,7 +127,7 @@ def again(path, steps, method, hyper=None, project=False, kl=0.0):
         batch = Batch(logp, old, adv, rows.mask, G, L, old)
         taken = {k: v for k, v in hyper.items() if k != "alpha"}
         loss = value = rule.passes[k % len(rule.passes)](batch, **taken)
-        if project:
+        if projected:
             loss = exchangeable(loss, logp, advantages, prefix_nodes(rows.tokens, rows.mask, G), rows.mask)
         loss.backward()
         found.append((value.item(), {k: v.grad for k, v in model.named_parameters()}))
@@ -124,28 +148,105 @@ def test_two_accumulation_steps_and_two_iterations(qwen_path, method):
     assert_same(qwen_path, run(qwen_path, method)[0], method)
 
 
-@pytest.mark.parametrize("project", [False, True], ids=["plain", "projected"])
+@pytest.mark.parametrize("projected", [False, True], ids=["plain", "projected"])
 @pytest.mark.parametrize("micro, accumulate, pieces", [(8, 1, 1), (2, 4, 4), (4, 1, 2), (2, 2, 4)])
-def test_any_split_is_the_unsplit_batch(qwen_path, micro, accumulate, pieces, project):
+def test_any_split_is_the_unsplit_batch(qwen_path, micro, accumulate, pieces, projected):
     """Groups torn over micro-batches (2 rows of 4); two optimiser steps from one generation (pieces > accumulate)."""
     split = dict(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulate, steps_per_generation=pieces)
-    steps, _ = run(qwen_path, "dfpo-orthogonal", num_iterations=2, project=project, **split)
-    assert_same(qwen_path, steps, "dfpo-orthogonal", project=project)
+    method = "pos-only" if projected else "dfpo-orthogonal"
+    steps, _ = run(qwen_path, method, exchangeable=projected, **split)
+    assert_same(qwen_path, steps, method, projected=projected)
 
 
 def test_beta_weighs_the_k3_term(qwen_path):
     assert_same(qwen_path, run(qwen_path, "grpo", beta=0.3)[0], "grpo", kl=0.3)
 
 
+def test_the_tax_is_logged_and_the_projection_removes_it(qwen_path):
+    plain, projected = (run(qwen_path, "pos-only", exchangeable=projected)[1] for projected in (False, True))
+    assert plain[0]["learning_tax"] > 0.1 and projected[0]["learning_tax"] < 1e-6 and plain[0]["entropy"] > 0.1
+
+
+def test_evaluation_is_the_loss_of_losses(qwen_path):
+    trainer = make(qwen_path, "reinforce", per_device_eval_batch_size=8, num_generations_eval=4)
+    seen = []
+    trainer._loss = lambda *x: seen.append(x) or Trainer._loss(trainer, *x)
+    found = trainer.evaluate(Dataset.from_list(PROMPTS[:2]))["eval_loss"]
+    ((logp, (rows,), group_size),) = seen
+    mask, rewards = rows["completion_mask"].bool(), rows["rewards"]
+    adv = group_advantages(rewards, group_size)[:, None].expand_as(logp)
+    expected = METHODS["reinforce"].passes[0](Batch(logp, logp, adv, mask, group_size, L))
+    assert found == pytest.approx(expected.item(), rel=1e-6) and abs(found) > 1e-3
+
+
+REFUSED = [
+    (dict(method="nthr"), "reads the last hidden states"),
+    (dict(method="ibpo"), "makes a second rollout"),
+    (dict(method="ppo"), "does not exist; accepted: reinforce, "),
+    (dict(hyper={"eps": 0.1}), "accepted, with defaults: eps_low=0.2, eps_high=0.2, kl=0.0"),
+    (dict(method="dfpo-min", hyper={"ratio": "sum"}), "must be"),
+    (dict(method="advantage-reweighting", hyper={"alpha": 2.0}), "between 0 and 1"),
+    (dict(hyper={"kl": 0.1}), "the KL term needs logp_ref"),
+    (dict(epsilon=0.1), "epsilon 0.1 has no effect here"),
+    (dict(loss_type="grpo"), "loss_type grpo has no effect here"),
+    (dict(method="dr-grpo", scale_rewards="group"), "must be 'none'"),
+    (dict(steps_per_generation=3), "multiple of gradient_accumulation_steps"),
+    (
+        dict(per_device_train_batch_size=3, steps_per_generation=4),
+        "6 rows an optimiser step and process are not whole groups",
+    ),
+    (dict(method="lopti", num_iterations=1), "2 passes are 2 iterations"),
+    (dict(method="gspo", beta=0.1), "needs a method whose pass is grpo"),
+    (dict(beta=0.1, exchangeable=True), "not projected"),
+    (dict(beta=0.1, use_bias_correction_kl=True), "plain k3"),
+    (dict(use_vllm=True), "set it to False"),
+    (dict(dropout=0.1), "drops out 0.1"),
+    (dict(tools=[print]), "tools, environment_factory"),
+]
+
+
+@pytest.mark.parametrize("options, reason", REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_cannot_be_honoured_is_refused_at_start_in_one_line(qwen_path, options, reason):
+    with pytest.raises(ValueError) as error:
+        make(qwen_path, **{"method": "grpo"} | options)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_answer_without_a_reward_is_refused(qwen_path):
+    trainer = make(qwen_path, "grpo")
+    trainer.reward_funcs = [lambda completions, **_: [None] * len(completions)]
+    with pytest.raises(ValueError, match="returned None for an answer"):
+        trainer.train()
+
+
+def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_path, monkeypatch):
+    flags = f"--model {qwen_path} --data {small_gsm8k} --output_dir {tmp_path} --method dfpo-orthogonal --max_steps 1"
+    flags += " --use_cpu --bf16 False --report_to none --num_generations 4 --per_device_train_batch_size 4"
+    flags += " --max_completion_length 4 --save_strategy no --gradient_checkpointing False"
+    monkeypatch.setattr(sys, "argv", ["gsm8k_trl", *flags.split()])
+    gsm8k_trl.main()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 1000
+    task = GSM8K(small_gsm8k)
+    rows = gsm8k_trl.prompts(task, tokenizer)
+    assert [tokenizer(x)["input_ids"] for x in rows["prompt"]] == [task.encode(tokenizer, x) for x in task.train]
+    monkeypatch.setattr(sys, "argv", ["gsm8k_trl", *flags.replace("dfpo-orthogonal", "ibpo").split()])
+    with pytest.raises(SystemExit):
+        gsm8k_trl.main()
+
+
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="two processes import everything again: LONG=1")
 def test_two_processes(qwen_path, tmp_path):
-    """accelerate launch, gloo: groups torn over processes and micro-batches; every method that it is launched with."""
+    """accelerate launch, gloo: groups torn over processes and micro-batches; every method."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--multi_gpu"]  # means several processes; with --cpu accelerate starts one. The script itself asks for CPUs
+    launch += [
+        "--multi_gpu"
+    ]  # means several processes; with --cpu accelerate starts one. The script itself asks for CPUs
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", __file__]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, qwen_path, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    for method in ACROSS:
+    for method in HONOURED:
         ranks = [torch.load(tmp_path / f"{method}-{rank}.pt") for rank in range(2)]
         merged = [
             (parameters, gradients, value, [mine + theirs for mine, theirs in zip(ids, other[3], strict=True)])
@@ -158,6 +259,8 @@ def test_two_processes(qwen_path, tmp_path):
 
 if __name__ == "__main__":
     model_path, out = sys.argv[1:]
-    for method in ACROSS:
-        steps, _ = run(model_path, method, per_device_train_batch_size=3, gradient_accumulation_steps=2)  # 6 rows a process, groups of 4
+    for method in HONOURED:
+        steps, _ = run(
+            model_path, method, per_device_train_batch_size=3, gradient_accumulation_steps=2
+        )  # 6 rows a process, groups of 4
         torch.save(steps, Path(out) / f"{method}-{os.environ['RANK']}.pt")

@@ -227,7 +227,9 @@ def one_process(path: str):
         value.backward()
         for micro in (8, 4):
             rows = slice(rank * 16 // processes, (rank + 1) * 16 // processes)
-            tensors = dict(input_ids=ids, attention_mask=attention.long(), response_mask=b.mask.long(), advantages=b.adv)
+            tensors = dict(
+                input_ids=ids, attention_mask=attention.long(), response_mask=b.mask.long(), advantages=b.adv
+            )
             tensors |= dict(prompts=ids[:, :P], responses=ids[:, P:], old_log_probs=old)
             tensors["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
             uid = {"uid": numpy.array(UID, dtype=object)[rows]}
@@ -242,8 +244,8 @@ def one_process(path: str):
             shares = torch.tensor(sum(out["loss"]))
             torch.distributed.all_reduce(shares)
             assert abs(shares / processes - value) <= 1e-6 * max(1.0, abs(value)), (name, shares / processes, value)
-            x, y = (torch.cat([g[k].flatten() for k in sorted(g)]).double() for g in (
-                gradients, {k: p.grad for k, p in ours.named_parameters()}))  # fmt: skip
+            pair = gradients, {k: p.grad for k, p in ours.named_parameters()}
+            x, y = (torch.cat([g[k].flatten() for k in sorted(g)]).double() for g in pair)
             assert y.norm() > 1e-4 and (x - y).norm() <= 1e-5 * y.norm(), (name, (x - y).norm() / y.norm())
             print(name, micro, "agrees", flush=True)
 
