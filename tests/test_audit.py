@@ -28,7 +28,7 @@ TWINS = {  # rows of the engines that are a loss of losses.py
         "vanilla, token-mean": ("token_grpo", {}),
         "vanilla, seq-mean-token-mean": ("grpo", {}),
         "gspo, seq-mean-token-mean": ("gspo", GSPO),
-        "gpg, seq-mean-token-sum": ("reinforce", {}),
+        "gpg, token-mean": ("reinforce", {}),
     },
 }
 

@@ -154,8 +154,10 @@ def test_any_split_is_the_unsplit_batch(qwen_path, micro, accumulate, pieces, pr
     """Groups torn over micro-batches (2 rows of 4); two optimiser steps from one generation (pieces > accumulate)."""
     split = dict(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulate, steps_per_generation=pieces)
     method = "pos-only" if projected else "dfpo-orthogonal"
-    steps, _ = run(qwen_path, method, exchangeable=projected, **split)
+    steps, history = run(qwen_path, method, exchangeable=projected, **split)
     assert_same(qwen_path, steps, method, projected=projected)
+    for line, (_, _, value, _) in zip(history, steps, strict=False):  # what is logged is what was optimised
+        assert line["loss"] == pytest.approx(value.item(), rel=1e-5, abs=1e-6)
 
 
 def test_beta_weighs_the_k3_term(qwen_path):
