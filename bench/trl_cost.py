@@ -1,7 +1,7 @@
 """What exactness costs under TRL: seconds of an optimiser step by accumulation steps, TRL's own loss and ours.
 
-`python bench/trl_cost.py`. A Qwen2 of random weights (4 layers, width 256, vocabulary 8192), 32 answers of up to 64 tokens
-an optimiser step, one process, one thread; generation is not timed. Variants take turns; medians over the rounds.
+`python bench/trl_cost.py`. A Qwen2 of random weights (4 layers, width 256, vocabulary 8192), 32 answers of up to 64
+tokens an optimiser step, one process, one thread; generation is not timed. Variants take turns; medians of 9 rounds.
 """
 
 import copy

@@ -109,9 +109,11 @@ def verl_rows() -> Iterator[Row]:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    def loss(part, whole, pieces, function, agg, policy):
-        sizes = dict(rollout_n=whole.group_size, ppo_micro_batch_size_per_gpu=len(part.mask))
-        config = ActorConfig(strategy="fsdp", **sizes, policy_loss=PolicyLossConfig(**policy))
+    def loss(part, whole, pieces, function, agg, options):
+        actor = dict(strategy="fsdp", rollout_n=whole.group_size, ppo_micro_batch_size_per_gpu=len(part.mask))
+        actor |= {k: v for k, v in options.items() if k.startswith("clip_ratio")}
+        policy = PolicyLossConfig(**{k: v for k, v in options.items() if k not in actor})
+        config = ActorConfig(**actor, policy_loss=policy)
         config.global_batch_info.update(dp_size=1, batch_num_tokens=whole.mask.sum().item(), loss_scale_factor=None)
         config.global_batch_info["global_batch_size"] = len(whole.mask)
         torch.manual_seed(0)  # clip_cov draws at random
@@ -123,19 +125,22 @@ def verl_rows() -> Iterator[Row]:
         aggregations = AGGREGATIONS if mode == "vanilla" else dict.fromkeys((AGGREGATIONS[0], own))
         if mode in ("sapo", "geo_mean"):
             aggregations = ["its own mean over answers"]  # whatever loss_agg_mode says
-        for policy in {"dro": DRO, "bypass_mode": BYPASS}.get(mode, [{}]):
-            said = [
-                str(x) for value in policy.values() for x in (value.values() if isinstance(value, dict) else [value])
-            ]
+        for options in OPTIONS.get(mode, [{}]):
+            values = options.get("rollout_correction", options)
+            said = " ".join(f"{k} {v}" for k, v in values.items() if v is not None)
             for agg in aggregations:
-                name = " ".join([mode, *said]) + f", {agg}"
-                yield Row(name, f"{file}:{line}", lambda *x, k=(function, agg, policy): loss(*x, *k))
+                name = ", ".join(filter(None, (mode, said, agg)))
+                yield Row(name, f"{file}:{line}", partial(loss, function=function, agg=agg, options=options))
 
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
-DRO = [{"dro_beta": 1.0}]  # it has no default
-BYPASS = [{"rollout_correction": {"loss_type": "ppo_clip"}}]
-BYPASS += [{"rollout_correction": {"loss_type": "reinforce", "rollout_is": level}} for level in ("token", "sequence")]
+NARROW = {"clip_ratio": 0.02, "clip_ratio_low": None, "clip_ratio_high": None}  # the trees seldom leave DPPO's own 0.2
+OPTIONS = {"dppo_tv": [{}, NARROW], "dppo_kl": [{}, NARROW], "dro": [{"dro_beta": 1.0}]}  # DRO's beta has no default
+OPTIONS["bypass_mode"] = [
+    {"rollout_correction": {"loss_type": "ppo_clip"}},
+    {"rollout_correction": {"loss_type": "reinforce", "rollout_is": "token"}},
+    {"rollout_correction": {"loss_type": "reinforce", "rollout_is": "sequence"}},
+]
 
 
 # ---------------------------------------------------------------- main

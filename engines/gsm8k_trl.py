@@ -26,7 +26,7 @@ class Options:
     method: str = field(default="grpo", metadata={"help": f"which loss: {', '.join(METHODS)}"})
     model: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "directory or hub id of a causal LM"})
     data: str = field(default="", metadata={"help": "directory with GSM8K's train.jsonl and test.jsonl; none: the hub"})
-    hyper: list[str] = field(default_factory=list, metadata={"help": "hyperparameters of the method, name=number ..."})
+    hyper: list[str] = field(default_factory=list, metadata={"help": "hyperparameters of the method, name=value ..."})
     exchangeable: bool = field(default=False, metadata={"help": "the node-mean projection (claim C17)"})
 
 
@@ -45,15 +45,18 @@ def prompts(task: GSM8K, tokenizer) -> Dataset:
 def main():
     options, config = HfArgumentParser((Options, GRPOConfig)).parse_args_into_dataclasses()
     try:
-        hyper = {name: float(value) for name, value in (x.split("=") for x in options.hyper)}
+        if bad := [x for x in options.hyper if "=" not in x]:
+            raise ValueError(f"--hyper {bad[0]}: NAME=VALUE is expected, such as eps_high=0.3")
+        chosen = dict(x.split("=", 1) for x in options.hyper)
+        hyper = {k: v if k == "ratio" else float(v) for k, v in chosen.items()}  # dfpo's, the one that is a word
         task, tokenizer = GSM8K(options.data or None), AutoTokenizer.from_pretrained(options.model)
 
         def reward(completion_ids, answer, **_):
             texts = (tokenizer.decode([i for i in ids if i != tokenizer.eos_token_id]) for ids in completion_ids)
             return [task.reward(text, Item("", gold, "")) for text, gold in zip(texts, answer, strict=True)]
 
-        chosen = dict(method=options.method, hyper=hyper, exchangeable=options.exchangeable)
-        trainer = Trainer(options.model, reward, config, prompts(task, tokenizer), processing_class=tokenizer, **chosen)
+        given = dict(method=options.method, hyper=hyper, exchangeable=options.exchangeable)
+        trainer = Trainer(options.model, reward, config, prompts(task, tokenizer), processing_class=tokenizer, **given)
     except (ValueError, OSError) as error:
         fail(str(error).splitlines()[0])
     trainer.train()

@@ -221,7 +221,7 @@ def test_an_answer_without_a_reward_is_refused(qwen_path):
         trainer.train()
 
 
-def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_path, monkeypatch):
+def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_path, monkeypatch, capsys):
     flags = f"--model {qwen_path} --data {small_gsm8k} --output_dir {tmp_path} --method dfpo-orthogonal --max_steps 1"
     flags += " --use_cpu --bf16 False --report_to none --num_generations 4 --per_device_train_batch_size 4"
     flags += " --max_completion_length 4 --save_strategy no --gradient_checkpointing False"
@@ -232,9 +232,15 @@ def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_pa
     task = GSM8K(small_gsm8k)
     rows = gsm8k_trl.prompts(task, tokenizer)
     assert [tokenizer(x)["input_ids"] for x in rows["prompt"]] == [task.encode(tokenizer, x) for x in task.train]
-    monkeypatch.setattr(sys, "argv", ["gsm8k_trl", *flags.replace("dfpo-orthogonal", "ibpo").split()])
-    with pytest.raises(SystemExit):
-        gsm8k_trl.main()
+    for wrong, reason in (
+        ("--method ibpo", "second rollout"),
+        ("--hyper eps", "NAME=VALUE"),
+        ("--data /no", "not a file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gsm8k_trl", *flags.split(), *wrong.split()])
+        with pytest.raises(SystemExit):
+            gsm8k_trl.main()
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="two processes import everything again: LONG=1")
