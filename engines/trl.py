@@ -86,9 +86,9 @@ class Trainer(GRPOTrainer):
         if self._is_vlm or self.aux_loss_enabled:
             raise ValueError("vision models and router auxiliary losses are not supported")
         for name, module in self.model.named_modules():
-            rates = [module.p if isinstance(module, torch.nn.Dropout) else 0, getattr(module, "attention_dropout", 0)]
-            if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                raise ValueError(f"{name} drops out {max(rates)}: the two passes would differ; set it to 0")
+            rates = [getattr(module, "attention_dropout", 0), module.p if isinstance(module, torch.nn.Dropout) else 0]
+            if live := [rate for rate in rates if isinstance(rate, float) and rate > 0]:
+                raise ValueError(f"{name} drops out {live[0]}: the two passes would differ; set it to 0")
 
     def _calculate_rewards(self, *args):
         rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)

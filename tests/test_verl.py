@@ -225,7 +225,7 @@ def one_process(path: str):
         old = logp.detach() + (b.logp_old - b.logp) * b.mask
         value = expected(name, replace(b, logp=logp, logp_old=old))
         value.backward()
-        for micro in (8, 4):
+        for micro in (16 // processes, 8 // processes):  # one micro-batch, and two
             rows = slice(rank * 16 // processes, (rank + 1) * 16 // processes)
             tensors = dict(
                 input_ids=ids, attention_mask=attention.long(), response_mask=b.mask.long(), advantages=b.adv
