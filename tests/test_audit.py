@@ -49,7 +49,10 @@ def test_the_regimes_tell_known_losses_apart(name):
 
 
 def test_torn_groups_show_a_normaliser_of_the_micro_batch():
+    sums = []
+
     def own_tokens(part, whole, pieces):
+        sums.extend([part.adv[:, 0].sum().abs().item()] * (pieces > 1))
         surrogate = (part.logp - part.logp_old).exp() * part.adv
         return -(surrogate * part.mask).sum() / part.mask.sum() / pieces
 
@@ -60,6 +63,7 @@ def test_torn_groups_show_a_normaliser_of_the_micro_batch():
     whole, torn = ([audit.left_over(row, DRAWS, *audit.SETTINGS[k]) for row in rows] for k in (1, 4))
     assert max(whole) < 1e-9
     assert torn[0] > 0.003 and torn[1] < 1e-9
+    assert min(sums) > 1e-3  # no micro-batch holds whole groups alone
 
 
 @pytest.mark.parametrize("engine", TWINS)

@@ -5,6 +5,7 @@ before each optimiser step must be the gradient of losses.py on all answers of t
 As a script (`accelerate launch tests/test_trl.py MODEL OUT`) this file is one process of a run of several.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ HONOURED = [name for name, m in METHODS.items() if not m.needs_hidden and not m.
 CLIPS = {"eps_low": 0.15, "eps_high": 0.2}  # after one step of the optimiser, tokens lie on both sides of them
 HYPER = {"dfpo-min": {}, "advantage-reweighting": CLIPS | {"alpha": 0.7}, "reinforce": {}}
 HYPER |= {"dfpo-orthogonal": {}, "gspo": {"eps_low": 0.5, "eps_high": 0.6}}
+LONG = pytest.mark.skipif(not os.environ.get("LONG"), reason="the full grid: LONG=1")
 
 
 def reward(completion_ids, **_):
@@ -144,9 +146,11 @@ def assert_same(path, steps, method, **options):
         assert (a - b).norm() <= 1e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
 
 
+@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=LONG)])
 @pytest.mark.parametrize("method", HONOURED)
-def test_two_accumulation_steps_and_two_iterations(qwen_path, method):
-    assert_same(qwen_path, run(qwen_path, method)[0], method)
+def test_two_iterations(qwen_path, method, accumulate):
+    split = dict(per_device_train_batch_size=8 // accumulate, gradient_accumulation_steps=accumulate)
+    assert_same(qwen_path, run(qwen_path, method, **split)[0], method)
 
 
 @pytest.mark.parametrize("projected", [False, True], ids=["plain", "projected"])
@@ -246,7 +250,7 @@ def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_pa
         assert reason in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="two processes import everything again: LONG=1")
+@LONG
 def test_two_processes(qwen_path, tmp_path):
     """accelerate launch, gloo: groups torn over processes and micro-batches; every method."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
@@ -257,8 +261,8 @@ def test_two_processes(qwen_path, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, qwen_path, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    for method in HONOURED:
-        ranks = [torch.load(tmp_path / f"{method}-{rank}.pt") for rank in range(2)]
+    for method, accumulate in itertools.product(HONOURED, (1, 2)):
+        ranks = [torch.load(tmp_path / f"{method}-{accumulate}-{rank}.pt") for rank in range(2)]
         merged = [
             (parameters, gradients, value, [mine + theirs for mine, theirs in zip(ids, other[3], strict=True)])
             for (parameters, gradients, value, ids), other in zip(*ranks, strict=True)
@@ -270,8 +274,6 @@ def test_two_processes(qwen_path, tmp_path):
 
 if __name__ == "__main__":
     model_path, out = sys.argv[1:]
-    for method in HONOURED:
-        steps, _ = run(
-            model_path, method, per_device_train_batch_size=3, gradient_accumulation_steps=2
-        )  # 6 rows a process, groups of 4
-        torch.save(steps, Path(out) / f"{method}-{os.environ['RANK']}.pt")
+    for method, accumulate in itertools.product(HONOURED, (1, 2)):  # 6 rows a process, groups of 4
+        split = dict(per_device_train_batch_size=6 // accumulate, gradient_accumulation_steps=accumulate)
+        torch.save(run(model_path, method, **split)[0], Path(out) / f"{method}-{accumulate}-{os.environ['RANK']}.pt")
