@@ -106,7 +106,7 @@ def trl_rows() -> Iterator[Row]:
 
 def verl_rows() -> Iterator[Row]:
     """Every function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
     def loss(part, whole, pieces, function, agg, options):
@@ -119,7 +119,9 @@ def verl_rows() -> Iterator[Row]:
         torch.manual_seed(0)  # clip_cov draws at random
         return function(part.logp_old, part.logp, part.adv, part.mask, loss_agg_mode=agg, config=config)[0]
 
-    for mode, function in POLICY_LOSS_REGISTRY.items():
+    for mode, function in core_algos.POLICY_LOSS_REGISTRY.items():
+        if function.__module__ != core_algos.__name__:  # registered by somebody else, such as engines.verl
+            continue
         file, line = inspect.getsourcefile(function).rpartition("/")[2], inspect.getsourcelines(function)[1]
         own = inspect.signature(function).parameters["loss_agg_mode"].default
         aggregations = AGGREGATIONS if mode == "vanilla" else dict.fromkeys((AGGREGATIONS[0], own))
