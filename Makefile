@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-faults clean
+.PHONY: train test test-faults test-verl clean
 
 train: .venv/ready
 	$(BIN)/python train.py
@@ -13,9 +13,21 @@ test: .venv/ready-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 	$(BIN)/python verify.py
 
-# The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault, every command of the READMEs in small.
+# The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault, every command of the READMEs in
+# small, TRL on two processes.
+LONG_TESTS := $(patsubst %,tests/test_%.py,promises readme faults trl)
 test-faults: .venv/ready-dev
-	LONG=1 $(BIN)/python -m pytest -q -rA tests/test_promises.py tests/test_readme.py tests/test_faults.py
+	LONG=1 $(BIN)/python -m pytest -q -rA $(LONG_TESTS)
+
+# verl pins another transformers, hence an environment of its own. No CUDA, vLLM or flash-attn is needed.
+test-verl: .venv-verl/ready
+	.venv-verl/bin/python -m pytest -q -rA tests/test_verl.py tests/test_audit.py
+	.venv-verl/bin/python -m engines.audit verl
+
+.venv-verl/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install -q -e '.[verl]' pytest
+	touch $@
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -27,4 +39,4 @@ test-faults: .venv/ready-dev
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-verl

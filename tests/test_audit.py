@@ -1,0 +1,86 @@
+"""engines/audit.py: the regimes tell known losses apart, and an engine's figures are those of the same loss here."""
+
+import importlib.util
+
+import pytest
+
+import losses
+from engines import audit
+from toy.trees import Draw
+
+DRAWS = [Draw(0, k) for k in range(12)]
+GSPO = dict(eps_low=0.2, eps_high=0.2)  # the engines' default clip range
+KNOWN = {  # 0 cancels, x does not, in the first four regimes: theory's audit table
+    "reinforce": "0000",
+    "grpo": "0x0x",
+    "token_grpo": "000x",
+    "gspo": "0xxx",
+    "dfpo_min": "0000",
+}
+TWINS = {  # rows of the engines that are a loss of losses.py
+    "trl": {
+        "grpo, token": ("grpo", {}),
+        "grpo, sequence": ("gspo", GSPO),
+        "dr_grpo, token": ("dr_grpo", {}),
+        "dapo, token": ("token_grpo", {}),
+    },
+    "verl": {
+        "vanilla, token-mean": ("token_grpo", {}),
+        "vanilla, seq-mean-token-mean": ("grpo", {}),
+        "gspo, seq-mean-token-mean": ("gspo", GSPO),
+        "gpg, token-mean": ("reinforce", {}),
+    },
+}
+
+
+def ours(name, **hyper):
+    return audit.Row(name, "losses.py", lambda part, whole, pieces: getattr(losses, name)(whole, **hyper))
+
+
+def cells(row):
+    return [audit.left_over(row, DRAWS, *setting) for setting in audit.SETTINGS[:4]]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_regimes_tell_known_losses_apart(name):
+    found = cells(ours(name, **(GSPO if name == "gspo" else {})))
+    assert "".join("0" if x < 1e-9 else "x" for x in found) == KNOWN[name]
+    assert all(x < 1e-9 or x > 1e-3 for x in found)
+
+
+def test_torn_groups_show_a_normaliser_of_the_micro_batch():
+    sums = []
+
+    def own_tokens(part, whole, pieces):
+        sums.extend([part.adv[:, 0].sum().abs().item()] * (pieces > 1))
+        surrogate = (part.logp - part.logp_old).exp() * part.adv
+        return -(surrogate * part.mask).sum() / part.mask.sum() / pieces
+
+    def all_tokens(part, whole, pieces):
+        return own_tokens(part, whole, 1) * part.mask.sum() / whole.mask.sum()
+
+    rows = [audit.Row("", "", loss) for loss in (own_tokens, all_tokens)]
+    whole, torn = ([audit.left_over(row, DRAWS, *audit.SETTINGS[k]) for row in rows] for k in (1, 4))
+    assert max(whole) < 1e-9
+    assert torn[0] > 0.003 and torn[1] < 1e-9
+    assert min(sums) > 1e-3  # no micro-batch holds whole groups alone
+
+
+@pytest.mark.parametrize("engine", TWINS)
+def test_an_engines_figures_are_those_of_the_same_loss_here(engine):
+    pytest.importorskip(engine, reason=f"{engine} is an extra")
+    rows = {row.name: row for row in {"trl": audit.trl_rows, "verl": audit.verl_rows}[engine]()}
+    for name, (twin, hyper) in TWINS[engine].items():
+        assert cells(rows[name]) == pytest.approx(cells(ours(twin, **hyper)), rel=1e-6, abs=1e-9)
+    assert all(":" in row.where for row in rows.values())
+
+
+def test_a_missing_engine_is_named_with_its_extra(capsys):
+    missing = [name for name in TWINS if importlib.util.find_spec(name) is None]
+    for name in missing:
+        with pytest.raises(SystemExit):
+            audit.main([name])
+        assert f"pip install -e '.[{name}]'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        audit.main(["openrlhf"])
+    assert capsys.readouterr().err == "error: engines.audit openrlhf: one of trl, verl is expected\n"
