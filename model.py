@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,6 +38,7 @@ def load_model(config: Config, task, device: torch.device, path: str):
         shape = dict(
             n_layer=config.layers, n_embd=config.width, n_head=4 if config.width < 512 else 8, n_positions=1024
         )
+        shape["activation_function"] = "gelu_pytorch_tanh"  # GPT-2's own formula, as one kernel instead of eight
         torch.manual_seed(config.seed)
         # The usual init of 0.02 is meant for wide models; a narrow one learns several times faster from this.
         start = dict(initializer_range=config.width**-0.5)
@@ -150,7 +151,7 @@ def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eo
                 break
             if not alive.all():
                 keep = alive.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)
                 rows, token, attention, position = rows[keep], token[keep], attention[keep], position[keep]
             attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
             position = position + 1
@@ -178,22 +179,49 @@ def score(model, rows: Rows, temperature: float, keep_hidden: bool = False) -> t
         inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
         hidden = model.base_model(ids, **inputs).last_hidden_state[:, rows.prompt.shape[1] - 1 : -1]  # predict answers
         hidden, targets = hidden[rows.mask], rows.tokens[rows.mask]  # (M, d), (M,)
-        size = max(1, CHUNK[ids.device.type] // model.config.vocab_size)
-        if len(targets) <= size:
-            parts = [head_logps(model, hidden, targets, temperature)]
-        else:
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            parts = [checkpoint(head_logps, model, h, t, temperature, use_reentrant=False) for h, t in chunks]
-    flat = [torch.cat(x) for x in zip(*parts, strict=True)] + ([hidden.detach()] if keep_hidden else [])
+    head = model.get_output_embeddings()
+    flat = [*HeadLogps.apply(hidden.float(), head.weight, getattr(head, "bias", None), targets, temperature)]
+    flat += [hidden.detach()] if keep_hidden else []
     return tuple(x.new_zeros(*rows.mask.shape, *x.shape[1:]).index_put((rows.mask,), x) for x in flat)
 
 
-def head_logps(model, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(M, d), (M,) -> log-prob of the target and entropy of the distribution, (M,) fp32 each."""
-    logp = (logits_of(model, hidden) / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(1, targets[:, None]).squeeze(1), entropy
+class HeadLogps(torch.autograd.Function):
+    """Log-prob of the target, and entropy, under softmax(hidden W^T / temperature): (M, d), (V, d), (M,) -> (M,) twice.
+
+    A chunk of rows at a time, and again in backward, where dlogp_y / dlogits = (e_y - softmax) / temperature: so there
+    are never more logits than two chunks of them, and the gradient of W is summed in place. The entropy has none.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float):
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, found = temperature, []
+        for rows in chunks(hidden, weight):
+            logp = F.linear(hidden[rows], weight, bias).div_(temperature).log_softmax(-1)
+            found.append((logp.gather(1, targets[rows, None]).squeeze(1), -logp.exp().mul_(logp).sum(-1)))
+        logp, entropy = (torch.cat(x) for x in zip(*found, strict=True))
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        hidden, weight, bias, targets = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        for rows in chunks(hidden, weight):
+            p, g = F.linear(hidden[rows], weight, bias).div_(ctx.temperature).softmax(-1), grad[rows, None]
+            d_logits = p.mul_(-g).scatter_add_(1, targets[rows, None], g).div_(ctx.temperature)
+            d_hidden[rows] = d_logits @ weight
+            d_weight.addmm_(d_logits.T, hidden[rows])
+            if bias is not None:
+                d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """At least 512 rows each: with fewer, a product with a large W takes as long as reading W from memory."""
+    size = max(512, CHUNK[hidden.device.type] // len(weight))
+    return [slice(i, i + size) for i in range(0, len(hidden), size)]
 
 
 def pieces(rows: Rows, size: int) -> list[slice]:
