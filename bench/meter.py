@@ -69,7 +69,7 @@ def steps(case: Case):
 
 def make_config(case: Case, minibatches: int = 1) -> train.Config:
     sizes = dict(prompts=case.prompts, group_size=GROUP, max_tokens=case.cap, minibatches=minibatches)
-    return train.Config(**sizes, micro_rows=64, lr=0.0, reference=False, schedule="constant")
+    return train.Config(**sizes, micro_rows=case.prompts * GROUP, lr=0.0, reference=False, schedule="constant")
 
 
 def main(argv: list[str] | None = None):

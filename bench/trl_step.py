@@ -114,13 +114,13 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--memory", choices=("ours", "trl"), help="only this side's peak over 3 steps, in MB")
+    parser.add_argument("--memory", choices=("ours", "trl"), help="only this side's peak over 2 steps, in MB")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if args.memory:
-        return print(f"{rise_mb(lambda: run(CASES[args.cases[0]], 3, (args.memory,))):.0f}")
+        return print(f"{rise_mb(lambda: run(CASES[args.cases[0]], 2, (args.memory,))):.0f}")
     for name in args.cases:
         medians, tokens = {"ours": [], "trl": []}, {"ours": 0, "trl": 0}
         for _ in range(args.runs):
