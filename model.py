@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -65,7 +65,7 @@ def load_model(config: Config, task, device: torch.device, path: str):
         rollout(model, ids.tolist() * 2, 2, 2, 1.0, eos, rng("try"))
     except (AttributeError, NotImplementedError, TypeError) as error:
         fail(f"--model {path}: {type(model).__name__} is not supported ({str(error).splitlines()[0]})")
-    if not torch.allclose(plain, ours, atol=1e-4):
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear) or not torch.allclose(plain, ours, atol=1e-4):
         fail(f"--model {path}: {type(model).__name__} changes its logits after the output layer; not supported")
     if METHODS[config.method].needs_hidden and getattr(model.get_output_embeddings(), "bias", None) is not None:
         fail(f"--method {config.method}: the output layer of {path} has a bias, which its token scores leave out")
@@ -150,7 +150,7 @@ def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eo
                 break
             if not alive.all():
                 keep = alive.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)
                 rows, token, attention, position = rows[keep], token[keep], attention[keep], position[keep]
             attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
             position = position + 1
@@ -178,22 +178,56 @@ def score(model, rows: Rows, temperature: float, keep_hidden: bool = False) -> t
         inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
         hidden = model.base_model(ids, **inputs).last_hidden_state[:, rows.prompt.shape[1] - 1 : -1]  # predict answers
         hidden, targets = hidden[rows.mask], rows.tokens[rows.mask]  # (M, d), (M,)
-        size = max(1, CHUNK[ids.device.type] // model.config.vocab_size)
-        if len(targets) <= size:
-            parts = [head_logps(model, hidden, targets, temperature)]
-        else:
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            parts = [checkpoint(head_logps, model, h, t, temperature, use_reentrant=False) for h, t in chunks]
-    flat = [torch.cat(x) for x in zip(*parts, strict=True)] + ([hidden.detach()] if keep_hidden else [])
+    head = model.get_output_embeddings()
+    logps = head_logps if len(chunks(hidden, head.weight)) == 1 else HeadLogps.apply
+    flat = [*logps(hidden.float(), head.weight, head.bias, targets, temperature)]
+    flat += [hidden.detach()] if keep_hidden else []
     return tuple(x.new_zeros(*rows.mask.shape, *x.shape[1:]).index_put((rows.mask,), x) for x in flat)
 
 
-def head_logps(model, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(M, d), (M,) -> log-prob of the target and entropy of the distribution, (M,) fp32 each."""
-    logp = (logits_of(model, hidden) / temperature).log_softmax(-1)
+def head_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float):
+    """Log-prob of target, entropy of softmax(hidden W^T / temperature). (M, d), (V, d), (V,), (M,) -> (M,), (M,)."""
+    logp = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+class HeadLogps(torch.autograd.Function):
+    """head_logps a chunk of rows at a time, and again in backward, where dlogp_y / dlogits = (e_y - p) / temperature.
+
+    So there are never more logits than two chunks of them, and the gradient of W is summed in place.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float):
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, found = temperature, []
+        for rows in chunks(hidden, weight):
+            found.append(head_logps(hidden[rows], weight, bias, targets[rows], temperature))
+        logp, entropy = (torch.cat(x) for x in zip(*found, strict=True))
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        hidden, weight, bias, targets = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        for rows in chunks(hidden, weight):
+            p, g = F.linear(hidden[rows], weight, bias).div_(ctx.temperature).softmax(-1), grad[rows, None]
+            d_logits = p.mul_(-g).scatter_add_(1, targets[rows, None], g).div_(ctx.temperature)
+            d_hidden[rows] = d_logits @ weight
+            d_weight.addmm_(d_logits.T, hidden[rows])
+            if bias is not None:
+                d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """At least 512 rows each: with fewer, a product with a large W takes as long as reading W from memory."""
+    size = max(512, CHUNK[hidden.device.type] // len(weight))
+    return [slice(i, i + size) for i in range(0, len(hidden), size)]
 
 
 def pieces(rows: Rows, size: int) -> list[slice]:

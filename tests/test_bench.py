@@ -1,10 +1,14 @@
-"""The scripts behind the README's figures."""
+"""The scripts behind the README's tables; of the benches, that both sides do the same work."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-from bench import tokens
+import model
+from bench import growth, meter, rollout, scoring, timing, tokens
 
 
 @pytest.fixture
@@ -37,3 +41,96 @@ def test_rewards_are_read_at_equal_tokens_with_students_interval(make_run, capsy
         tokens.main("20", cheap)
     with pytest.raises(SystemExit, match="is not a run"):
         tokens.main("5", "nowhere")
+
+
+def draw(case, seed):
+    """Sampling as rollout() does it, from the same numbers, for generate()."""
+    size, gen = (case.prompts * rollout.GROUP, case.cap), torch.Generator().manual_seed(seed)
+    uniform = torch.rand(size, generator=gen, dtype=torch.float64)
+
+    def only(ids, scores):
+        cdf = scores.double().softmax(-1).cumsum(-1)
+        token = torch.searchsorted(cdf, uniform[:, ids.shape[1] - case.prompt, None], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+    return only
+
+
+def test_rollout_generates_the_tokens_that_generate_does():
+    case = replace(rollout.CASES["b"], prompts=3, prompt=5, mean=6, cap=12, layers=2, width=32, vocab=50)
+    policy, prompts, lengths = rollout.build(case, "cpu")
+    head = policy.get_output_embeddings()
+    pair = []
+    for generate, processors in ((rollout.ours, {}), (rollout.theirs, {"processors": [draw(case, 3)]})):
+        policy.set_output_embeddings(rollout.Ends(head, lengths))
+        pair.append(generate(policy, prompts, case.cap, 3, **processors))
+    assert torch.equal(*pair) and lengths.unique().numel() > 3
+    ended = (pair[0] == rollout.EOS).any(1)
+    assert torch.equal((pair[0] == rollout.EOS).int().argmax(1)[ended] + 1, lengths[ended])
+    assert (lengths[~ended] == case.cap).all() and pair[0].unique().numel() > 20
+
+
+def test_scoring_in_chunks_is_the_plain_path(monkeypatch):
+    monkeypatch.setattr(model, "CHUNK", {"cpu": 1})  # 512 rows
+    work = scoring.build(3, 400, 16, 61, "cpu")
+    weight, found = work[0].get_output_embeddings().weight, []
+    for side in (scoring.ours, scoring.plain):
+        weight.grad = work[1].grad = None
+        found.append((side(*work), work[1].grad, weight.grad))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+        assert plain.abs().max() > 1
+
+
+def test_the_output_layers_gradients_are_autograds_with_bias_and_temperature(monkeypatch):
+    monkeypatch.setattr(model, "CHUNK", {"cpu": 1})
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((1100, 4), (7, 4), (7,))]
+    grad, targets = torch.randn(1100, generator=g, dtype=torch.float64), torch.randint(7, (1100,), generator=g)
+    ours, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    logp, entropy = model.HeadLogps.apply(*ours, targets, 0.7)
+    full = (F.linear(*plain) / 0.7).log_softmax(-1)
+    torch.testing.assert_close(logp, full[range(1100), targets], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=1e-12, atol=1e-12)
+    assert not entropy.requires_grad
+    logp.backward(grad)
+    full[range(1100), targets].backward(grad)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_the_metered_step_is_the_bare_one_and_the_projected_one_is_not():
+    case = replace(rollout.CASES["a"], prompts=4, mean=5)
+    config, step = meter.make_config(case), meter.steps(case)
+    metered, projected = step(config), step(replace(config, exchangeable=True))
+    assert metered["length"] == projected["length"] == pytest.approx(5, abs=1.5)
+    assert metered["tax"] > 0.01 > projected["tax"]
+    assert metered["grad_norm"] == step(config)["grad_norm"] != projected["grad_norm"]
+
+
+def test_trl_and_we_make_as_many_steps_on_as_many_tokens():
+    pytest.importorskip("trl", minversion="1.16")
+    from bench import trl_step
+
+    case = replace(rollout.CASES["a"], mean=5, layers=1)
+    seconds, tokens = trl_step.run(case, 2)
+    assert [len(x) for x in seconds.values()] == [len(x) for x in tokens.values()] == [2, 2]
+    assert sum(tokens["ours"]) == pytest.approx(sum(tokens["trl"]), rel=0.15) and sum(tokens["trl"]) > 1500
+
+
+def test_growth_fits_exponents_and_takes_steps_of_full_length():
+    assert growth.exponent([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
+    assert growth.exponent([1, 4, 16], [5, 80, 1280]) == pytest.approx(2)
+    case = replace(growth.BASE, layers=1, width=32, cap=20)
+    assert meter.steps(case)(meter.make_config(case))["length"] == 20
+
+
+def test_timing_takes_turns_and_a_failed_child_is_one_line():
+    calls = []
+    seconds = timing.turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    assert "".join(calls) == "abbaab" and [len(x) for x in seconds.values()] == [2, 2]
+    assert timing.ratio([2, 6, 9], [1, 2, 9]) == 2
+    assert timing.child("-c", "print(1); print(2.5, 3)") == [2.5, 3]
+    with pytest.raises(SystemExit, match="^error: .*failed: ValueError: no$"):
+        timing.child("-c", "raise ValueError('no')")
+    assert timing.rise_mb(lambda: torch.zeros(10_000_000).sum()) == pytest.approx(40, abs=8)
