@@ -3,7 +3,7 @@
     python bench/study.py tune      learning rates: one per method and regime, on seeds of their own
     python bench/study.py main      the main table: 10 seeds, 1, 4 and 16 updates per rollout batch
     python bench/study.py hot       16 updates at 3e-4, three times the rate that was best: who survives a bad choice?
-    python bench/study.py long      4 x longer, 5 seeds: does the entropy collapse?
+    python bench/study.py long      4 x longer: does the entropy collapse?
     python bench/study.py groups    group sizes 2, 4 and 16
     python bench/study.py between   2 and 8 updates per rollout batch
     python bench/study.py report    the tables of what is there, as Markdown
@@ -98,7 +98,7 @@ def stage(name: str) -> dict:
             for G in (2, 4, 16):
                 cells[f"G = {G}", variant] = cell(f"groups-{G}", variant, best[4, variant], 4, 10, G=G)
         if name == "long" and variant in FEW:
-            cells["128 steps", variant] = cell("long", variant, best[4, variant], 4, 5, steps=128)
+            cells["128 steps", variant] = cell("long", variant, best[4, variant], 4, 10, steps=128)
     return cells
 
 
