@@ -75,14 +75,13 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
 def go_on(run: Path, asked: Config) -> list[str]:
     """The arguments that finish an unfinished run; none if it is finished. One made with other flags is refused."""
     try:
-        made = json.loads((run / "config.json").read_text())["config"]
-        steps = [line["step"] for line in read_run(run).lines] if (run / "metrics.jsonl").exists() else []
-    except (ValueError, LookupError, OSError):
+        made = read_run(run)
+    except ValueError:
         fail(f"{run} is in the way: it is no run; remove it, or choose another --name")
     for key, value in json.loads(json.dumps(asdict(asked))).items():
-        if key not in APART and made.get(key) != value:
-            fail(f"{run} was made with {key} {made.get(key)}, not {value}; another experiment needs another --name")
-    return [] if steps and steps[-1] == asked.steps else ["--resume", str(run)]
+        if key not in APART and (was := made.config.get(key)) != value:
+            fail(f"{run} was made with {key} {was}, not {value}; another experiment needs another --name")
+    return [] if made.finished else ["--resume", str(run)]
 
 
 def one(train: Callable, run: Path, args: list[str]) -> str:
@@ -171,9 +170,10 @@ def compare(argv: list[str], train: Callable[[list[str]], None]):
     runs = runs_of(argv)
     if problems := make(runs, train):
         sys.exit("error: " + "\n       ".join(problems))
-    if left := [run.name for run, args in runs_of(argv).items() if args]:
-        sys.exit(f"stopped: {', '.join(left)} unfinished; the same command goes on from here")
     try:
-        print("\n" + table(grouped([read_run(run) for run in runs])))
+        made = [read_run(run) for run in runs]
+        if left := [Path(run.folder).name for run in made if not run.finished]:
+            sys.exit(f"stopped: {', '.join(left)} unfinished; the same command goes on from here")
+        print("\n" + table(grouped(made)))
     except ValueError as error:
         fail(str(error))

@@ -27,17 +27,8 @@ from pathlib import Path
 from cli import Parser, fail
 
 KAPPA, TAIL, SMOOTH = 0.8, 10, 5
-APART = (
-    "seed",
-    "name",
-    "out",
-    "resume",
-    "starts",
-    "threads",
-    "device",
-    "micro_rows",
-    "save_every",
-)  # not the experiment
+# Fields of a config that do not make it another experiment.
+APART = ("seed", "name", "out", "resume", "starts", "threads", "device", "micro_rows", "save_every")
 # A colour per method in every picture: Okabe and Ito's, safe for the colour-blind, and a grey. Shared by methods that
 # are seldom drawn together; line style and marker tell those apart.
 PALETTE = {

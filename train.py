@@ -158,8 +158,7 @@ def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict,
         "sampled": sum(sampled) / len(sampled),
         f"pass@{k}": sum(pass_at_k(k, c, k) for c in right) / len(right),
     }
-    known = hasattr(task, "prefixes") and tokenizer.get_vocab() == task.make_tokenizer().get_vocab()
-    if known:  # with another tokenizer a text has several encodings
+    if hasattr(task, "prefixes") and config.model == "scratch":  # with another tokenizer a text has several encodings
         metrics |= prefix_probabilities(model, tokenizer, task, items[:32], config, eos.device)
     return metrics, lines
 

@@ -75,6 +75,8 @@ def chosen() -> dict[tuple[int, str], float]:
     """(updates, variant) -> the learning rate with the highest mean reward on the tuning seeds."""
     found = {}
     for (updates, variant, rate), runs in tune().items():
+        if any(runs.values()):
+            sys.exit("error: not all learning rates are tried yet; python bench/study.py tune goes on with it")
         score = sum(outcome(read_run(run))["reward"] for run in runs) / len(runs)
         found.setdefault((updates, variant), []).append((score, rate))
     return {key: max(scores)[1] for key, scores in found.items()}

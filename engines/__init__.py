@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from config import pick
 from losses import METHODS, Batch, Method, Old
 
 
@@ -28,16 +29,13 @@ def bind(name: str, hyper: dict, reference: bool = False) -> Method:
     if method.repair:
         raise ValueError(f"method {name} makes a second rollout of corrections, which engines do not; use train.py")
 
-    def given(function):  # a method's credit rule and its passes share one list of hyperparameters
-        return {k: v for k, v in hyper.items() if k in inspect.signature(function).parameters}
-
     functions = [*filter(None, (method.credit, *method.passes))]
     parameters = [p for f in functions for p in inspect.signature(f).parameters.values() if p.default is not p.empty]
     if unknown := set(hyper) - {p.name for p in parameters}:
         names = ", ".join(dict.fromkeys(f"{p.name}={p.default}" for p in parameters)) or "none"
         raise ValueError(f"method {name} has no hyperparameter {min(unknown)!r}; accepted, with defaults: {names}")
-    passes = tuple(partial(f, **given(f)) for f in method.passes)
-    credit = method.credit and partial(method.credit, **given(method.credit))
+    passes = tuple(partial(f, **pick(hyper, f)) for f in method.passes)
+    credit = method.credit and partial(method.credit, **pick(hyper, method.credit))
     zeros = torch.zeros(2, 1)
     for loss in passes:
         loss(Batch(zeros, zeros, zeros, zeros == 0, 2, 1, zeros if reference else None))

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, HfArgumentParser
 
 from cli import fail
+from config import Config, hyperparameters
 from gsm8k import GSM8K, Item
 from losses import METHODS
 
@@ -45,10 +46,8 @@ def prompts(task: GSM8K, tokenizer) -> Dataset:
 def main():
     options, config = HfArgumentParser((Options, GRPOConfig)).parse_args_into_dataclasses()
     try:
-        if bad := [x for x in options.hyper if "=" not in x]:
-            raise ValueError(f"--hyper {bad[0]}: NAME=VALUE is expected, such as eps_high=0.3")
-        chosen = dict(x.split("=", 1) for x in options.hyper)
-        hyper = {k: v if k == "ratio" else float(v) for k, v in chosen.items()}  # dfpo's, the one that is a word
+        asked = Config(method=options.method, hyper=tuple(options.hyper))
+        hyper = hyperparameters(asked) if options.method in METHODS else {}  # Trainer refuses what it does not know
         task, tokenizer = GSM8K(options.data or None), AutoTokenizer.from_pretrained(options.model)
 
         def reward(completion_ids, answer, **_):

@@ -157,7 +157,9 @@ def test_rollout_correction_is_refused():
         adapter.policy_loss("grpo", None, *[None] * 4, rollout_is_weights=torch.ones(1))
 
 
-@pytest.mark.parametrize("hyper, reason", [({"eps_low": 1}, "no hyperparameter 'eps_low'"), ({"ratio": "sum"}, "must be")])
+@pytest.mark.parametrize(
+    "hyper, reason", [({"eps_low": 1}, "no hyperparameter 'eps_low'"), ({"ratio": "sum"}, "must be")]
+)
 def test_wrong_hyperparameters_are_refused_at_once(hyper, reason):
     with pytest.raises(ValueError, match=reason):
         adapter.register("mine", "dfpo-min", **hyper)
