@@ -171,13 +171,14 @@ def score(model, rows: Rows, temperature: float, keep_hidden: bool = False) -> t
     The output layer runs on answer positions only, chunk by chunk, and again in backward: full logits never exist.
     With keep_hidden also the last hidden states that predict the tokens, (N, T, d), detached.
     """
-    ids = torch.cat([rows.prompt, rows.tokens], 1)
-    attention = torch.cat([rows.prompt_mask, rows.mask], 1).long()
+    P, T = rows.prompt_mask.sum(1).max().item(), rows.mask.sum(1).max().item()  # the longest of these rows
+    ids = torch.cat([rows.prompt[:, -P:], rows.tokens[:, :T]], 1)
+    attention = torch.cat([rows.prompt_mask[:, -P:], rows.mask[:, :T]], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
     with autocast(ids.device):
         inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
-        hidden = model.base_model(ids, **inputs).last_hidden_state[:, rows.prompt.shape[1] - 1 : -1]  # predict answers
-        hidden, targets = hidden[rows.mask], rows.tokens[rows.mask]  # (M, d), (M,)
+        hidden = model.base_model(ids, **inputs).last_hidden_state[:, P - 1 : -1]  # predict the answers
+        hidden, targets = hidden[rows.mask[:, :T]], rows.tokens[rows.mask]  # (M, d), (M,)
     head = model.get_output_embeddings()
     logps = head_logps if len(chunks(hidden, head.weight)) == 1 else HeadLogps.apply
     flat = [*logps(hidden.float(), head.weight, head.bias, targets, temperature)]
@@ -230,11 +231,26 @@ def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(i, i + size) for i in range(0, len(hidden), size)]
 
 
-def pieces(rows: Rows, size: int) -> list[slice]:
-    return [slice(i, i + size) for i in range(0, len(rows.tokens), size)]
+PADDING = {"cpu": 2**9, "cuda": 2**12}  # padded positions that cost about as much as one more call of the model
 
 
-@torch.no_grad()
-def score_all(model, rows: Rows, temperature: float, size: int, keep_hidden: bool = False) -> tuple[Tensor, ...]:
-    parts = [score(model, rows[piece], temperature, keep_hidden) for piece in pieces(rows, size)]
-    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
+def pieces(rows: Rows, size: int) -> list[Tensor]:
+    """Indices of all rows, longest first, cut where a piece has `size` rows or would have more than PADDING."""
+    length = rows.prompt_mask.sum(1) + rows.mask.sum(1)
+    order, split, longest, padding = length.argsort(descending=True, stable=True), [], 0, 0
+    for i, n in zip(order.tolist(), length[order].tolist(), strict=True):
+        if not split or len(split[-1]) == size or padding + longest - n > PADDING[length.device.type]:
+            longest, padding = n, 0
+            split.append([])
+        padding += longest - n
+        split[-1].append(i)
+    return [torch.tensor(piece, device=length.device) for piece in split]
+
+
+def score_all(model, rows: Rows, temperature: float, size: int, keep_hidden=False, grad=False) -> tuple[Tensor, ...]:
+    """score() in pieces: at most `size` rows go through the model at once. Without gradients unless asked for."""
+    split = pieces(rows, size)
+    with torch.set_grad_enabled(grad):
+        parts = [score(model, rows[piece], temperature, keep_hidden) for piece in split]
+        back = torch.cat(split).argsort()
+        return tuple(torch.cat(x)[back] for x in zip(*parts, strict=True))

@@ -59,25 +59,24 @@ from toy.arithmetic import Arithmetic
 # ---------------------------------------------------------------- update
 
 
-def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) -> tuple[Tensor, Tensor, float]:
-    """One optimiser step. Returns the log-probs before it and the token coefficients, (N, T) each; the gradient norm.
+def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) -> tuple[Tensor, float]:
+    """One optimiser step. Returns the token coefficients (N, T) and the gradient norm.
 
     The loss is taken on the whole batch as a function of its (N, T) log-probs, a small matrix; its gradient there is
-    then carried through the model in pieces of micro_rows. So any loss, however it couples the rows, has exactly the
-    gradient of the unsplit batch, and the token coefficients that the meter wants are there for free.
+    then carried through the model, in pieces of micro_rows unless the batch's graph is at hand. So any loss, however it
+    couples the rows, has exactly the gradient of the unsplit batch, and the token coefficients that the meter wants
+    are there for free.
     """
-    split = pieces(rows, config.micro_rows)
-    if len(split) == 1:
-        logp, _ = score(model, rows, config.temperature)
-    else:
-        logp, _ = score_all(model, rows, config.temperature, config.micro_rows)
-    leaf = logp.detach().requires_grad_()
+    leaf = batch.logp.detach().requires_grad_()
     loss = loss_fn(replace(batch, logp=leaf))
     coefficients = token_coefficients(loss, leaf)
     optimizer.zero_grad()
-    for piece in split:
-        part = logp if len(split) == 1 else score(model, rows[piece], config.temperature)[0]
-        part.backward(-coefficients[piece] / len(leaf))
+    if batch.logp.requires_grad:
+        batch.logp.backward(-coefficients / len(leaf))
+    else:
+        for piece in pieces(rows, config.micro_rows):
+            logp, *_ = score(model, rows[piece], config.temperature)
+            logp.backward(-coefficients[piece] / len(leaf))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
     if not (math.isfinite(norm) and math.isfinite(loss.item())):
         bad = FloatingPointError(f"loss {loss.item()}, gradient norm {norm}")
@@ -85,7 +84,7 @@ def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) 
         raise bad
     if coefficients.any():  # with nothing to learn, the optimiser's momentum must not move the weights either
         optimizer.step()
-    return leaf.detach(), coefficients, norm
+    return coefficients, norm
 
 
 def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batch, advantages: Tensor, gen) -> dict:
@@ -104,11 +103,11 @@ def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batc
                     loss = method_pass(b, **pick(hyper, method_pass))
                     return exchangeable(loss, b.logp, adv, merged[index], b.mask) if config.exchangeable else loss
 
-                logp, c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
-                if not seen:
-                    off, cpu = (logp - part.logp_old)[mask].abs(), logp.device.type == "cpu"
-                    on_policy = off.max() < 1e-3 if cpu else off.mean() < 0.05  # bf16 rounds by the shape
-                    assert on_policy, f"the first step is not on-policy: log-ratio {off.max().item()}"
+                if seen:  # the weights have moved
+                    fits = len(index) <= config.micro_rows
+                    logp, _ = score_all(model, rows[index], config.temperature, config.micro_rows, grad=fits)
+                    part = replace(part, logp=logp)
+                c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
                 start = part.logp_old.clone().requires_grad_()  # tokens outside this pass have c = 0 there too
                 live = token_coefficients(loss_fn(replace(part, logp=start)), start) != 0
                 counted = mask & (part.adv != 0) & live
@@ -259,7 +258,7 @@ def train_step(
     method, scoring = METHODS[config.method], (config.temperature, config.micro_rows)
     items = next_items(task, config, step)
     prompts = [task.encode(tokenizer, item) for item in items]
-    rows, _ = rollout(model, prompts, config.group_size, config.max_tokens, config.temperature, eos, gen)
+    rows, sampled = rollout(model, prompts, config.group_size, config.max_tokens, config.temperature, eos, gen)
     texts, items = decode(tokenizer, rows, eos), [item for item in items for _ in range(config.group_size)]
     rewards = torch.tensor([task.reward(*pair) for pair in zip(texts, items, strict=True)], device=eos.device)  # (N,)
     shaped, kept, extra, credited = rewards, None, 0, {}
@@ -270,8 +269,12 @@ def train_step(
         credited["repair_rate"] = (repaired.sum() / (rewards == 0).sum().clamp(min=1)).item()
     clock.append(time.perf_counter())
 
-    logp_old, entropy, *hidden = score_all(model, rows, *scoring, method.needs_hidden)  # (N, T) each, [(N, T, d)]
-    logp_ref = None
+    used_whole = config.minibatches == 1 and len(rows.tokens) <= config.micro_rows  # the first update has its graph
+    logp, entropy, *hidden = score_all(model, rows, *scoring, method.needs_hidden, grad=used_whole)  # (N, T), (N, T, d)
+    logp_old, logp_ref = logp.detach(), None
+    off, cpu = (logp_old - sampled)[rows.mask].abs(), eos.device.type == "cpu"
+    on_policy = off.max() < 1e-3 if cpu else off.mean() < 0.05  # bf16 rounds by the shape
+    assert on_policy, f"the first update is not on-policy: scored and sampled differ by {off.max().item()}"
     if reference is not None:
         logp_ref, _ = score_all(reference, rows, *scoring)
     advantages = group_advantages(shaped, config.group_size, method.scale)  # (N,)
@@ -285,7 +288,7 @@ def train_step(
         if plain.any():
             credited["reshaped"] = ((adv != plain).sum() / (plain != 0).sum()).item()
             credited["adv_left"] = (adv.abs().sum() / plain.abs().sum()).item()
-    batch = Batch(logp_old, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
+    batch = Batch(logp, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
     clock.append(time.perf_counter())
 
     diagnostics = learn(model, optimizer, config, hyper, rows, batch, advantages, gen)

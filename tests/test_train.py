@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import model
 import train
 from losses import METHODS, Batch, group_advantages, kept_tokens
-from model import CHUNK
+from model import CHUNK, PADDING, pieces
 from train import Config, Rows, load_model, rollout, score
 
 CPU = torch.device("cpu")
@@ -75,6 +76,42 @@ def test_scoring_is_the_plain_log_softmax_of_the_unpadded_sequence(loaded, monke
         assert torch.allclose(grad, loaded[0].get_input_embeddings().weight.grad, rtol=1e-3, atol=1e-3)
 
 
+def test_pieces_hold_rows_of_like_length_and_each_row_once(loaded, monkeypatch):
+    rows, _ = sample(loaded, copies=20, temperature=1.0)
+    length = rows.prompt_mask.sum(1) + rows.mask.sum(1)
+    assert len(length.unique()) > 5
+    for size, padding in itertools.product((1, 7, 60, 100), (0, 3, 40, 10_000)):
+        monkeypatch.setitem(PADDING, "cpu", padding)
+        split = pieces(rows, size)
+        assert torch.cat(split).sort().values.tolist() == list(range(60))
+        assert (length[torch.cat(split)].diff() <= 0).all()  # longest first
+        for piece, following in itertools.zip_longest(split, split[1:]):
+            assert len(piece) <= size and (length[piece[0]] - length[piece]).sum() <= padding
+            if following is not None:  # it was cut because one row more was too many
+                more = torch.cat([piece, following[:1]])
+                assert len(more) > size or (length[piece[0]] - length[more]).sum() > padding
+
+
+def test_scoring_in_pieces_is_scoring_at_once(loaded, monkeypatch):
+    model = loaded[0]
+    rows, _ = sample(loaded, copies=4, temperature=1.0)
+    weight = torch.randn(rows.mask.shape, generator=train.rng("weight"))
+
+    def gradient(logp):
+        model.zero_grad()
+        (logp * weight).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = score(model, rows, 0.8, keep_hidden=True)
+    wanted = gradient(expected[0])
+    for size, padding in itertools.product((1, 5, 100), (0, 10_000)):
+        monkeypatch.setitem(PADDING, "cpu", padding)
+        got = train.score_all(model, rows, 0.8, size, keep_hidden=True, grad=True)
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, expected, strict=True))
+        assert torch.allclose(gradient(got[0]), wanted, rtol=1e-3, atol=1e-3)
+        assert not train.score_all(model, rows, 0.8, size)[0].requires_grad
+
+
 def test_left_padding_changes_nothing(loaded):
     together, logp = sample(loaded)
     for i, prompt in enumerate(PROMPTS):
@@ -130,11 +167,11 @@ def test_micro_batches_have_the_gradient_of_the_unsplit_loss(loaded, method):
         logp, _ = score(model, rows, 1.0)
         loss_fn(replace(batch, logp=logp)).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for micro_rows in (1, 3, 4, 8, 100):
-            got = {}
+        for micro_rows in (0, 1, 3, 4, 8, 100):  # 0: through the graph of the log-probs, without a forward pass
+            current = batch if micro_rows else replace(batch, logp=train.score_all(model, rows, 1.0, 3, grad=True)[0])
             optimizer = SimpleNamespace(zero_grad=model.zero_grad, step=lambda: None)
-            config = Config(micro_rows=micro_rows, grad_clip=1e9)
-            train.update(model, optimizer, loss_fn, rows, batch, config)
+            config = Config(micro_rows=micro_rows or 1, grad_clip=1e9)
+            train.update(model, optimizer, loss_fn, rows, current, config)
             got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             for name in expected:
                 assert torch.allclose(got[name], expected[name], rtol=1e-3, atol=1e-5), (micro_rows, name)
@@ -196,6 +233,39 @@ def run(tmp_path, *args) -> Path:
 def easy(monkeypatch):
     """A reward that an untrained model earns about half of the time."""
     monkeypatch.setattr(train.Arithmetic, "reward", lambda self, text, item: float(text.count("1") % 2))
+
+
+@pytest.mark.parametrize(
+    "epochs, minibatches, micro_rows, with_gradient, without",
+    [(1, 1, 12, 12, 0), (2, 1, 12, 24, 0), (1, 2, 6, 12, 12), (1, 1, 4, 12, 12), (2, 1, 4, 24, 24)],
+)
+def test_what_is_known_is_not_scored_again(
+    tmp_path, monkeypatch, epochs, minibatches, micro_rows, with_gradient, without
+):
+    """The first update has the old policy's log-probs; and their graph, if the whole batch goes through at once."""
+    made, score = [], train.score
+    for module in (train, model):
+        monkeypatch.setattr(
+            module, "score", lambda *a: made.append((torch.is_grad_enabled(), len(a[1].mask))) or score(*a)
+        )
+    monkeypatch.setattr(train, "prefix_probabilities", lambda *_: {})
+    monkeypatch.setattr(train.Arithmetic, "reward", lambda self, text, item: 2.0 * (text.count("1") % 2))  # no delta
+    flags = ["--no-reference", "--steps", "1", "--warm-steps", "0", "--epochs", f"{epochs}", "--minibatches"]
+    flags += [f"{minibatches}", "--micro-rows"]
+    found = run(tmp_path, *flags, f"{micro_rows}")
+    assert sum(n for grad, n in made if grad) == with_gradient
+    assert sum(n for grad, n in made if not grad) == without
+    for micro_rows in (1, 100):  # memory only, never the result
+        other = run(tmp_path / f"{micro_rows}", *flags, f"{micro_rows}")
+        for a, b in zip(metrics(found), metrics(other), strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+
+
+def test_sampler_and_scorer_must_agree(tmp_path, monkeypatch):
+    wrong = train.rollout
+    monkeypatch.setattr(train, "rollout", lambda *a: (lambda rows, logp: (rows, logp + 0.01))(*wrong(*a)))
+    with pytest.raises(AssertionError, match="not on-policy: scored and sampled differ by 0.01"):
+        run(tmp_path)
 
 
 def metrics(folder: Path) -> list[dict]:
