@@ -60,15 +60,19 @@ class Ends(nn.Module):
         return logits
 
 
-def build(case: Case, device: str):
-    torch.manual_seed(0)
+def architecture(case: Case):
     if case.width == 896:
         shape = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=case.layers, num_attention_heads=14)
         config = Qwen2Config(vocab_size=case.vocab, num_key_value_heads=2, tie_word_embeddings=True, **shape)
-        model = Qwen2ForCausalLM(config)
-    else:
-        shape = dict(n_layer=case.layers, n_embd=case.width, n_head=4, activation_function="gelu_pytorch_tanh")
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=case.vocab, bos_token_id=None, eos_token_id=EOS, **shape))
+        return Qwen2ForCausalLM(config)
+    shape = dict(n_layer=case.layers, n_embd=case.width, n_head=4, activation_function="gelu_pytorch_tanh")
+    shape |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # we never drop out; TRL would
+    return GPT2LMHeadModel(GPT2Config(vocab_size=case.vocab, bos_token_id=None, eos_token_id=EOS, **shape))
+
+
+def build(case: Case, device: str):
+    torch.manual_seed(0)
+    model = architecture(case)
     model.generation_config.update(eos_token_id=EOS, pad_token_id=0)
     gen = torch.Generator().manual_seed(0)
     lengths = torch.empty(case.prompts * GROUP).geometric_(1 / case.mean, generator=gen).long().clamp(max=case.cap)

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_train import TINY
 from torch.nn import functional as F
 
 import model
-from bench import growth, meter, rollout, scoring, timing, tokens
+import train
+from bench import growth, memory, meter, rollout, scoring, timing, tokens, where
 
 
 @pytest.fixture
@@ -123,6 +125,50 @@ def test_growth_fits_exponents_and_takes_steps_of_full_length():
     assert growth.exponent([1, 4, 16], [5, 80, 1280]) == pytest.approx(2)
     case = replace(growth.BASE, layers=1, width=32, cap=20)
     assert meter.steps(case)(meter.make_config(case))["length"] == 20
+
+
+def test_operations_are_counted_by_phase_forward_and_backward():
+    phase = ["score"]
+    x, w = torch.randn(3, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+    with where.Count(phase) as count:
+        y = x @ w
+        phase[:] = ["update"]
+        y.backward(torch.ones(3, 7))
+        phase.clear()
+        F.scaled_dot_product_attention(q, q, q).backward(torch.ones_like(q))
+        (q.detach().view(-1) + 1).t()
+    assert count.flops == {"score": 210, "update": 420, "rest": 14 * 2 * 4 * 6 * 6 * 8}
+    assert count.largest["score"] == (3, 5, 7) and sorted(count.largest["update"]) == [3, 5, 7]
+    assert count.bytes["score"] == 0 and count.bytes["rest"] >= 2 * 4 * q.numel()
+
+
+def test_where_the_time_goes_adds_up_and_ends_at_the_goal(monkeypatch):
+    main, kept, reward = train.main, dict(vars(train)), train.Arithmetic.reward
+    monkeypatch.setattr(train, "main", lambda argv: main([*argv, *TINY]))
+    monkeypatch.setattr(where, "GOAL", -1.0)
+    plain, counted = where.one(0, False), where.one(0, True)
+    vars(train).update(kept)
+    train.Arithmetic.reward = reward
+    assert plain["step"] == 0 and {"load", "warm start", "evaluate"} == {*plain["seconds"]} - {"write"}
+    assert min(counted["flops"][phase] for phase in ("warm start", "evaluate")) > 1e6
+    assert all(x > 0 for x in where.rates((4, 3, 2)))
+
+
+def test_memory_is_counted_without_data_as_it_is_with():
+    case = replace(rollout.CASES["b"], prompts=2, prompt=5, cap=8, layers=2, width=32, vocab=50)
+    size, kept, pair = memory.forward(case, 4)
+    policy = rollout.architecture(case)
+    assert size == sum(p.numel() for p in policy.parameters()) and pair == 2 * 2 * 2 * 32
+    real, own = {}, {p.data_ptr() for p in policy.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: real.setdefault(x.data_ptr(), x), lambda x: x):
+        with torch.autocast("cpu", torch.bfloat16):
+            ids = torch.zeros(4, 13, dtype=torch.long)
+            policy.base_model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    real = sum(x.untyped_storage().nbytes() for name, x in real.items() if name not in own)
+    assert kept == pytest.approx(real + 4 * 4 * 13 * 32, rel=0.05)
+    config = meter.make_config(case)
+    assert memory.measured(case, replace(config, lr=1e-3), "cpu") >= 0
 
 
 def test_timing_takes_turns_and_a_failed_child_is_one_line():
