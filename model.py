@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -112,28 +114,47 @@ def make_rows(prompts: list[list[int]], answers: list[list[int]], device: torch.
     return Rows(*pad_left(prompts, device), tokens, mask)
 
 
+def read_prompts(model, prompt: Tensor, mask: Tensor) -> Callable[[Tensor | slice], tuple[DynamicCache, Tensor]]:
+    """Each different prompt of (N, P) goes through the model once: a group's answers share it, and its gradients.
+
+    Returns a function of some of the N rows: their keys and values, and the hidden states (n, d) before their answers.
+    """
+    places = {}
+    which = [places.setdefault(tuple(row), len(places)) for row in torch.where(mask, prompt, -1).tolist()]
+    ids, which = torch.tensor([*places], device=prompt.device), torch.tensor(which, device=prompt.device)
+    once, cache = ids >= 0, DynamicCache(config=model.config)
+    position = (once.cumsum(1) - 1).clamp(min=0)
+    with autocast(ids.device):
+        inputs = dict(attention_mask=once.long(), position_ids=position, past_key_values=cache, use_cache=True)
+        hidden = model.base_model(ids.clamp(min=0), **inputs).last_hidden_state[:, -1]
+
+    def of(rows: Tensor | slice) -> tuple[DynamicCache, Tensor]:
+        part = copy.copy(cache)
+        part.layers = [copy.copy(layer) for layer in cache.layers]
+        part.reorder_cache(which[rows])
+        return part, hidden[which[rows]]
+
+    return of
+
+
 @torch.no_grad()
 def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eos: Tensor, gen) -> tuple[Rows, Tensor]:
     """Sample `copies` answers to each prompt (list of id lists); temperature 0 is greedy. Rows, (N, T) log-probs.
 
     Nothing but the temperature shapes the distribution: no top-p, no top-k, no penalty, whatever the model's own
-    generation config says. A prompt is read once and its key-value cache repeated; finished rows leave the batch.
+    generation config says. Finished rows leave the batch.
     """
     device = eos.device
     ids, prompt_mask = pad_left(prompts, device)
-    n = len(prompts) * copies
+    ids, prompt_mask = ids.repeat_interleave(copies, 0), prompt_mask.repeat_interleave(copies, 0)
+    n = len(ids)
     uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
     mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
     logps = torch.zeros(n, max_tokens, device=device)
     with autocast(device):
-        cache = DynamicCache(config=model.config)
-        position = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        inputs = dict(attention_mask=prompt_mask.long(), position_ids=position, past_key_values=cache, use_cache=True)
-        hidden = model.base_model(ids, **inputs).last_hidden_state[:, -1].repeat_interleave(copies, 0)  # (N, d)
-        cache.batch_repeat_interleave(copies)
-        attention = prompt_mask.long().repeat_interleave(copies, 0)
-        position = position[:, -1:].repeat_interleave(copies, 0)
+        cache, hidden = read_prompts(model, ids, prompt_mask)(slice(None))
+        attention, position = prompt_mask.long(), prompt_mask.sum(1, keepdim=True) - 1
         rows = torch.arange(n, device=device)  # which answers are still in the batch
         for t in range(max_tokens):
             logp = (logits_of(model, hidden) / (temperature or 1.0)).log_softmax(-1)
@@ -156,7 +177,6 @@ def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eo
             position = position + 1
             inputs = dict(attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True)
             hidden = model.base_model(token[:, None], **inputs).last_hidden_state[:, -1]
-    ids, prompt_mask = ids.repeat_interleave(copies, 0), prompt_mask.repeat_interleave(copies, 0)
     return Rows(ids, prompt_mask, tokens[:, : t + 1], mask[:, : t + 1]), logps[:, : t + 1]
 
 
@@ -165,19 +185,28 @@ def rollout(model, prompts, copies: int, max_tokens: int, temperature: float, eo
 CHUNK = {"cpu": 2**22, "cuda": 2**26}  # logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU
 
 
-def score(model, rows: Rows, temperature: float, keep_hidden: bool = False) -> tuple[Tensor, ...]:
+def score(model, rows: Rows, temperature: float, keep_hidden: bool = False, read=None) -> tuple[Tensor, ...]:
     """Log-probs of the answers' tokens (differentiable) and entropies (detached), both (N, T) fp32, 0 on padding.
 
     The output layer runs on answer positions only, chunk by chunk, and again in backward: full logits never exist.
     With keep_hidden also the last hidden states that predict the tokens, (N, T, d), detached.
+    read: these rows' prompts as read_prompts() has read them; without it, they are read here, row by row.
     """
-    P, T = rows.prompt_mask.sum(1).max().item(), rows.mask.sum(1).max().item()  # the longest of these rows
-    ids = torch.cat([rows.prompt[:, -P:], rows.tokens[:, :T]], 1)
-    attention = torch.cat([rows.prompt_mask[:, -P:], rows.mask[:, :T]], 1).long()
+    P, T = rows.prompt.shape[1], rows.mask.sum(1).max().item()  # the longest answer of these rows
+    attention = torch.cat([rows.prompt_mask, rows.mask[:, :T]], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
-    with autocast(ids.device):
-        inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
-        hidden = model.base_model(ids, **inputs).last_hidden_state[:, P - 1 : -1]  # predict the answers
+    with autocast(attention.device):
+        if read is None:
+            inputs = dict(attention_mask=attention, position_ids=position, use_cache=False)
+            ids = torch.cat([rows.prompt, rows.tokens[:, :T]], 1)
+            hidden = model.base_model(ids, **inputs).last_hidden_state[:, P - 1 : -1]  # (N, T, d)
+        else:
+            cache, hidden = read[0], read[1][:, None]  # (N, 1, d)
+            if T > 1:
+                inputs = dict(attention_mask=attention[:, :-1], position_ids=position[:, P:-1])
+                inputs |= dict(past_key_values=cache, use_cache=True)
+                rest = model.base_model(rows.tokens[:, : T - 1], **inputs).last_hidden_state
+                hidden = torch.cat([hidden, rest], 1)  # (N, T, d)
         hidden, targets = hidden[rows.mask[:, :T]], rows.tokens[rows.mask]  # (M, d), (M,)
     head = model.get_output_embeddings()
     logps = head_logps if len(chunks(hidden, head.weight)) == 1 else HeadLogps.apply
@@ -235,8 +264,8 @@ PADDING = {"cpu": 2**9, "cuda": 2**12}  # padded positions that cost about as mu
 
 
 def pieces(rows: Rows, size: int) -> list[Tensor]:
-    """Indices of all rows, longest first, cut where a piece has `size` rows or would have more than PADDING."""
-    length = rows.prompt_mask.sum(1) + rows.mask.sum(1)
+    """Indices of all rows, longest answer first, cut where a piece has `size` rows or would have more than PADDING."""
+    length = rows.mask.sum(1)
     order, split, longest, padding = length.argsort(descending=True, stable=True), [], 0, 0
     for i, n in zip(order.tolist(), length[order].tolist(), strict=True):
         if not split or len(split[-1]) == size or padding + longest - n > PADDING[length.device.type]:
@@ -251,6 +280,7 @@ def score_all(model, rows: Rows, temperature: float, size: int, keep_hidden=Fals
     """score() in pieces: at most `size` rows go through the model at once. Without gradients unless asked for."""
     split = pieces(rows, size)
     with torch.set_grad_enabled(grad):
-        parts = [score(model, rows[piece], temperature, keep_hidden) for piece in split]
+        read = read_prompts(model, rows.prompt, rows.prompt_mask)
+        parts = [score(model, rows[piece], temperature, keep_hidden, read(piece)) for piece in split]
         back = torch.cat(split).argsort()
         return tuple(torch.cat(x)[back] for x in zip(*parts, strict=True))

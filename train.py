@@ -75,7 +75,7 @@ def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) 
         batch.logp.backward(-coefficients / len(leaf))
     else:
         for piece in pieces(rows, config.micro_rows):
-            logp, *_ = score(model, rows[piece], config.temperature)
+            logp, _ = score_all(model, rows[piece], config.temperature, config.micro_rows, grad=True)
             logp.backward(-coefficients[piece] / len(leaf))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
     if not (math.isfinite(norm) and math.isfinite(loss.item())):
