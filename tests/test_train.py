@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 import model
 import train
@@ -92,7 +92,7 @@ def test_pieces_hold_rows_of_like_length_and_each_row_once(loaded, monkeypatch):
                 assert len(more) > size or (length[piece[0]] - length[more]).sum() > padding
 
 
-def test_scoring_in_pieces_is_scoring_at_once(loaded, monkeypatch):
+def assert_pieces_are_the_whole(loaded, monkeypatch):
     model = loaded[0]
     rows, _ = sample(loaded, copies=4, temperature=1.0)
     weight = torch.randn(rows.mask.shape, generator=train.rng("weight"))
@@ -110,6 +110,27 @@ def test_scoring_in_pieces_is_scoring_at_once(loaded, monkeypatch):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, expected, strict=True))
         assert torch.allclose(gradient(got[0]), wanted, rtol=1e-3, atol=1e-3)
         assert not train.score_all(model, rows, 0.8, size)[0].requires_grad
+
+
+def test_scoring_in_pieces_is_scoring_at_once(loaded, monkeypatch):
+    assert_pieces_are_the_whole(loaded, monkeypatch)
+
+
+def test_scoring_in_pieces_suits_a_sliding_window(monkeypatch):
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=122)
+    more = dict(num_key_value_heads=2, initializer_range=0.3, sliding_window=4)  # prompts and answers are longer
+    model = MistralForCausalLM(MistralConfig(**shape, **more)).eval()
+    assert_pieces_are_the_whole((model, None, torch.tensor([1])), monkeypatch)
+
+
+def test_each_prompt_goes_through_the_model_once(loaded):
+    model, calls = loaded[0], []
+    rows, _ = sample(loaded, [*PROMPTS, PROMPTS[0]], copies=4, temperature=1.0)
+    hook = model.base_model.register_forward_pre_hook(lambda _, args: calls.append(tuple(args[0].shape)))
+    train.score_all(model, rows, 1.0, 10)
+    hook.remove()
+    longest = rows.mask.sum(1).max().item()
+    assert calls == [(3, 7), (10, longest - 1), (6, calls[2][1])] and calls[2][1] < longest
 
 
 def test_left_padding_changes_nothing(loaded):
