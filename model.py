@@ -64,11 +64,16 @@ def load_model(config: Config, task, device: torch.device, path: str):
         inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
         with torch.no_grad():
             plain, ours = model(**inputs).logits, logits_of(model, model.base_model(**inputs).last_hidden_state)
-        rollout(model, ids.tolist() * 2, 2, 2, 1.0, eos, rng("try"))
-    except (AttributeError, NotImplementedError, TypeError) as error:
+        rows, sampled = rollout(model, [ids[0].tolist(), ids[0, 1:].tolist()], 2, 4, 1.0, eos, rng("try"))
+        logp, _ = score_all(model, rows, 1.0, 1, grad=True)
+        logp.sum().backward()
+        model.zero_grad()
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
         fail(f"--model {path}: {type(model).__name__} is not supported ({str(error).splitlines()[0]})")
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear) or not torch.allclose(plain, ours, atol=1e-4):
         fail(f"--model {path}: {type(model).__name__} changes its logits after the output layer; not supported")
+    if off := apart(rows, sampled, logp):
+        fail(f"--model {path}: {type(model).__name__} is not supported (scored and sampled log-probs differ by {off})")
     if METHODS[config.method].needs_hidden and getattr(model.get_output_embeddings(), "bias", None) is not None:
         fail(f"--method {config.method}: the output layer of {path} has a bias, which its token scores leave out")
     return model, tokenizer, eos
@@ -192,7 +197,7 @@ def score(model, rows: Rows, temperature: float, keep_hidden: bool = False, read
     With keep_hidden also the last hidden states that predict the tokens, (N, T, d), detached.
     read: these rows' prompts as read_prompts() has read them; without it, they are read here, row by row.
     """
-    P, T = rows.prompt.shape[1], rows.mask.sum(1).max().item()  # the longest answer of these rows
+    P, T = rows.prompt.shape[1], max(1, rows.mask.sum(1).max().item())  # the longest answer of these rows
     attention = torch.cat([rows.prompt_mask, rows.mask[:, :T]], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
     with autocast(attention.device):
@@ -210,9 +215,17 @@ def score(model, rows: Rows, temperature: float, keep_hidden: bool = False, read
         hidden, targets = hidden[rows.mask[:, :T]], rows.tokens[rows.mask]  # (M, d), (M,)
     head = model.get_output_embeddings()
     logps = head_logps if len(chunks(hidden, head.weight)) == 1 else HeadLogps.apply
-    flat = [*logps(hidden.float(), head.weight, head.bias, targets, temperature)]
+    with torch.autocast(hidden.device.type, enabled=False):  # fp32, see logits_of
+        flat = [*logps(hidden.float(), head.weight, head.bias, targets, temperature)]
     flat += [hidden.detach()] if keep_hidden else []
     return tuple(x.new_zeros(*rows.mask.shape, *x.shape[1:]).index_put((rows.mask,), x) for x in flat)
+
+
+def apart(rows: Rows, sampled: Tensor, scored: Tensor) -> float:
+    """By how much sampled and scored log-probs of one policy differ; 0 if by rounding (bf16 rounds by the shape)."""
+    off = (scored.detach() - sampled)[rows.mask].abs()
+    off, rounding = (off.max().item(), 1e-3) if off.device.type == "cpu" else (off.mean().item(), 0.05)
+    return off if off > rounding else 0.0  # nan, which only broken weights give, is left to update()
 
 
 def head_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float):
@@ -277,9 +290,12 @@ def pieces(rows: Rows, size: int) -> list[Tensor]:
 
 
 def score_all(model, rows: Rows, temperature: float, size: int, keep_hidden=False, grad=False) -> tuple[Tensor, ...]:
-    """score() in pieces: at most `size` rows go through the model at once. Without gradients unless asked for."""
+    """score() in pieces of at most `size` rows, their different prompts read all at once. Gradients only if asked for.
+
+    All in one autocast: each new one would make, and a graph keep, another bf16 copy of the weights.
+    """
     split = pieces(rows, size)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), autocast(rows.mask.device):
         read = read_prompts(model, rows.prompt, rows.prompt_mask)
         parts = [score(model, rows[piece], temperature, keep_hidden, read(piece)) for piece in split]
         back = torch.cat(split).argsort()

@@ -39,7 +39,7 @@ from losses import (
     shaped_rewards,
     token_coefficients,
 )
-from model import Rows, load_model, make_rows, pieces, rng, rollout, score, score_all
+from model import Rows, apart, load_model, make_rows, pieces, rng, rollout, score, score_all
 from runs import (
     LOGS,
     default_name,
@@ -103,7 +103,7 @@ def learn(model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batc
                     loss = method_pass(b, **pick(hyper, method_pass))
                     return exchangeable(loss, b.logp, adv, merged[index], b.mask) if config.exchangeable else loss
 
-                if seen:  # the weights have moved
+                if seen:  # the weights may have moved
                     fits = len(index) <= config.micro_rows
                     logp, _ = score_all(model, rows[index], config.temperature, config.micro_rows, grad=fits)
                     part = replace(part, logp=logp)
@@ -272,9 +272,7 @@ def train_step(
     used_whole = config.minibatches == 1 and len(rows.tokens) <= config.micro_rows  # the first update has its graph
     logp, entropy, *hidden = score_all(model, rows, *scoring, method.needs_hidden, grad=used_whole)  # (N, T), (N, T, d)
     logp_old, logp_ref = logp.detach(), None
-    off, cpu = (logp_old - sampled)[rows.mask].abs(), eos.device.type == "cpu"
-    on_policy = off.max() < 1e-3 if cpu else off.mean() < 0.05  # bf16 rounds by the shape
-    assert on_policy, f"the first update is not on-policy: scored and sampled differ by {off.max().item()}"
+    assert not (off := apart(rows, sampled, logp)), f"scored and sampled log-probs differ by {off}: not on-policy"
     if reference is not None:
         logp_ref, _ = score_all(reference, rows, *scoring)
     advantages = group_advantages(shaped, config.group_size, method.scale)  # (N,)

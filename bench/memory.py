@@ -1,8 +1,9 @@
 """Does it fit? Memory of a step on Qwen2.5-0.5B's architecture: python bench/memory.py [--micro-rows 8] ...
 
 Computed without a GPU: the forward pass is made with tensors that have shapes but no data, in bf16 as on a GPU, and
-what it keeps for the backward pass is added up. No answer ends early. --measure also makes two steps from random
-weights on that device and prints their peak (cpu: of resident memory, in fp32).
+what it keeps for the backward pass is added up. No answer ends early; no two rows of a piece share their prompt.
+--measure also makes two steps from random weights on that device and prints their peak (cpu: of resident memory, in
+fp32).
 """
 
 import argparse
@@ -31,7 +32,7 @@ def forward(case: Case, rows: int) -> tuple[int, int, int]:
         return tensor
 
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        model = architecture(case)
+        model = architecture(case).eval()
         ids = torch.zeros(rows, case.prompt + case.cap, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             hidden = model.base_model(ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
@@ -49,7 +50,7 @@ def computed(case: Case, answers: int, micro_rows: int) -> dict[str, float]:
     return {
         "weights, gradients, AdamW's two moments": 16 * size / 1e9,
         "start policy (--no-reference: none)": 4 * size / 1e9,
-        f"activations of {micro_rows} rows": kept / 1e9,
+        f"activations of {micro_rows} rows, a bf16 copy of the weights": kept / 1e9,
         "output layer: two chunks of logits, its gradient": (2 * chunk + 4 * case.vocab * case.width) / 1e9,
         "rollout: keys and values, distributions": answers * (pair * (case.prompt + case.cap) + 32 * case.vocab) / 1e9,
     }

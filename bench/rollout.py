@@ -66,6 +66,7 @@ def architecture(case: Case):
         config = Qwen2Config(vocab_size=case.vocab, num_key_value_heads=2, tie_word_embeddings=True, **shape)
         return Qwen2ForCausalLM(config)
     shape = dict(n_layer=case.layers, n_embd=case.width, n_head=4, activation_function="gelu_pytorch_tanh")
+    shape |= dict(n_positions=max(1024, case.prompt + case.cap))
     shape |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # we never drop out; TRL would
     return GPT2LMHeadModel(GPT2Config(vocab_size=case.vocab, bos_token_id=None, eos_token_id=EOS, **shape))
 

@@ -3,7 +3,8 @@
 The toy of `python train.py --eval-every 5`, ended by the first evaluation that reaches it; seconds on the wall, of the
 whole process. Another run of the first seed counts floating-point operations, and the bytes that go in and out of all
 operations but products and views. Floor: FLOPs at the rate of a product of the phase's largest shape, plus bytes at the
-rate of adding two matrices of that product's size (fastest of 200): what is beyond it is many small operations.
+rate of adding two matrices of that product's size (fastest of 200, one thread, as the run): what is beyond it is many
+small operations.
 """
 
 import argparse
@@ -53,7 +54,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
-        phase, name = self.phase[0] if self.phase else "rest", function.overloadpacket.__name__
+        phase, name = self.phase[0] if self.phase else "rest", function.overloadpacket.__name__.rstrip("_")
         shapes = [x.shape for x in args if isinstance(x, Tensor)]
         if name in ("mm", "addmm", "bmm"):
             shape = (*shapes[-2], shapes[-1][-1])  # ([batch], M, K, N)
@@ -63,7 +64,7 @@ class Count(TorchDispatchMode):
         elif "scaled_dot_product" in name:
             backward = "backward" in name  # whose first tensor is a gradient; shapes are (batch, heads, T, d)
             self.flops[phase] += (10 if backward else 4) * shapes[backward].numel() * shapes[1 + backward][2]
-        elif not function.is_view:
+        elif not function.is_view and name != "_unsafe_view":
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
             self.bytes[phase] += sum(x.numel() * x.element_size() for x in tensors)
         return out
@@ -100,19 +101,19 @@ def one(seed: int, count: bool) -> dict:
         try:
             train.main(["--seed", str(seed), "--eval-every", "5", "--out", out])
         except Reached:
-            pass
-    return dict(step=len(steps), seconds=seconds) | (
-        dict(flops=counter.flops, bytes=counter.bytes, largest=counter.largest) if count else {}
-    )
+            counts = dict(flops=counter.flops, bytes=counter.bytes, largest=counter.largest) if count else {}
+            return dict(step=len(steps), seconds=seconds) | counts
+    sys.exit(f"error: seed {seed} ends before it reaches {GOAL}")
 
 
 def rates(shape: tuple[int, int, int]) -> tuple[float, float]:
     """FLOPs a second of an (M, K) x (K, N) product, bytes a second of adding two (M, N) matrices."""
+    torch.set_num_threads(train.Config().threads)
     a, b = torch.randn(shape[:2]), torch.randn(shape[1:])
-    c = a @ b
+    c, d = a @ b, a @ b
     times = {"product": [], "sum": []}
     for _ in range(200):
-        for name, work in (("product", lambda: torch.mm(a, b, out=c)), ("sum", lambda: c + c)):
+        for name, work in (("product", lambda: torch.mm(a, b, out=c)), ("sum", lambda: c + d)):
             start = time.perf_counter()
             work()
             times[name].append(time.perf_counter() - start)

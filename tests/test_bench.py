@@ -138,30 +138,40 @@ def test_operations_are_counted_by_phase_forward_and_backward():
         phase.clear()
         F.scaled_dot_product_attention(q, q, q).backward(torch.ones_like(q))
         (q.detach().view(-1) + 1).t()
-    assert count.flops == {"score": 210, "update": 420, "rest": 14 * 2 * 4 * 6 * 6 * 8}
+        torch.zeros(2, 2).addmm_(torch.zeros(2, 9), torch.zeros(9, 2))
+    assert count.flops == {"score": 210, "update": 420, "rest": 14 * 2 * 4 * 6 * 6 * 8 + 72}
     assert count.largest["score"] == (3, 5, 7) and sorted(count.largest["update"]) == [3, 5, 7]
     assert count.bytes["score"] == 0 and count.bytes["rest"] >= 2 * 4 * q.numel()
 
 
 def test_where_the_time_goes_adds_up_and_ends_at_the_goal(monkeypatch):
     main, kept, reward = train.main, dict(vars(train)), train.Arithmetic.reward
-    monkeypatch.setattr(train, "main", lambda argv: main([*argv, *TINY]))
-    monkeypatch.setattr(where, "GOAL", -1.0)
-    plain, counted = where.one(0, False), where.one(0, True)
-    vars(train).update(kept)
-    train.Arithmetic.reward = reward
+
+    def one(seed, count, goal):
+        monkeypatch.setattr(where, "GOAL", goal)
+        train.main = lambda argv: main([*argv, *TINY])
+        try:
+            return where.one(seed, count)
+        finally:
+            vars(train).update(kept)
+            train.Arithmetic.reward = reward
+
+    plain, counted = one(0, False, -1.0), one(0, True, -1.0)
     assert plain["step"] == 0 and {"load", "warm start", "evaluate"} == {*plain["seconds"]} - {"write"}
     assert min(counted["flops"][phase] for phase in ("warm start", "evaluate")) > 1e6
     assert all(x > 0 for x in where.rates((4, 3, 2)))
+    with pytest.raises(SystemExit, match="seed 1 ends before it reaches 2.0"):
+        one(1, False, 2.0)
 
 
 def test_memory_is_counted_without_data_as_it_is_with():
     case = replace(rollout.CASES["b"], prompts=2, prompt=5, cap=8, layers=2, width=32, vocab=50)
     size, kept, pair = memory.forward(case, 4)
-    policy = rollout.architecture(case)
+    policy = rollout.architecture(case).eval()
     assert size == sum(p.numel() for p in policy.parameters()) and pair == 2 * 2 * 2 * 32
-    real, own = {}, {p.data_ptr() for p in policy.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: real.setdefault(x.data_ptr(), x), lambda x: x):
+    real, own = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    pack = lambda x: real.setdefault(x.untyped_storage().data_ptr(), x)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         with torch.autocast("cpu", torch.bfloat16):
             ids = torch.zeros(4, 13, dtype=torch.long)
             policy.base_model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
