@@ -170,7 +170,10 @@ def test_memory_is_counted_without_data_as_it_is_with():
     policy = rollout.architecture(case).eval()
     assert size == sum(p.numel() for p in policy.parameters()) and pair == 2 * 2 * 2 * 32
     real, own = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    pack = lambda x: real.setdefault(x.untyped_storage().data_ptr(), x)  # noqa: E731
+
+    def pack(x):
+        return real.setdefault(x.untyped_storage().data_ptr(), x)
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         with torch.autocast("cpu", torch.bfloat16):
             ids = torch.zeros(4, 13, dtype=torch.long)
