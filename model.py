@@ -64,7 +64,7 @@ def load_model(config: Config, task, device: torch.device, path: str):
         inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
         with torch.no_grad():
             plain, ours = model(**inputs).logits, logits_of(model, model.base_model(**inputs).last_hidden_state)
-        rows, sampled = rollout(model, [ids[0].tolist(), ids[0, 1:].tolist()], 2, 4, 1.0, eos, rng("try"))
+        rows, sampled = rollout(model, [ids[0].tolist(), ids[0, 1:].tolist()], 1, 3, 1.0, eos, rng("try"))
         logp, _ = score_all(model, rows, 1.0, 1, grad=True)
         logp.sum().backward()
         model.zero_grad()

@@ -546,23 +546,23 @@ def test_with_a_context_the_projection_merges_more_and_still_leaves_no_tax(tmp_p
 
 
 def test_a_kept_start_is_read_instead_of_made_again(tmp_path, easy):
-    plain, made, read = (
-        metrics(run(tmp_path / name, *more))
-        for name, more in {"a": [], "b": ["--starts", str(tmp_path)], "c": ["--starts", str(tmp_path)]}.items()
-    )
+    starts = ["--steps", "1", "--starts", str(tmp_path)]
+    plain = metrics(run(tmp_path / "a", "--steps", "1"))
+    made, read = (metrics(run(tmp_path / name, *starts)) for name in "bc")
     assert plain == made == read
     (kept,) = tmp_path.glob("*.pt")
     torch.save({k: v + 0.1 for k, v in torch.load(kept).items()}, kept)
-    assert metrics(run(tmp_path / "d", "--starts", str(tmp_path))) != plain
+    assert metrics(run(tmp_path / "d", *starts)) != plain
     kept.write_bytes(kept.read_bytes()[:1000])
-    assert metrics(run(tmp_path / "damaged", "--starts", str(tmp_path))) == plain
-    run(tmp_path / "e", "--starts", str(tmp_path), "--warm-lr", "0.01")  # another start
+    assert metrics(run(tmp_path / "damaged", *starts)) == plain
+    run(tmp_path / "e", *starts, "--warm-lr", "0.01")  # another start
     assert len(list(tmp_path.glob("*.pt"))) == 2
 
 
 @pytest.mark.parametrize("model", ["scratch", "qwen"])
 def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model):
     args = ["--task", "gsm8k", "--data", small_gsm8k, "--model", "scratch" if model == "scratch" else qwen_path]
+    args += ["--threads", "1"]
     lines = metrics(run(tmp_path, *args, "--max-tokens", "20", "--kl", "0.1"))
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     lines = metrics(run(tmp_path / "ibpo", *args, "--max-tokens", "20", "--method", "ibpo"))
