@@ -325,7 +325,7 @@ def check_context(model, tokenizer, task, config: Config, warm: bool):
         shown = config.repair_references
         around = max(len(task.encode(tokenizer, task.repair(item, "", [""] * shown))) for item in task.train)
         longest = max(longest, around + (1 + shown) * config.max_tokens)
-    demo = max(len(tokenizer.encode(item.demo)) + 1 for item in task.train) if warm else 0
+    demo = max(map(len, tokenizer([item.demo for item in task.train])["input_ids"])) + 1 if warm else 0
     if longest + max(config.max_tokens, demo) > limit:
         answer = f"--max-tokens {config.max_tokens}" if config.max_tokens >= demo else f"longest demonstration {demo}"
         fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
