@@ -122,16 +122,16 @@ def make_rows(prompts: list[list[int]], answers: list[list[int]], device: torch.
 def read_prompts(model, prompt: Tensor, mask: Tensor) -> Callable[[Tensor | slice], tuple[DynamicCache, Tensor]]:
     """Each different prompt of (N, P) goes through the model once: a group's answers share it, and its gradients.
 
-    Returns a function of some of the N rows: their keys and values, and the hidden states (n, d) before their answers.
+    To be called inside autocast. Returns a function of some of the N rows: their keys and values, and the hidden states
+    (n, d) before their answers.
     """
     places = {}
     which = [places.setdefault(tuple(row), len(places)) for row in torch.where(mask, prompt, -1).tolist()]
     ids, which = torch.tensor([*places], device=prompt.device), torch.tensor(which, device=prompt.device)
     once, cache = ids >= 0, DynamicCache(config=model.config)
     position = (once.cumsum(1) - 1).clamp(min=0)
-    with autocast(ids.device):
-        inputs = dict(attention_mask=once.long(), position_ids=position, past_key_values=cache, use_cache=True)
-        hidden = model.base_model(ids.clamp(min=0), **inputs).last_hidden_state[:, -1]
+    inputs = dict(attention_mask=once.long(), position_ids=position, past_key_values=cache, use_cache=True)
+    hidden = model.base_model(ids.clamp(min=0), **inputs).last_hidden_state[:, -1]
 
     def of(rows: Tensor | slice) -> tuple[DynamicCache, Tensor]:
         part = copy.copy(cache)

@@ -77,11 +77,11 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--measure", choices=("cuda", "cpu"))
     args = parser.parse_args(argv)
     case = Case(args.prompts, args.prompt, 1e9, args.max_tokens, args.layers, CASES["c"].width, CASES["c"].vocab)
-    *always, rollout = computed(case, args.prompts * args.group_size, args.micro_rows).items()
-    for what, gb in (*always, rollout):
+    found = computed(case, args.prompts * args.group_size, args.micro_rows)
+    for what, gb in found.items():
         print(f"{gb:7.1f} GB  {what}")
-    peak = sum(gb for _, gb in always)
-    print(f"{max(peak, peak - always[2][1] - always[3][1] + rollout[1]):7.1f} GB  at the peak, computed")
+    state, start, kept, head, rollout = found.values()
+    print(f"{state + start + max(kept + head, rollout):7.1f} GB  at the peak, computed")
     if args.measure:
         names = ("prompts", "group_size", "micro_rows", "max_tokens")
         config = train.Config(**{name: getattr(args, name) for name in names}, minibatches=1, lr=1e-6)

@@ -56,9 +56,13 @@ def resident_mb(field: str) -> float:
 
 def child(*command: str) -> list[float]:
     """The numbers that a Python command prints last, run in a process of its own that returns freed memory at once."""
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    return [float(x) for x in last_line(*command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}).split()]
+
+
+def last_line(*command: str, env: dict[str, str] | None = None) -> str:
+    """What a Python command prints last, run in a process of its own."""
     run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env)
     if run.returncode:
         reason = (run.stderr.strip() or "killed, out of memory?").splitlines()[-1]
         sys.exit(f"error: {' '.join(command)} failed: {reason}")
-    return [float(x) for x in run.stdout.splitlines()[-1].split()]
+    return run.stdout.splitlines()[-1]

@@ -17,7 +17,6 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-from subprocess import run
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
+from bench.timing import last_line, turns
 
 GOAL = 0.95
 PHASES = {
@@ -108,25 +108,15 @@ def one(seed: int, count: bool) -> dict:
 
 def rates(shape: tuple[int, int, int]) -> tuple[float, float]:
     """FLOPs a second of an (M, K) x (K, N) product, bytes a second of adding two (M, N) matrices."""
-    torch.set_num_threads(train.Config().threads)
     a, b = torch.randn(shape[:2]), torch.randn(shape[1:])
     c, d = a @ b, a @ b
-    times = {"product": [], "sum": []}
-    for _ in range(200):
-        for name, work in (("product", lambda: torch.mm(a, b, out=c)), ("sum", lambda: c + d)):
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
-    product, added = (min(x) for x in times.values())
-    return 2 * a.numel() * shape[2] / product, 3 * 4 * c.numel() / added
+    seconds = turns({"product": lambda: torch.mm(a, b, out=c), "sum": lambda: c + d}, 200)
+    return 2 * a.numel() * shape[2] / min(seconds["product"]), 3 * 4 * c.numel() / min(seconds["sum"])
 
 
 def child(*args: str) -> dict:
     start = time.perf_counter()
-    done = run([sys.executable, __file__, *args], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {' '.join(args)} failed: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1]) | dict(total=time.perf_counter() - start)
+    found = json.loads(last_line(__file__, *args)) | dict(total=time.perf_counter() - start)
     found["seconds"]["rest"] = found["total"] - sum(found["seconds"].values())
     return found
 
