@@ -57,7 +57,7 @@ class Config:
     save_every: int = knob(50, "steps between checkpoints", low=1)
     out: str = knob("runs", "where run directories are made")
     name: str = knob("", "name of the run directory; none: task-method-seed-time")
-    resume: str = knob("", "run directory to go on with; only --steps may be given beside it")
+    resume: str = knob("", "run directory to go on with; only --steps and --micro-rows may be given beside it")
 
 
 # What differs from the dataclass (which is the toy) when nothing is said on the command line.
@@ -87,8 +87,8 @@ def parse(argv: list[str]) -> Config:
 
 
 def resumed_config(given: dict) -> Config:
-    if extra := set(given) - {"resume", "steps"}:
-        fail(f"{flag(min(extra))} cannot be changed when resuming; only --steps can")
+    if extra := set(given) - {"resume", "steps", "micro_rows"}:
+        fail(f"{flag(min(extra))} cannot be changed when resuming; only --steps and --micro-rows can")
     try:
         saved = Config(**json.loads((Path(given["resume"]) / "config.json").read_text())["config"])
         saved.hyper = tuple(saved.hyper)

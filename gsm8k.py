@@ -8,6 +8,7 @@ The verifier reads the line after the last '####', else the last \boxed{...}, el
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import accumulate, repeat
@@ -109,13 +110,14 @@ class GSM8K:
         answer = extract(text)
         return float(answer is not None and Decimal(answer) == Decimal(extract(f"####{item.answer}")))
 
-    def encode(self, tokenizer, item: Item) -> list[int]:
-        """Prompt token ids: through the tokenizer's chat template if it has one, else plain."""
+    def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
+        """Prompt token ids of each item: through the tokenizer's chat template if it has one, else plain."""
         if tokenizer.chat_template is None:
-            return tokenizer.encode(item.plain())
-        chat = [{"role": "user", "content": f"{item.prompt}\nReason step by step; end with '#### ' and the number."}]
+            return tokenizer([item.plain() for item in items])["input_ids"]
+        wish = "Reason step by step; end with '#### ' and the number."
+        chats = [[{"role": "user", "content": f"{item.prompt}\n{wish}"}] for item in items]
         # return_dict is spelt out because its default differs between transformers 4 and 5
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     def repair(self, item: Item, answer: str, siblings: list[str]) -> Item:
         """The problem of correcting an answer, given siblings' answers; in plain language, for encode()."""

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,10 @@ from runs import (
 from toy.arithmetic import Arithmetic
 
 # ---------------------------------------------------------------- update
+
+
+def adamw(model, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 def update(model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config) -> tuple[Tensor, float]:
@@ -134,6 +139,10 @@ def decode(tokenizer, rows: Rows, eos: Tensor) -> list[str]:
     return tokenizer.batch_decode(kept)
 
 
+def encode(tokenizer, texts: Iterable[str]) -> list[list[int]]:
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+
 def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict, list[str]]:
     """Held-out greedy accuracy, sampled accuracy and pass@k, exact prefix probabilities; and a few answers to read."""
     items, k, lines = task.test[: config.eval_items], config.eval_samples, []
@@ -142,7 +151,7 @@ def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict,
     at_once = max(1, config.prompts * config.group_size // k)
     for i in range(0, len(items), at_once):
         some = items[i : i + at_once]
-        prompts = [task.encode(tokenizer, item) for item in some]
+        prompts = task.encode(tokenizer, some)
         for copies, temperature, scores in ((1, 0.0, greedy), (k, config.temperature, sampled)):
             rows, _ = rollout(model, prompts, copies, config.max_tokens, temperature, eos, gen)
             texts = decode(tokenizer, rows, eos)
@@ -164,14 +173,10 @@ def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict,
 
 def prefix_probabilities(model, tokenizer, task, items: list, config: Config, device: torch.device) -> dict:
     """Mean over items of the policy's exact probability that an answer begins with one of a named set of prefixes."""
-    names, prompts, prefixes = [], [], []
-    for item in items:
-        for name, texts in task.prefixes(item).items():
-            for text in texts:
-                names.append(name)
-                prompts.append(task.encode(tokenizer, item))
-                prefixes.append(tokenizer.encode(text, add_special_tokens=False))
-    logp, _ = score_all(model, make_rows(prompts, prefixes, device), config.temperature, config.micro_rows)
+    found = [(name, item, text) for item in items for name, texts in task.prefixes(item).items() for text in texts]
+    names, asked, texts = zip(*found, strict=True)
+    rows = make_rows(task.encode(tokenizer, asked), encode(tokenizer, texts), device)
+    logp, _ = score_all(model, rows, config.temperature, config.micro_rows)
     total = dict.fromkeys(names, 0.0)
     for name, p in zip(names, logp.sum(1).exp().tolist(), strict=True):
         total[name] += p / len(items)
@@ -188,7 +193,7 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
             return model.load_state_dict(torch.load(kept, map_location=eos.device, weights_only=True))
         except Exception:  # torch, pickle and zip each have a class of their own for a damaged file
             print(f"{kept} is damaged; it is made again")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = adamw(model, config.warm_lr)
     end = [eos[0].item() if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
     for step in tqdm(range(config.warm_steps), desc="warm start", disable=None):
         for group in optimizer.param_groups:
@@ -199,8 +204,8 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
             task.correction(task.train[i], config.repair_references) if j < repairs else task.train[i]
             for j, i in enumerate(picks)
         ]
-        demos = [tokenizer.encode(item.demo, add_special_tokens=False) + end for item in items]
-        rows = make_rows([task.encode(tokenizer, item) for item in items], demos, eos.device)
+        demos = [demo + end for demo in encode(tokenizer, [item.demo for item in items])]
+        rows = make_rows(task.encode(tokenizer, items), demos, eos.device)
         logp, _ = score(model, rows, 1.0)
         loss = -logp.sum() / rows.mask.sum()
         optimizer.zero_grad()
@@ -231,13 +236,14 @@ def correct(model, tokenizer, eos, task, config: Config, items: list, texts: lis
     the repair kept (N, T) bool, and how many tokens it generated.
     """
     G, repaired, kept = config.group_size, torch.zeros_like(rewards, dtype=torch.bool), torch.zeros_like(rows.mask)
-    wrong, prompts = (rewards == 0).nonzero().flatten().tolist(), []
+    wrong, problems = (rewards == 0).nonzero().flatten().tolist(), []
     for i in wrong:
         siblings = [i - i % G + (i + k) % G for k in range(1, G)]
         chosen = sorted(siblings, key=lambda j: rewards[j].item() != 1)[: config.repair_references]
-        prompts.append(task.encode(tokenizer, task.repair(items[i], texts[i], [texts[j] for j in chosen])))
+        problems.append(task.repair(items[i], texts[i], [texts[j] for j in chosen]))
     if not wrong:
         return repaired, kept, 0
+    prompts = task.encode(tokenizer, problems)
     fixed, _ = rollout(model, prompts, 1, config.max_tokens, config.temperature, eos, gen)
     scores = [task.reward(text, items[i]) for i, text in zip(wrong, decode(tokenizer, fixed, eos), strict=True)]
     wrong = torch.tensor(wrong, device=rewards.device)
@@ -257,7 +263,7 @@ def train_step(
             group["lr"] = config.lr * (1 - (step - 1) / config.steps)
     method, scoring = METHODS[config.method], (config.temperature, config.micro_rows)
     items = next_items(task, config, step)
-    prompts = [task.encode(tokenizer, item) for item in items]
+    prompts = task.encode(tokenizer, items)
     rows, sampled = rollout(model, prompts, config.group_size, config.max_tokens, config.temperature, eos, gen)
     texts, items = decode(tokenizer, rows, eos), [item for item in items for _ in range(config.group_size)]
     rewards = torch.tensor([task.reward(*pair) for pair in zip(texts, items, strict=True)], device=eos.device)  # (N,)
@@ -320,12 +326,12 @@ def train_step(
 def check_context(model, tokenizer, task, config: Config, warm: bool):
     """Refuse prompts that with their answer, or before a warm start their demonstration, exceed the model's context."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
-    longest = max(len(task.encode(tokenizer, item)) for item in [*task.train, *task.test[: config.eval_items]])
+    longest = max(map(len, task.encode(tokenizer, [*task.train, *task.test[: config.eval_items]])))
     if METHODS[config.method].repair:  # the longest correction problem, in answers of max_tokens
         shown = config.repair_references
-        around = max(len(task.encode(tokenizer, task.repair(item, "", [""] * shown))) for item in task.train)
+        around = max(map(len, task.encode(tokenizer, [task.repair(item, "", [""] * shown) for item in task.train])))
         longest = max(longest, around + (1 + shown) * config.max_tokens)
-    demo = max(map(len, tokenizer([item.demo for item in task.train])["input_ids"])) + 1 if warm else 0
+    demo = max(map(len, encode(tokenizer, [item.demo for item in task.train]))) + 1 if warm else 0
     if longest + max(config.max_tokens, demo) > limit:
         answer = f"--max-tokens {config.max_tokens}" if config.max_tokens >= demo else f"longest demonstration {demo}"
         fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
@@ -378,7 +384,7 @@ def start_run(config: Config, task, device: torch.device):
     elif config.reference and config.warm_steps and not start.is_dir():
         fail(f"--resume {run}: start/, the policy that the KL is measured from, is missing")
     reference = load_model(config, task, device, str(start))[0] if config.reference else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = adamw(model, config.lr)
     done = restore(run, optimizer, state) if found else 0
     if config.resume:
         write_config(run, config, device)  # --steps may be new; nothing is written before all is known to fit
@@ -435,3 +441,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         fail("interrupted before the first step; there is nothing to go on from, start again")
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        fail(f"{reason}; what helps: a smaller --micro-rows (also beside --resume), --no-reference")

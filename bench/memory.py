@@ -62,7 +62,7 @@ def measured(case: Case, config: train.Config, device: str) -> float:
     def work():
         model, prompts, _ = build(case, device)
         reference = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        optimizer = train.adamw(model, 1e-6)
         for step in (1, 2):
             rest = (optimizer, torch.tensor([EOS], device=device), Task(prompts), config, {}, step)
             train.train_step(model, reference, Ids(), *rest)

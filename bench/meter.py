@@ -32,8 +32,8 @@ class Task:
     def train(self) -> list[list[int]]:
         return self.prompts
 
-    def encode(self, tokenizer, item: list[int]) -> list[int]:
-        return item
+    def encode(self, tokenizer, items: list[list[int]]) -> list[list[int]]:
+        return items
 
     def reward(self, text: list[int], item: list[int]) -> float:
         return float(sum(text) % 2)
@@ -59,7 +59,7 @@ def with_ends(case: Case):
 def steps(case: Case):
     """A function that makes the same training step whenever it is called: the learning rate is 0."""
     model, prompts = with_ends(case), build(case, "cpu")[1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = train.adamw(model, 0.0)
 
     def step(config: train.Config) -> dict:
         return train.train_step(model, None, Ids(), optimizer, torch.tensor([EOS]), Task(prompts), config, {}, 1)

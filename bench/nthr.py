@@ -34,7 +34,7 @@ def step_ratio(rounds: int) -> list[float]:
     for i in range(rounds):
         for method in sorted(seconds, reverse=i % 2):
             twin = copy.deepcopy(model)
-            optimizer = torch.optim.AdamW(twin.parameters(), lr=config.lr)
+            optimizer = train.adamw(twin, config.lr)
             chosen = replace(config, method=method)
             start = time.perf_counter()
             train.train_step(twin, None, tokenizer, optimizer, eos, task, chosen, {}, i + 1)

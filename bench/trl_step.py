@@ -43,13 +43,13 @@ class Task:
     def __init__(self, prompts: list[str]):
         self.train, self.reward = prompts, reward
 
-    def encode(self, tokenizer, item: str) -> list[int]:
-        return tokenizer.encode(item, add_special_tokens=False)
+    def encode(self, tokenizer, items: list[str]) -> list[list[int]]:
+        return train.encode(tokenizer, items)
 
 
 def our_step(case: Case, tokenizer, prompts: list[str]):
     model, config = with_ends(case), make_config(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = train.adamw(model, 0.0)
 
     def step(number: int) -> int:
         rest = (optimizer, torch.tensor([EOS]), Task(prompts), config, {}, number)

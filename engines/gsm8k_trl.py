@@ -34,8 +34,7 @@ class Options:
 def prompts(task: GSM8K, tokenizer) -> Dataset:
     """The training problems as text that TRL's tokenisation turns into train.py's own ids."""
     rows = []
-    for item in task.train:
-        ids = task.encode(tokenizer, item)
+    for item, ids in zip(task.train, task.encode(tokenizer, task.train), strict=True):
         text = tokenizer.decode(ids)
         if tokenizer(text)["input_ids"] != ids:
             raise ValueError(f"this tokenizer does not read its own prompts back: {text[:60]!r}")

@@ -250,8 +250,7 @@ def test_an_unreachable_hub_points_to_local_files(monkeypatch):
 
 def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
     tokenizer = task.make_tokenizer()
-    for item in task.train:
-        prompt = task.encode(tokenizer, item)
+    for item, prompt in zip(task.train, task.encode(tokenizer, task.train), strict=True):
         assert tokenizer.decode(prompt) == f"Question: {item.prompt}\nAnswer:\n"
         assert prompt + tokenizer.encode(item.demo) == tokenizer.encode(item.plain() + item.demo)
 
@@ -262,8 +261,8 @@ def test_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(t
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=default)
-    ids = task.encode(tokenizer, task.train[0])
-    assert type(ids) is list and all(type(i) is int for i in ids)
+    ids, *others = task.encode(tokenizer, task.train)
+    assert len(others) == len(task.train) - 1 and type(ids) is list and all(type(i) is int for i in ids)
     question = "Ann has 48 pens and sells half. How many are left?"
     instruction = "Reason step by step; end with '#### ' and the number."
     assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
@@ -274,7 +273,7 @@ def test_a_correction_problem_shows_question_answer_and_siblings_and_is_graded_a
     problem = task.repair(item, "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
     places = [problem.prompt.index(text) for text in (item.prompt, "#### 48", "#### 24", "none", "corrected")]
     assert places == sorted(places) and task.reward("#### 24", problem) == 1 > task.reward("#### 48", problem)
-    assert problem.prompt in task.make_tokenizer().decode(task.encode(task.make_tokenizer(), problem))
+    assert problem.prompt in task.make_tokenizer().decode(task.encode(task.make_tokenizer(), [problem])[0])
 
 
 @pytest.mark.parametrize("text", ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "#### -7"])

@@ -1,19 +1,26 @@
 """The training script: its sampler, its log-probs, its gradient, its promises on the command line."""
 
+import copy
 import itertools
 import json
 import math
 import os
+import runpy
 import signal
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     Lfm2Config,
     Lfm2ForCausalLM,
     MistralConfig,
@@ -35,6 +42,11 @@ TINY += ["--width", "16", "--eval-items", "6", "--eval-every", "2", "--save-ever
 @pytest.fixture(scope="module")
 def loaded(model_path):
     return load_model(Config(), None, CPU, model_path)
+
+
+@pytest.fixture(scope="module")
+def scratch():
+    return load_model(Config(layers=1, width=16), train.Arithmetic(), CPU, "scratch")
 
 
 def sample(loaded, prompts=PROMPTS, copies=1, tokens=12, temperature=0.0, seed=0):
@@ -218,7 +230,7 @@ def test_a_non_finite_gradient_stops_before_the_weights_change(loaded):
 def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(loaded):
     model = loaded[0]
     rows, batch = make_batch(loaded)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = train.adamw(model, 0.0)
     train.update(model, optimizer, METHODS["grpo"].passes[0], rows, batch, Config())
     optimizer.param_groups[0]["lr"] = 1.0
     before = [p.clone() for p in model.parameters()]
@@ -325,6 +337,81 @@ def test_sampler_and_scorer_must_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "rollout", lambda *a: (lambda rows, logp: (rows, logp + 0.01))(*wrong(*a)))
     with pytest.raises(AssertionError, match="differ by 0.0[01].*: not on-policy"):
         run(tmp_path)
+
+
+def test_a_model_whose_sampler_and_scorer_differ_is_refused(model_path, monkeypatch, capsys):
+    wrong = model.rollout
+    monkeypatch.setattr(model, "rollout", lambda *a: (lambda rows, logp: (rows, logp + 0.01))(*wrong(*a)))
+    with pytest.raises(SystemExit):
+        load_model(Config(), None, CPU, model_path)
+    assert "is not supported (scored and sampled log-probs differ by 0.0" in capsys.readouterr().err
+
+
+def test_a_full_gpu_is_one_line_that_says_what_helps(tmp_path, monkeypatch, capsys):
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, "--out", str(tmp_path)])
+    for place in ("rollout", "score_all"):
+        with monkeypatch.context() as broken, pytest.raises(SystemExit) as stopped:
+            broken.setattr(model, place, Mock(side_effect=full))
+            runpy.run_path(train.__file__, run_name="__main__")
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.count("\n") == 1
+        assert error.startswith("error: CUDA out of memory; what helps: a smaller --micro-rows")
+
+
+def test_a_run_goes_on_in_smaller_pieces(tmp_path, easy):
+    whole = run(tmp_path / "whole", "--schedule", "constant")
+    half = run(tmp_path / "half", "--schedule", "constant", "--steps", "2")
+    train.main(["--resume", str(half), "--steps", "4", "--micro-rows", "1"])
+    assert json.loads((half / "config.json").read_text())["config"]["micro_rows"] == 1
+    for got, expected in zip(metrics(half), metrics(whole), strict=True):
+        assert got == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_the_warm_start_shows_each_prompt_its_demonstration_and_the_end(scratch, monkeypatch):
+    policy, tokenizer, eos = scratch
+    task, seen, real = train.Arithmetic(), [], train.score
+    monkeypatch.setattr(train, "score", lambda model, rows, *a: seen.append(rows) or real(model, rows, *a))
+    train.warm_start(copy.deepcopy(policy), tokenizer, task, Config(warm_steps=2, warm_rows=8), eos)
+    demos = {item.prompt: item.demo for item in task.train}
+    for rows in seen:
+        for tokens, mask, prompt, ids in zip(rows.tokens, rows.mask, rows.prompt, rows.prompt_mask, strict=True):
+            assert tokenizer.decode(tokens[mask]) == demos[tokenizer.decode(prompt[ids])] + "<eos>"
+    assert [len(rows.tokens) for rows in seen] == [8, 8]
+
+
+def test_prefix_probabilities_are_those_of_the_sets(scratch):
+    policy, tokenizer, _ = scratch
+    items = train.Arithmetic().test[:2]
+    found = train.prefix_probabilities(policy, tokenizer, train.Arithmetic(), items, Config(), CPU)
+    expected = dict.fromkeys(found, 0.0)
+    for item in items:
+        for name, texts in train.Arithmetic().prefixes(item).items():
+            for text in texts:
+                ids, start = tokenizer(item.prompt + text)["input_ids"], len(item.prompt)
+                p = policy(torch.tensor([ids])).logits[0].softmax(-1)
+                expected[name] += math.prod(p[i - 1, ids[i]].item() for i in range(start, len(ids))) / 2
+    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("length, fits", [(1019, True), (1020, False)])
+def test_a_demonstration_and_its_end_must_fit_the_context(scratch, length, fits, capsys):
+    task = SimpleNamespace(
+        encode=train.Arithmetic().encode, test=[], train=[SimpleNamespace(prompt="1+1=", demo="#" * length)]
+    )
+    train.check_context(*scratch[:2], task, Config(max_tokens=4), warm=False)
+    with nullcontext() if fits else pytest.raises(SystemExit):
+        train.check_context(*scratch[:2], task, Config(max_tokens=4), warm=True)
+    assert fits or "longest prompt 4 + longest demonstration 1021 exceed" in capsys.readouterr().err
+
+
+def test_scratch_is_gpt2_with_its_own_gelu(scratch):
+    ours, tokenizer, _ = scratch
+    assert ours.config.activation_function != GPT2Config().activation_function == "gelu_new"
+    theirs = GPT2LMHeadModel(GPT2Config.from_dict(ours.config.to_dict() | {"activation_function": "gelu_new"})).eval()
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.arange(len(tokenizer))[None]
+    assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-5)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -504,7 +591,7 @@ def test_ibpo_asks_for_corrections_of_the_wrong_answers_beside_right_siblings(lo
     rows, seen = sample(loaded, PROMPTS[:2], copies=3, temperature=1.0)[0], []
     task = SimpleNamespace(
         repair=lambda item, answer, siblings: seen.append((item, answer, siblings)) or item,
-        encode=lambda tokenizer, item: PROMPTS[0],
+        encode=lambda tokenizer, items: [PROMPTS[0]] * len(items),
         reward=lambda text, item: float(len(seen) == 4 and item == "b"),
     )
     texts, rewards = list("stuvwx"), torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.5])

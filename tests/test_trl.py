@@ -238,7 +238,7 @@ def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_pa
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 1000
     task = GSM8K(small_gsm8k)
     rows = gsm8k_trl.prompts(task, tokenizer)
-    assert [tokenizer(x)["input_ids"] for x in rows["prompt"]] == [task.encode(tokenizer, x) for x in task.train]
+    assert [tokenizer(x)["input_ids"] for x in rows["prompt"]] == task.encode(tokenizer, task.train)
     for wrong, reason in (
         ("--method ibpo", "second rollout"),
         ("--hyper eps", "NAME=VALUE"),

@@ -18,6 +18,7 @@ keeps the first answer's opener and form and mends the numbers, or, again on pur
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -73,8 +74,9 @@ class Arithmetic:
         _, mark, final = text.rpartition("#")
         return float(bool(mark) and final == item.answer)
 
-    def encode(self, tokenizer, item: Item) -> list[int]:
-        return tokenizer.encode(item.prompt, add_special_tokens=False)
+    def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
+        """Prompt token ids of each item."""
+        return tokenizer([item.prompt for item in items], add_special_tokens=False)["input_ids"]
 
     def repair(self, item: Item, answer: str, siblings: list[str], demo: str = "") -> Item:
         """The problem of correcting an answer, given siblings' answers."""
