@@ -591,7 +591,7 @@ def test_ibpo_asks_for_corrections_of_the_wrong_answers_beside_right_siblings(lo
     rows, seen = sample(loaded, PROMPTS[:2], copies=3, temperature=1.0)[0], []
     task = SimpleNamespace(
         repair=lambda item, answer, siblings: seen.append((item, answer, siblings)) or item,
-        encode=lambda tokenizer, items: [PROMPTS[0]] * len(items),
+        encode=lambda tokenizer, items: [PROMPTS["ab".index(item)] for item in items],
         reward=lambda text, item: float(len(seen) == 4 and item == "b"),
     )
     texts, rewards = list("stuvwx"), torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.5])
@@ -600,7 +600,7 @@ def test_ibpo_asks_for_corrections_of_the_wrong_answers_beside_right_siblings(lo
     repaired, kept, generated = train.correct(model, *args, train.rng(1))
     assert seen == [("a", "s", ["u", "t"]), ("a", "t", ["u", "s"]), ("b", "v", ["w", "x"]), ("b", "w", ["x", "v"])]
     assert repaired.tolist() == [False] * 3 + [True, True, False] and 4 <= generated <= 36
-    fixed, _ = rollout(model, [PROMPTS[0]] * 4, 1, 9, 1.0, eos, train.rng(1))
+    fixed, _ = rollout(model, [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, 1, 9, 1.0, eos, train.rng(1))
     wanted = kept_tokens(rows.tokens[[3, 4]], rows.mask[[3, 4]], fixed.tokens[2:], fixed.mask[2:])
     assert torch.equal(kept[[3, 4]], wanted) and not kept[[0, 1, 2, 5]].any()
 
