@@ -69,7 +69,7 @@ def load_model(config: Config, task, device: torch.device, path: str):
         logp, _ = score_all(model, rows, 1.0, 1, grad=True)
         logp.sum().backward()
         model.zero_grad()
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError as well, but none of the model's making
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
         fail(f"--model {path}: {type(model).__name__} is not supported ({str(error).splitlines()[0]})")
