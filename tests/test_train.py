@@ -36,7 +36,7 @@ from train import Config, Rows, load_model, rollout, score
 CPU = torch.device("cpu")
 PROMPTS = [[5, 60, 61, 62], [70], [80, 81, 82, 83, 84, 85, 86]]
 TINY = "--steps 4 --warm-steps 3 --warm-rows 8 --prompts 4 --group-size 3 --layers 1 --width 16 --max-tokens 12".split()
-TINY += "--eval-items 6 --eval-every 2 --save-every 2 --minibatches 2".split()
+TINY += "--eval-items 6 --eval-every 2 --save-every 2 --minibatches 2 --train-items 500".split()
 
 
 @pytest.fixture(scope="module")
