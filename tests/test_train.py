@@ -550,6 +550,19 @@ def test_a_pass_is_not_clipped_where_it_does_not_look(tmp_path, capsys, easy):
     assert any(line.get("clip_share", 0) > 0.2 for line in lines)
 
 
+def test_clip_share_leaves_out_the_kl_term_of_groups_without_an_advantage(monkeypatch):
+    logp, mask = torch.full((4, 3), -1.0), torch.ones(4, 3, dtype=torch.bool)
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    batch = Batch(logp, logp, advantages[:, None].expand(4, 3).clone(), mask, 2, 3, logp + 0.5)
+    rows = Rows(mask.long(), mask, mask.long(), mask)
+    monkeypatch.setattr(
+        train, "update", lambda *a: ((a[4].adv == 0).float(), 1.0)
+    )  # all that has an advantage: clipped
+    config = Config(minibatches=1, group_size=2, kl=0.1)
+    found = train.learn(None, None, config, dict(kl=0.1), rows, batch, advantages, train.rng(0))
+    assert found["clip_share"] == 1 and found["grad_norm"] == 1
+
+
 def test_an_output_layer_with_a_bias_is_refused_where_token_scores_would_leave_it_out(tmp_path, capsys):
     from transformers import PhiConfig, PhiForCausalLM
 
