@@ -68,6 +68,8 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
             asked = parse(args)
             if run.is_dir():
                 args = go_on(run, asked)
+                if args and any(x.partition("=")[0] == "--micro-rows" for x in rest):
+                    args += ["--micro-rows", str(asked.micro_rows)]
             found[run] = args + ["--name", run.name] if args and not run.is_dir() else args
     return found
 

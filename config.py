@@ -40,7 +40,7 @@ class Config:
     temperature: float = knob(1.0, "sampling temperature, also inside every log-prob", low=1e-3)
     epochs: int = knob(1, "passes over a rollout batch", low=1)
     minibatches: int = knob(4, "optimiser batches per pass: whole groups, off-policy after the first", low=1)
-    micro_rows: int = knob(64, "rows per forward/backward: memory only, never changes the result", low=1)
+    micro_rows: int = knob(64, "rows per forward/backward: memory only, the result is the same up to rounding", low=1)
     lr: float = knob(1e-3, "learning rate of AdamW", low=0)
     schedule: str = knob("linear", "learning rate over the run", choices=("constant", "linear"))
     grad_clip: float = knob(1.0, "largest gradient norm", low=1e-12)

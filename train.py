@@ -190,7 +190,7 @@ def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
     """Supervised steps on the task's demonstrations, so that RL has something to find."""
     if (kept := start_file(config)) and kept.exists():
         try:
-            return model.load_state_dict(torch.load(kept, map_location=eos.device, weights_only=True))
+            return model.load_state_dict(torch.load(kept, map_location="cpu", weights_only=True))
         except Exception:  # torch, pickle and zip each have a class of their own for a damaged file
             print(f"{kept} is damaged; it is made again")
     optimizer = adamw(model, config.warm_lr)
@@ -398,6 +398,15 @@ def main(argv: list[str] | None = None):
     if wanted(argv):
         return compare(argv, main)
     config = parse(argv)
+    try:
+        make_run(config)
+    except torch.OutOfMemoryError as error:
+        less = "--micro-rows (also beside --resume), and in a new run --prompts, --max-tokens, --warm-rows"
+        fail(f"{str(error).partition('. ')[0]}; what helps: less of {less}; --no-reference")
+
+
+def make_run(config: Config):
+    """From the start, or a resumed run's last checkpoint, to the end."""
     hyper = hyperparameters(config)
     torch.set_num_threads(config.threads or os.cpu_count())
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -441,6 +450,3 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         fail("interrupted before the first step; there is nothing to go on from, start again")
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        fail(f"{reason}; what helps: a smaller --micro-rows (also beside --resume), --no-reference")

@@ -3,7 +3,7 @@
 Computed without a GPU: the forward pass is made with tensors that have shapes but no data, in bf16 as on a GPU, and
 what it keeps for the backward pass is added up. No answer ends early; no two rows of a piece share their prompt.
 --measure also makes two steps from random weights on that device and prints their peak (cpu: of resident memory, in
-fp32).
+fp32). Needs transformers 5.
 """
 
 import argparse

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from test_train import TINY
 from torch.nn import functional as F
 
@@ -164,6 +165,7 @@ def test_where_the_time_goes_adds_up_and_ends_at_the_goal(monkeypatch):
         one(1, False, 2.0)
 
 
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 looks into its masks")
 def test_memory_is_counted_without_data_as_it_is_with():
     case = replace(rollout.CASES["b"], prompts=2, prompt=5, cap=8, layers=2, width=32, vocab=50)
     size, kept, pair = memory.forward(case, 4)

@@ -203,6 +203,8 @@ def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the
     left = {run.name: args for run, args in compare.runs_of(argv).items() if args}
     assert left.keys() == {"gspo-s0", "gspo-s1", "dapo-s0"}
     assert left["dapo-s0"] == ["--resume", str(folder / "dapo-s0")]
+    smaller = compare.runs_of([*argv, "--micro-rows", "2"])[folder / "dapo-s0"]
+    assert smaller == [*left["dapo-s0"], "--micro-rows", "2"]
     capfd.readouterr()
     monkeypatch.setattr(compare, "at_once", lambda _: 1)
     compare.compare(argv, fake)

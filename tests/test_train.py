@@ -5,9 +5,7 @@ import itertools
 import json
 import math
 import os
-import runpy
 import signal
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -349,14 +347,36 @@ def test_a_model_whose_sampler_and_scorer_differ_is_refused(model_path, monkeypa
 
 def test_a_full_gpu_is_one_line_that_says_what_helps(tmp_path, monkeypatch, capsys):
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
-    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, "--out", str(tmp_path)])
-    for place in ("rollout", "score_all"):
+    for module, place in ((model, "rollout"), (model, "score_all"), (train, "train_step")):
         with monkeypatch.context() as broken, pytest.raises(SystemExit) as stopped:
-            broken.setattr(model, place, Mock(side_effect=full))
-            runpy.run_path(train.__file__, run_name="__main__")
+            broken.setattr(module, place, Mock(side_effect=full))
+            train.main([*TINY, "--out", str(tmp_path)])
         error = capsys.readouterr().err
         assert stopped.value.code == 2 and error.count("\n") == 1
-        assert error.startswith("error: CUDA out of memory; what helps: a smaller --micro-rows")
+        assert error.startswith("error: CUDA out of memory; what helps: less of --micro-rows")
+
+
+def test_the_optimiser_pulls_no_weight_that_has_no_gradient(scratch):
+    policy = copy.deepcopy(scratch[0])
+    for p in policy.parameters():
+        p.grad = torch.zeros_like(p)
+    train.adamw(policy, 0.1).step()
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), scratch[0].parameters(), strict=True))
+
+
+def test_every_step_and_seed_draws_answers_of_its_own(tmp_path, monkeypatch):
+    seen, real = [], train.train_step
+
+    def spy(*args):
+        with monkeypatch.context() as during:
+            rollout = train.rollout
+            during.setattr(train, "rollout", lambda *a: seen.append(a[-1].initial_seed()) or rollout(*a))
+            return real(*args)
+
+    monkeypatch.setattr(train, "train_step", spy)
+    for seed in "01":
+        run(tmp_path / seed, "--seed", seed)
+    assert len(seen) == len(set(seen)) == 8
 
 
 def test_a_run_goes_on_in_smaller_pieces(tmp_path, easy):
