@@ -2,8 +2,7 @@
 
 update -> evaluate -> warm start -> training step -> main, in this order. The policy (loading, rollout, scoring) is in
 model.py, the knobs in config.py, the methods in losses.py, the tasks in toy/arithmetic.py and gsm8k.py; runs.py writes
-what a run leaves.
-`python train.py` needs no GPU and no download; `python train.py --help` lists every knob.
+what a run leaves. `python train.py` needs no GPU and no download; `python train.py --help` lists every knob.
 """
 
 from __future__ import annotations
@@ -243,8 +242,7 @@ def correct(model, tokenizer, eos, task, config: Config, items: list, texts: lis
         problems.append(task.repair(items[i], texts[i], [texts[j] for j in chosen]))
     if not wrong:
         return repaired, kept, 0
-    prompts = task.encode(tokenizer, problems)
-    fixed, _ = rollout(model, prompts, 1, config.max_tokens, config.temperature, eos, gen)
+    fixed, _ = rollout(model, task.encode(tokenizer, problems), 1, config.max_tokens, config.temperature, eos, gen)
     scores = [task.reward(text, items[i]) for i, text in zip(wrong, decode(tokenizer, fixed, eos), strict=True)]
     wrong = torch.tensor(wrong, device=rewards.device)
     repaired[wrong] = torch.tensor(scores, device=rewards.device) == 1
@@ -401,7 +399,7 @@ def main(argv: list[str] | None = None):
     try:
         make_run(config)
     except torch.OutOfMemoryError as error:
-        less = "--micro-rows (also beside --resume), and in a new run --prompts, --max-tokens, --warm-rows"
+        less = "--micro-rows (also beside --resume), --prompts, --max-tokens, --warm-rows"
         fail(f"{str(error).partition('. ')[0]}; what helps: less of {less}; --no-reference")
 
 
