@@ -49,16 +49,18 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
     parser.add_argument("--name", default="compare")
     parser.add_argument("--out", default=Config.out)
     parser.add_argument("--starts", default="")
+    parser.add_argument("--micro-rows", default="")
     given, rest = parser.parse_known_args(argv)
     if given.seeds < 1:
         fail(f"--seeds {given.seeds}: must be at least 1")
     folder, found = Path(given.out) / given.name, {}
+    smaller = ["--micro-rows", given.micro_rows] if given.micro_rows else []
     for variant in given.method.split(","):
         method, _, context = variant.partition("+ex")
         if variant != method and not re.fullmatch(r"([1-9][0-9]*)?", context):
             fail(f"--method {variant}: expected NAME, NAME+ex or NAME+exK with K from 1")
         for seed in range(given.seed, given.seed + given.seeds):
-            args = ["--method", method, "--seed", str(seed), "--out", str(folder), *rest]
+            args = ["--method", method, "--seed", str(seed), "--out", str(folder), *smaller, *rest]
             args += ["--starts", given.starts or str(folder / ".starts")]
             args += ["--exchangeable"] if variant != method else []
             args += ["--context", context] if context else []
@@ -67,14 +69,12 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
                 fail(f"--method {given.method}: {variant} stands there twice")
             asked = parse(args)
             if run.is_dir():
-                args = go_on(run, asked)
-                if args and any(x.partition("=")[0] == "--micro-rows" for x in rest):
-                    args += ["--micro-rows", str(asked.micro_rows)]
+                args = go_on(run, asked, smaller)
             found[run] = args + ["--name", run.name] if args and not run.is_dir() else args
     return found
 
 
-def go_on(run: Path, asked: Config) -> list[str]:
+def go_on(run: Path, asked: Config, smaller: list[str]) -> list[str]:
     """The arguments that finish an unfinished run; none if it is finished. One made with other flags is refused."""
     try:
         made = read_run(run)
@@ -83,7 +83,7 @@ def go_on(run: Path, asked: Config) -> list[str]:
     for key, value in json.loads(json.dumps(asdict(asked))).items():
         if key not in APART and (was := made.config.get(key)) != value:
             fail(f"{run} was made with {key} {was}, not {value}; another experiment needs another --name")
-    return [] if made.finished else ["--resume", str(run)]
+    return [] if made.finished else ["--resume", str(run), *smaller]
 
 
 def one(train: Callable, run: Path, args: list[str]) -> str:

@@ -575,9 +575,8 @@ def test_clip_share_leaves_out_the_kl_term_of_groups_without_an_advantage(monkey
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
     batch = Batch(logp, logp, advantages[:, None].expand(4, 3).clone(), mask, 2, 3, logp + 0.5)
     rows = Rows(mask.long(), mask, mask.long(), mask)
-    monkeypatch.setattr(
-        train, "update", lambda *a: ((a[4].adv == 0).float(), 1.0)
-    )  # all that has an advantage: clipped
+    clipped = lambda *a: ((a[4].adv == 0).float(), 1.0)  # noqa: E731  all that has an advantage
+    monkeypatch.setattr(train, "update", clipped)
     config = Config(minibatches=1, group_size=2, kl=0.1)
     found = train.learn(None, None, config, dict(kl=0.1), rows, batch, advantages, train.rng(0))
     assert found["clip_share"] == 1 and found["grad_norm"] == 1
