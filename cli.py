@@ -1,4 +1,5 @@
-"""Command line from a dataclass: a field is a flag with a line of meaning; a mistake is one line and exit code 2."""
+"""Command line from a dataclass: a field is a flag with a line of meaning; a mistake is one line
+and exit code 2."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def given_flags(cls, description: str, presets: dict[str, dict], argv: list[str]) -> dict:
-    """The fields of dataclass `cls` that argv sets. `presets` are shown in --help beside the defaults."""
+    """The fields of dataclass `cls` that argv sets. `presets` are shown in --help beside the
+    defaults."""
     parser = Parser(description=description, allow_abbrev=False)
     for f in fields(cls):
         shown = ["none" if f.default in ("", ()) else str(f.default)] + [

@@ -1,4 +1,5 @@
-"""Every claim about token gradient cancellation, checked to the last digit on a policy that is known exactly.
+"""Every claim about token gradient cancellation, checked to the last digit on a policy that is
+known exactly.
 
     python verify.py                           all claims, the audit of all methods, and the price of cancelling
     python verify.py --only C9 C17             some of them
@@ -33,12 +34,12 @@ from pathlib import Path
 
 import torch
 
-import claims as c
-import claims_neighbours as n
 import losses
-from claims import ALL, AUDIT, DFPO, NEIGHBOURS, REGIMES
+from claims import cancellation as c
+from claims import neighbours as n
+from claims.cancellation import ALL, AUDIT, DFPO, NEIGHBOURS, REGIMES
+from claims.trees import Draw
 from exercises import claims as x
-from toy.trees import Draw
 
 DRAWS = 24  # random trees per claim
 TOLERANCE = 1e-10  # of |measured - predicted| / max(1, |predicted|), float64
@@ -70,7 +71,7 @@ CLAIMS = (
     Claim("M2", c.m2, (*ALL, *NEIGHBOURS)),
     Claim("M3", c.m3, ("group_advantages",)),
     Claim("M4", c.m4, ("METHODS",)),
-    Claim("M5", c.m5, ("Batch", "Old")),
+    Claim("M5", c.m5, ("Batch", "OldPolicy")),
     Claim("M6", n.m6, ("nthr", "nthr_random")),
     Claim("M7", n.m7, ("METHODS",)),
     Claim("M8", n.m8, ("kept_tokens",)),
@@ -79,28 +80,56 @@ CLAIMS = (
     Claim("C3", c.c3, ("grpo_symmetric", "dr_grpo"), group_size=2),
     Claim("C4", c.c4, ("sequence_ratio", "gspo")),
     Claim("C5a", c.c5a, ("sequence_ratio",)),
-    Claim("C5b", c.c5b, ("sequence_ratio",), FAILS, '"cancels only if all u_i are equal" is wrong for G > 2'),
+    Claim(
+        "C5b",
+        c.c5b,
+        ("sequence_ratio",),
+        FAILS,
+        '"cancels only if all u_i are equal" is wrong for G > 2',
+    ),
     Claim("C6", c.c6, ("grpo", "dr_grpo", "dapo")),
     Claim("C7", c.c7, ("grpo_symmetric", "dr_grpo"), ONLY_IF, "the min is dropped"),
     Claim(
-        "C8", c.c8, ("grpo", "gspo", *FACTORISED), ONLY_IF, "all T_i are equal, or the normaliser is a common factor"
+        "C8",
+        c.c8,
+        ("grpo", "gspo", *FACTORISED),
+        ONLY_IF,
+        "all T_i are equal, or the normaliser is a common factor",
     ),
     Claim("C9", c.c9, ("min_replace", "dfpo_min")),
     Claim("C9e", c.c9e, DFPO),
-    Claim("C10", c.c10, ("adv_orthogonal", "dfpo_orthogonal"), ONLY_IF, "the whole group shares the token"),
+    Claim(
+        "C10",
+        c.c10,
+        ("adv_orthogonal", "dfpo_orthogonal"),
+        ONLY_IF,
+        "the whole group shares the token",
+    ),
     Claim("C11", c.c11, DFPO, ONLY_IF, "the policy has not moved"),
     Claim("C12", c.c12, DFPO, ONLY_IF, "the weight is detached"),
     Claim("C13", c.c13, ("dr_grpo", "grpo_symmetric", "dfpo_min")),
     Claim("C14", c.c14, ("reinforce",), FAILS, "Eq. 5 needs score gradients of equal norm"),
-    Claim("C15", c.c15, ("learning_tax", "prefix_nodes", "dfpo_min"), ONLY_IF, "w is constant on the node"),
-    Claim("C16", c.c16, ("sequence_ratio", *ALL), ONLY_IF, "on-policy, or the weight is the plain product"),
-    Claim("C17a", c.c17a, ("exchangeable",)),
-    Claim("C17b", c.c17b, ("exchangeable",)),
-    Claim("C17c", c.c17c, ("exchangeable",)),
-    Claim("C17d", c.c17d, ("exchangeable",)),
-    Claim("C17e", c.c17e, ("exchangeable",)),
-    Claim("C17f", c.c17f, ("exchangeable",)),
-    Claim("C17g", c.c17g, ("exchangeable", "prefix_nodes")),
+    Claim(
+        "C15",
+        c.c15,
+        ("learning_tax", "prefix_nodes", "dfpo_min"),
+        ONLY_IF,
+        "w is constant on the node",
+    ),
+    Claim(
+        "C16",
+        c.c16,
+        ("sequence_ratio", *ALL),
+        ONLY_IF,
+        "on-policy, or the weight is the plain product",
+    ),
+    Claim("C17a", c.c17a, ("project",)),
+    Claim("C17b", c.c17b, ("project",)),
+    Claim("C17c", c.c17c, ("project",)),
+    Claim("C17d", c.c17d, ("project",)),
+    Claim("C17e", c.c17e, ("project",)),
+    Claim("C17f", c.c17f, ("project",)),
+    Claim("C17g", c.c17g, ("project", "prefix_nodes")),
     Claim("AUDIT", c.audit, tuple(AUDIT)),
     Claim("N1", n.n1, ("group_advantages",)),
     Claim("N2", n.n2, ("group_advantages",), ONLY_IF, "answers are counted, not tokens"),
@@ -128,7 +157,7 @@ EXERCISES = (  # about functions that only exercises/ asks for
 )
 
 
-# ---------------------------------------------------------------- one claim about one function
+# ---------------- one claim about one function
 
 
 class Evidence:
@@ -136,7 +165,9 @@ class Evidence:
 
     def __init__(self):
         self.error = 0.0  # largest |measured - predicted| / max(1, |predicted|)
-        self.excess = -1.0  # the same over its tolerance: up to 1 is agreement, -1 is nothing compared
+        self.excess = (
+            -1.0
+        )  # the same over its tolerance: up to 1 is agreement, -1 is nothing compared
         self.pair = (math.nan, math.nan)  # predicted and measured where they are furthest apart
         self.lefts = []  # sizes of what is left when a condition is dropped, or of a statement's error
         self.cells = []  # a row of the audit, or of the price
@@ -178,14 +209,15 @@ class Outcome:
 
 
 class Written:
-    """The module under test. What it lacks is not yet written; Batch and Old are only containers and may be ours."""
+    """The module under test. What it lacks is not yet written; Batch and OldPolicy are only
+    containers and may be ours."""
 
     def __init__(self, module):
         self.module = module
 
     def __getattr__(self, name):
         if not hasattr(self.module, name):
-            if name not in ("Batch", "Old"):
+            if name not in ("Batch", "OldPolicy"):
                 raise NotImplementedError(name)
             return getattr(losses, name)
         return getattr(self.module, name)
@@ -203,12 +235,18 @@ def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Outcome:
         claim.check(L, function, draws, e)
     except NotImplementedError as error:
         needs = str(error).isidentifier() and str(error) != function
-        outcome.state, outcome.message = "missing", f"needs {error}, not yet written" if needs else "not yet written"
+        outcome.state, outcome.message = (
+            "missing",
+            f"needs {error}, not yet written" if needs else "not yet written",
+        )
     except (Exception, SystemExit) as error:
         outcome.state, outcome.message = "wrong", f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         if e.excess > 1:
-            outcome.state, outcome.message = "wrong", f"expected {e.pair[0]:.6g}, got {e.pair[1]:.6g}"
+            outcome.state, outcome.message = (
+                "wrong",
+                f"expected {e.pair[0]:.6g}, got {e.pair[1]:.6g}",
+            )
         elif e.remainder < NOTICEABLE:
             outcome.state, outcome.message = "wrong", "what must differ here is the same"
     return outcome
@@ -232,16 +270,18 @@ def verify(module, claims: Iterable[Claim], draws: Draws) -> Iterator[Outcome]:
             yield examine(module, claim, function, draws[claim.group_size])
 
 
-# ---------------------------------------------------------------- the grader
+# ---------------- the grader
 
 
 TOP_LEVEL = re.compile(
-    r"^(?:@.*\n)*(?:def|class) (\w+).*\n?(?:(?!@|def |class ).*\n?)*?(?=^@|^def |^class |\Z)", re.MULTILINE
+    r"^(?:@.*\n)*(?:def|class) (\w+).*\n?(?:(?!@|def |class ).*\n?)*?(?=^@|^def |^class |\Z)",
+    re.MULTILINE,
 )
 
 
 def mend(source: str) -> str:
-    """Put a function that says so in the place of every one that has a syntax error; line numbers stay."""
+    """Put a function that says so in the place of every one that has a syntax error; line numbers
+    stay."""
 
     def check(block: re.Match) -> str:
         lines_above = source.count("\n", 0, block.start())
@@ -274,7 +314,8 @@ def defined(path: str) -> set[str]:
 
 
 def work(path: str, tasks: list[tuple[str, str]], seed: int, pipe) -> None:
-    """In the second process: say hello, then what is wrong with the file ("": nothing), then all outcomes."""
+    """In the second process: say hello, then what is wrong with the file ("": nothing), then all
+    outcomes."""
     pipe.send("hello")
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # a print in a loss would be heard some hundred times
@@ -317,18 +358,26 @@ def grade(path: str, claims: Iterable[Claim], seed: int) -> Iterator[Outcome]:
                 yield receive(PATIENCE)
                 tasks.pop(0)
         except (TimeoutError, EOFError) as error:
-            trouble = f"cut off after {PATIENCE} s" if isinstance(error, TimeoutError) else "the process died"
+            trouble = (
+                f"cut off after {PATIENCE} s"
+                if isinstance(error, TimeoutError)
+                else "the process died"
+            )
             if not loaded:
                 raise RuntimeError(f"{path}: {trouble} while it was loaded") from None
             culprit = tasks[0][1]
-            yield from (Outcome(id_, function, "wrong", trouble) for id_, function in tasks if function == culprit)
+            yield from (
+                Outcome(id_, function, "wrong", trouble)
+                for id_, function in tasks
+                if function == culprit
+            )
             tasks = [task for task in tasks if task[1] != culprit]
         finally:
             worker.kill()
             worker.join()
 
 
-# ---------------------------------------------------------------- printing
+# ---------------- printing
 
 
 def number(x: float) -> str:
@@ -343,7 +392,11 @@ def row(claim: Claim, outcomes: list[Outcome]) -> dict[str, str]:
     left = [o.evidence.remainder for o in outcomes if o.evidence.lefts]
     states = {o.state for o in outcomes}
     return {
-        "verdict": "WRONG" if "wrong" in states else "NOT YET WRITTEN" if "missing" in states else claim.verdict,
+        "verdict": "WRONG"
+        if "wrong" in states
+        else "NOT YET WRITTEN"
+        if "missing" in states
+        else claim.verdict,
         "predicted": number(worst.pair[0]),
         "measured": number(worst.pair[1]),
         "error": number(worst.error) if worst.excess >= 0 else "",
@@ -357,25 +410,50 @@ def where(function: str) -> str:
     return f"{function}:{code.co_firstlineno}" if code else function
 
 
-def tables(claims: list[Claim], outcomes: list[Outcome]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(
+    claims: list[Claim], outcomes: list[Outcome]
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """The tables below the claims: title, head, rows."""
     cells = {
-        id_: [(o.function, o.evidence.cells) for o in outcomes if o.claim == id_ and o.evidence.cells] for id_ in TABLES
+        id_: [
+            (o.function, o.evidence.cells) for o in outcomes if o.claim == id_ and o.evidence.cells
+        ]
+        for id_ in TABLES
     }
     if cells["AUDIT"]:
-        rows = [[f, *("0" if x < TOLERANCE else f"{x:.3f}" for x in xs)] for f, xs in cells["AUDIT"]]
-        yield "What is left at a token that the whole group shares, |sum c| / sum |c|", ["method", *REGIMES], rows
+        rows = [
+            [f, *("0" if x < TOLERANCE else f"{x:.3f}" for x in xs)] for f, xs in cells["AUDIT"]
+        ]
+        yield (
+            "What is left at a token that the whole group shares, |sum c| / sum |c|",
+            ["method", *REGIMES],
+            rows,
+        )
     if cells["C16"]:
-        head = [f"{what} {when}" for when in ("on-policy", "off-policy", "projected") for what in ("cos", "norm")]
+        head = [
+            f"{what} {when}"
+            for when in ("on-policy", "off-policy", "projected")
+            for what in ("cos", "norm")
+        ]
         rows = [[f, *(f"{x:.3f}" for x in xs)] for f, xs in cells["C16"]]
-        title = "The price: expected update against the exact gradient (unbiased: cos 1, norm 0.667)"
+        title = (
+            "The price: expected update against the exact gradient (unbiased: cos 1, norm 0.667)"
+        )
         yield title, ["method", *head], rows
     if cells["N3"]:
         title = "N3: what moves a correct answer's log-likelihood, mean over correct answers"
-        yield title, ["", "(I)", "(II)", "(III)", "(IV)", "GWHES"], [["mean", *(f"{x:.3f}" for x in cells["N3"][0][1])]]
+        yield (
+            title,
+            ["", "(I)", "(II)", "(III)", "(IV)", "GWHES"],
+            [["mean", *(f"{x:.3f}" for x in cells["N3"][0][1])]],
+        )
     if cells["N7"]:
         head = ["", "grpo lowers Delta", "nthr selects"]
-        head += [f"above {other}, {how}" for how in ("1st order", "step 1") for other in ("grpo", "random")]
+        head += [
+            f"above {other}, {how}"
+            for how in ("1st order", "step 1")
+            for other in ("grpo", "random")
+        ]
         yield (
             "N7: share of 200 sampled groups; of those where nthr selects, its Delta above another's",
             head,
@@ -383,7 +461,10 @@ def tables(claims: list[Claim], outcomes: list[Outcome]) -> Iterator[tuple[str, 
         )
     if cells["A3"]:
         names = ("tokens", "gradient, grpo", "gradient, A2")
-        rows = [[name, *(f"{x:.3f}" for x in xs)] for name, xs in zip(names, cells["A3"][0][1], strict=True)]
+        rows = [
+            [name, *(f"{x:.3f}" for x in xs)]
+            for name, xs in zip(names, cells["A3"][0][1], strict=True)
+        ]
         title = "A3: share of tokens, and of the gradient's norm, by probability of the token, 200 sampled groups"
         yield title, ["", *(f"{k / 10:.1f}-{(k + 1) / 10:.1f}" for k in range(10))], rows
     if cells["X10"]:
@@ -392,13 +473,17 @@ def tables(claims: list[Claim], outcomes: list[Outcome]) -> Iterator[tuple[str, 
 
 
 def show(claims: list[Claim], outcomes: list[Outcome], grading: bool = False) -> None:
-    print(f"{'claim':6}{'verdict':17}{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}   source")
+    print(
+        f"{'claim':6}{'verdict':17}{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}   source"
+    )
     for claim in claims:
         mine = [o for o in outcomes if o.claim == claim.id]
         r, (statement, source, _) = row(claim, mine), claim.text
         numbers = f"{r['predicted']:>11}{r['measured']:>11}{r['error']:>9}{r['left']:>9}"
         print(f"\n{claim.id:6}{r['verdict']:17}{numbers}   {source}")
-        if not grading or all(o.state == "ok" for o in mine):  # a claim may be the solution of an exercise
+        if not grading or all(
+            o.state == "ok" for o in mine
+        ):  # a claim may be the solution of an exercise
             print(f"      {statement}")
             if claim.condition:
                 print(f"      {claim.verdict.capitalize()}: {claim.condition}.")
@@ -406,7 +491,9 @@ def show(claims: list[Claim], outcomes: list[Outcome], grading: bool = False) ->
             print(f"      losses.py: {' '.join(where(f) for f in claim.functions)}")
         for mark, state in (("!", "wrong"), ("?", "missing")):
             for message in dict.fromkeys(o.message for o in mine if o.state == state):
-                print(f"    {mark} {' '.join(o.function for o in mine if o.message == message)}: {message}")
+                print(
+                    f"    {mark} {' '.join(o.function for o in mine if o.message == message)}: {message}"
+                )
     for title, head, rows in tables(claims, outcomes):
         print(f"\n{title}")
         for name, *cells in [head, *rows]:
@@ -420,13 +507,43 @@ def show_markdown(claims: list[Claim], outcomes: list[Outcome]) -> None:
 
     lines = []
     for claim in claims:
-        r, (statement, source, _) = row(claim, [o for o in outcomes if o.claim == claim.id]), claim.text
-        names = "all methods" if set(ALL) <= set(claim.functions) else ", ".join(f"`{f}`" for f in claim.functions)
+        r, (statement, source, _) = (
+            row(claim, [o for o in outcomes if o.claim == claim.id]),
+            claim.text,
+        )
+        names = (
+            "all methods"
+            if set(ALL) <= set(claim.functions)
+            else ", ".join(f"`{f}`" for f in claim.functions)
+        )
         verdict = f"**{r['verdict']}** {claim.condition}".strip()
         lines.append(
-            [claim.id, statement, source, names, r["predicted"], r["measured"], r["error"], r["left"], verdict]
+            [
+                claim.id,
+                statement,
+                source,
+                names,
+                r["predicted"],
+                r["measured"],
+                r["error"],
+                r["left"],
+                verdict,
+            ]
         )
-    table(["claim", "what it shows", "source", "losses.py", "predicted", "measured", "error", "left", "verdict"], lines)
+    table(
+        [
+            "claim",
+            "what it shows",
+            "source",
+            "losses.py",
+            "predicted",
+            "measured",
+            "error",
+            "left",
+            "verdict",
+        ],
+        lines,
+    )
     for title, head, rows in tables(claims, outcomes):
         print(f"\n{title}:\n")
         table(head, rows)
@@ -449,16 +566,26 @@ def select(ids: list[str]) -> list[Claim]:
     """C17 stands for C17a to C17g. Raises ValueError for an id that names no claim."""
     known = (*CLAIMS, *EXERCISES)
     for id_ in ids:
-        if not any(id_.lower() in (claim.id.lower(), claim.id.lower().rstrip("abcdefg")) for claim in known):
-            raise ValueError(f"there is no claim {id_}; there are {' '.join(claim.id for claim in known)}")
+        if not any(
+            id_.lower() in (claim.id.lower(), claim.id.lower().rstrip("abcdefg")) for claim in known
+        ):
+            raise ValueError(
+                f"there is no claim {id_}; there are {' '.join(claim.id for claim in known)}"
+            )
     wanted = {id_.lower() for id_ in ids}
-    return [claim for claim in known if wanted & {claim.id.lower(), claim.id.lower().rstrip("abcdefg")}]
+    return [
+        claim for claim in known if wanted & {claim.id.lower(), claim.id.lower().rstrip("abcdefg")}
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="ID", help="check these claims only")
-    parser.add_argument("--explain", nargs="+", metavar="ID", help="print the derivation of these claims")
+    parser.add_argument(
+        "--explain", nargs="+", metavar="ID", help="print the derivation of these claims"
+    )
     parser.add_argument("--losses", metavar="FILE", help="grade this file instead of losses.py")
     parser.add_argument("--markdown", action="store_true", help="print markdown tables")
     parser.add_argument("--seed", type=int, default=0, help="of the random trees (default 0)")
@@ -478,7 +605,9 @@ def main(arguments: list[str] | None = None) -> int:
                 for claim in claims
             ]
             if not claims:
-                raise ValueError(f"{options.losses} defines none of the functions that these claims are about")
+                raise ValueError(
+                    f"{options.losses} defines none of the functions that these claims are about"
+                )
     except ValueError as error:
         print(f"verify.py: {error}", file=sys.stderr)
         return 2
@@ -488,13 +617,19 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{claim.id}  {statement}\n{source}\n" + (f"\n{why}\n" if why else ""))
         return 0
     torch.set_num_threads(1)
-    run = grade(options.losses, claims, options.seed) if options.losses else verify(losses, claims, Draws(options.seed))
+    run = (
+        grade(options.losses, claims, options.seed)
+        if options.losses
+        else verify(losses, claims, Draws(options.seed))
+    )
     try:
         outcomes = list(run)
     except RuntimeError as error:
         print(f"verify.py: {error}", file=sys.stderr)
         return 1
-    show_markdown(claims, outcomes) if options.markdown else show(claims, outcomes, bool(options.losses))
+    show_markdown(claims, outcomes) if options.markdown else show(
+        claims, outcomes, bool(options.losses)
+    )
     if options.losses:
         show_score(outcomes)
         contract = {f for claim in CLAIMS for f in claim.functions}

@@ -17,6 +17,8 @@ def gate_is_open(r: float, A: float, eps_low: float = 0.2, eps_high: float = 0.2
     raise NotImplementedError
 
 
-def left_at_a_shared_token(rho: float, advantages: list[float], eps_low: float = 0.2, eps_high: float = 0.2) -> float:
+def left_at_a_shared_token(
+    rho: float, advantages: list[float], eps_low: float = 0.2, eps_high: float = 0.2
+) -> float:
     """The sum over the group of d J_i / d log pi at a token that all share, with the ratio rho."""
     raise NotImplementedError

@@ -6,7 +6,8 @@ at all: nothing is clipped and every ratio is 1.
     J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})
 
 a) What is left at a token that all G answers share, as the factor before grad log pi?
-b) Lengths differ in practice, yet it *can* cancel: find lengths and advantages for a group of four, sum A = 0,
+b) Lengths differ in practice, yet it *can* cancel: find lengths and advantages for a group of four,
+sum A = 0,
    lengths not all equal, no A equal to 0, with nothing left. (It is an accident: why?)
 
 Hint: two pairs for b). Expected: X5 holds.

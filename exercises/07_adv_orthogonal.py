@@ -5,7 +5,8 @@ sum_i w~_i A_i = 0, and sum_i w~_i = sum_i w_i. (P, G), (P, G) -> (P, G), detach
 its w.
 
 a) Write it.
-b) Its blind spot: some answers of a group may share a token that the others lack. Give four weights and four
+b) Its blind spot: some answers of a group may share a token that the others lack. Give four weights
+and four
    advantages (sum A = 0) and a pair of answers whose advantages cancel, A_i + A_j = 0, but whose w~_i A_i + w~_j
    A_j does not (by more than 0.1).
 

@@ -1,9 +1,12 @@
-"""Tiny causal LMs of three architectures, saved where `from_pretrained` finds them, as a user's own model would be."""
+"""Tiny causal LMs of three architectures, saved where `from_pretrained` finds them, as a user's own
+model would be."""
 
 import json
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no test may wait for a network
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # read when transformers is imported: no test may wait for a network
+)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -20,7 +23,13 @@ from transformers import (  # noqa: E402
 
 torch.set_num_threads(1)  # the models are tiny; threads only wait for each other
 CHAT = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-SMALL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SMALL = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 def build(kind: str, folder):
@@ -30,18 +39,33 @@ def build(kind: str, folder):
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=special[2:]
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=special[2:],
     )
     torch.manual_seed(0)
     common = dict(vocab_size=len(fast), bos_token_id=None, pad_token_id=0, initializer_range=0.3)
     if kind == "gpt2":  # learned positions, tied embeddings, dropout that must stay off
-        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=1024, eos_token_id=1, **common))
+        model = GPT2LMHeadModel(
+            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=1024, eos_token_id=1, **common)
+        )
     elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(eos_token_id=1, max_position_embeddings=1024, **SMALL, **common))
+        model = LlamaForCausalLM(
+            LlamaConfig(eos_token_id=1, max_position_embeddings=1024, **SMALL, **common)
+        )
     else:  # qwen2: several EOS ids, a chat template, a generation config of its own, tied embeddings
-        config = Qwen2Config(eos_token_id=1, max_position_embeddings=1024, tie_word_embeddings=True, **SMALL, **common)
+        config = Qwen2Config(
+            eos_token_id=1,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            **SMALL,
+            **common,
+        )
         model = Qwen2ForCausalLM(config)
-        model.generation_config.update(eos_token_id=[1, 2], top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True)
+        model.generation_config.update(
+            eos_token_id=[1, 2], top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True
+        )
         fast.chat_template = CHAT
     model.save_pretrained(folder)
     fast.save_pretrained(folder)

@@ -1,12 +1,13 @@
-"""engines/audit.py: the regimes tell known losses apart, and an engine's figures are those of the same loss here."""
+"""engines/audit.py: the regimes tell known losses apart, and an engine's figures are those of the
+same loss here."""
 
 import importlib.util
 
 import pytest
 
 import losses
+from claims.trees import Draw
 from engines import audit
-from toy.trees import Draw
 
 DRAWS = [Draw(0, k) for k in range(12)]
 GSPO = dict(eps_low=0.2, eps_high=0.2)  # the engines' default clip range
@@ -34,7 +35,9 @@ TWINS = {  # rows of the engines that are a loss of losses.py
 
 
 def ours(name, **hyper):
-    return audit.Row(name, "losses.py", lambda part, whole, pieces: getattr(losses, name)(whole, **hyper))
+    return audit.Row(
+        name, "losses.py", lambda part, whole, pieces: getattr(losses, name)(whole, **hyper)
+    )
 
 
 def cells(row):
@@ -60,7 +63,9 @@ def test_torn_groups_show_a_normaliser_of_the_micro_batch():
         return own_tokens(part, whole, 1) * part.mask.sum() / whole.mask.sum()
 
     rows = [audit.Row("", "", loss) for loss in (own_tokens, all_tokens)]
-    whole, torn = ([audit.left_over(row, DRAWS, *audit.SETTINGS[k]) for row in rows] for k in (1, 4))
+    whole, torn = (
+        [audit.left_over(row, DRAWS, *audit.SETTINGS[k]) for row in rows] for k in (1, 4)
+    )
     assert max(whole) < 1e-9
     assert torn[0] > 0.003 and torn[1] < 1e-9
     assert min(sums) > 1e-3  # no micro-batch holds whole groups alone
@@ -83,4 +88,6 @@ def test_a_missing_engine_is_named_with_its_extra(capsys):
         assert f"pip install -e '.[{name}]'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         audit.main(["openrlhf"])
-    assert capsys.readouterr().err == "error: engines.audit openrlhf: one of trl, verl is expected\n"
+    assert (
+        capsys.readouterr().err == "error: engines.audit openrlhf: one of trl, verl is expected\n"
+    )

@@ -9,9 +9,10 @@ import transformers
 from test_train import TINY
 from torch.nn import functional as F
 
-import model
 import train
-from bench import growth, memory, meter, rollout, scoring, timing, tokens, where
+from experiments import tokens
+from experiments.bench import growth, memory, meter, rollout, scoring, timing, where
+from llm import policy as model
 
 
 @pytest.fixture
@@ -19,9 +20,12 @@ def make_run(tmp_path):
     def make(name, method, rewards, generated, seed=0):
         folder = tmp_path / name
         folder.mkdir()
-        config = {"method": method, "lr": 0.001, "seed": seed, "exchangeable": False}
+        config = {"method": method, "lr": 0.001, "seed": seed, "project": False}
         (folder / "config.json").write_text(json.dumps({"config": config}))
-        lines = [{"step": t, "reward": reward, "generated": generated} for t, reward in enumerate(rewards, 1)]
+        lines = [
+            {"step": t, "reward": reward, "generated": generated}
+            for t, reward in enumerate(rewards, 1)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return str(folder)
 
@@ -29,17 +33,26 @@ def make_run(tmp_path):
 
 
 def test_rewards_are_read_at_equal_tokens_with_students_interval(make_run, capsys):
-    cheap = make_run("a", "grpo", [k / 10 for k in range(11)], 1000)  # the k-th step's middle: k + 0.5 thousand
-    dear = [make_run(f"b{s}", "ibpo", [k / 10 + s / 100 for k in range(11)], 2000, s) for s in (-1, 1)]
+    cheap = make_run(
+        "a", "grpo", [k / 10 for k in range(11)], 1000
+    )  # the k-th step's middle: k + 0.5 thousand
+    dear = [
+        make_run(f"b{s}", "ibpo", [k / 10 + s / 100 for k in range(11)], 2000, s) for s in (-1, 1)
+    ]
     tokens.main("5,10", cheap, *dear)
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[1].strip() for row in rows] == ["grpo, lr 0.001", "ibpo, lr 0.001"]
     assert [float(row[3].split("+-")[0]) for row in rows] == pytest.approx([0.45, 0.2], abs=0.051)
     assert rows[1][3].split("+-")[1].strip() == f"{12.706 * 0.0141421 / 2**0.5:.3f}"
-    twins = [make_run(f"c{s}", "grpo", [k / 10 + s / 100 for k in range(11)], 1000, s) for s in (-1, 1)]
+    twins = [
+        make_run(f"c{s}", "grpo", [k / 10 + s / 100 for k in range(11)], 1000, s) for s in (-1, 1)
+    ]
     tokens.main("5", *twins, *dear)
     difference = capsys.readouterr().out.splitlines()[-1].split("|")
-    assert difference[1].strip() == "ibpo, lr 0.001, less grpo, lr 0.001" and difference[3].strip()[-8:] == "+- 0.000"
+    assert (
+        difference[1].strip() == "ibpo, lr 0.001, less grpo, lr 0.001"
+        and difference[3].strip()[-8:] == "+- 0.000"
+    )
     with pytest.raises(SystemExit, match="fewer than 20 thousand"):
         tokens.main("20", cheap)
     with pytest.raises(SystemExit, match="is not a run"):
@@ -60,11 +73,16 @@ def draw(case, seed):
 
 
 def test_rollout_generates_the_tokens_that_generate_does():
-    case = replace(rollout.CASES["b"], prompts=3, prompt=5, mean=6, cap=12, layers=2, width=32, vocab=50)
+    case = replace(
+        rollout.CASES["b"], prompts=3, prompt=5, mean=6, cap=12, layers=2, width=32, vocab=50
+    )
     policy, prompts, lengths = rollout.build(case, "cpu")
     head = policy.get_output_embeddings()
     pair = []
-    for generate, processors in ((rollout.ours, {}), (rollout.theirs, {"processors": [draw(case, 3)]})):
+    for generate, processors in (
+        (rollout.ours, {}),
+        (rollout.theirs, {"processors": [draw(case, 3)]}),
+    ):
         policy.set_output_embeddings(rollout.Ends(head, lengths))
         pair.append(generate(policy, prompts, case.cap, 3, **processors))
     assert torch.equal(*pair) and lengths.unique().numel() > 3
@@ -88,8 +106,13 @@ def test_scoring_in_chunks_is_the_plain_path(monkeypatch):
 def test_the_output_layers_gradients_are_autograds_with_bias_and_temperature(monkeypatch):
     monkeypatch.setattr(model, "CHUNK", {"cpu": 1})
     g = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((1100, 4), (7, 4), (7,))]
-    grad, targets = torch.randn(1100, generator=g, dtype=torch.float64), torch.randint(7, (1100,), generator=g)
+    inputs = [
+        torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((1100, 4), (7, 4), (7,))
+    ]
+    grad, targets = (
+        torch.randn(1100, generator=g, dtype=torch.float64),
+        torch.randint(7, (1100,), generator=g),
+    )
     ours, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
     logp, entropy = model.HeadLogps.apply(*ours, targets, 0.7)
     full = (F.linear(*plain) / 0.7).log_softmax(-1)
@@ -105,7 +128,7 @@ def test_the_output_layers_gradients_are_autograds_with_bias_and_temperature(mon
 def test_the_metered_step_is_the_bare_one_and_the_projected_one_is_not():
     case = replace(rollout.CASES["a"], prompts=4, mean=5)
     config, step = meter.make_config(case), meter.steps(case)
-    metered, projected = step(config), step(replace(config, exchangeable=True))
+    metered, projected = step(config), step(replace(config, project=True))
     assert metered["length"] == projected["length"] == pytest.approx(5, abs=1.5)
     assert metered["tax"] > 0.01 > projected["tax"]
     assert metered["grad_norm"] == step(config)["grad_norm"] != projected["grad_norm"]
@@ -113,12 +136,15 @@ def test_the_metered_step_is_the_bare_one_and_the_projected_one_is_not():
 
 def test_trl_and_we_make_as_many_steps_on_as_many_tokens():
     pytest.importorskip("trl", minversion="1.16")
-    from bench import trl_step
+    from experiments.bench import trl_step
 
     case = replace(rollout.CASES["a"], mean=5, layers=1)
     seconds, tokens = trl_step.run(case, 2)
     assert [len(x) for x in seconds.values()] == [len(x) for x in tokens.values()] == [2, 2]
-    assert sum(tokens["ours"]) == pytest.approx(sum(tokens["trl"]), rel=0.15) and sum(tokens["trl"]) > 1500
+    assert (
+        sum(tokens["ours"]) == pytest.approx(sum(tokens["trl"]), rel=0.15)
+        and sum(tokens["trl"]) > 1500
+    )
 
 
 def test_growth_fits_exponents_and_takes_steps_of_full_length():
@@ -158,14 +184,18 @@ def test_where_the_time_goes_adds_up_and_ends_at_the_goal(monkeypatch):
             train.Arithmetic.reward = reward
 
     found = one(0, True, -1.0)
-    assert found["step"] == 0 and {"load", "warm start", "evaluate"} == {*found["seconds"]} - {"write"}
+    assert found["step"] == 0 and {"load", "warm start", "evaluate"} == {*found["seconds"]} - {
+        "write"
+    }
     assert min(found["flops"][phase] for phase in ("warm start", "evaluate")) > 1e6
     assert all(x > 0 for x in where.rates((4, 3, 2)))
     with pytest.raises(SystemExit, match="seed 1 ends before it reaches 2.0"):
         one(1, False, 2.0)
 
 
-@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 looks into its masks")
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 looks into its masks"
+)
 def test_memory_is_counted_without_data_as_it_is_with():
     case = replace(rollout.CASES["b"], prompts=2, prompt=5, cap=8, layers=2, width=32, vocab=50)
     size, kept, pair = memory.forward(case, 4)

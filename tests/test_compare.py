@@ -1,4 +1,5 @@
-"""Runs read back, what they come to, statistics over seeds; and the product of methods and seeds, gone on with."""
+"""Runs read back, what they come to, statistics over seeds; and the product of methods and seeds,
+gone on with."""
 
 import json
 import math
@@ -9,26 +10,34 @@ from pathlib import Path
 
 import pytest
 
-import compare
 import config
-import curves
+from experiments import compare, curves
 
 
 def make_run(folder: Path, rewards, seed=0, method="grpo", last=None, **settings) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"config": {"method": method, "seed": seed, "lr": 1e-3} | settings}))
+    (folder / "config.json").write_text(
+        json.dumps({"config": {"method": method, "seed": seed, "lr": 1e-3} | settings})
+    )
     shares = {"opener so": 0.5, "opener ok": 0.5, "form direct": 1.0}
     lines = [{"step": 0, "greedy": 0.1, **shares}]
     for t, reward in enumerate(rewards, 1):
         lines.append(
-            {"step": t, "reward": reward, "entropy": 1.0, "generated": 500, "tax": 0.25, "delta": 0.5 - reward}
+            {
+                "step": t,
+                "reward": reward,
+                "entropy": 1.0,
+                "generated": 500,
+                "tax": 0.25,
+                "delta": 0.5 - reward,
+            }
         )
     lines[-1] |= {"greedy": 0.75, **shares, **(last or {})}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
-# ---------------------------------------------------------------- reading
+# ---------------- reading
 
 
 def test_a_cut_off_last_line_is_left_out_and_a_broken_one_before_it_is_named(tmp_path):
@@ -49,7 +58,7 @@ def test_runs_that_differ_only_in_the_seed_are_one_group_named_by_what_differs(t
         "a": dict(seed=0, out="x"),
         "b": dict(seed=1, out="y"),
         "c": dict(seed=0, lr=0.01),
-        "d": dict(seed=0, method="gspo", exchangeable=True, context=3),
+        "d": dict(seed=0, method="gspo", project=True, context=3),
     }.items():
         make_run(tmp_path / "runs" / name, [0.5], **more)
     runs = curves.read_runs([str(tmp_path / "runs")])
@@ -57,22 +66,33 @@ def test_runs_that_differ_only_in_the_seed_are_one_group_named_by_what_differs(t
     assert {label: sorted(group) for label, group in groups.items()} == {
         "grpo, lr 0.001": [0, 1],
         "grpo, lr 0.01": [0],
-        "gspo+ex3, lr 0.001": [0],
+        "gspo+proj3, lr 0.001": [0],
     }
     with pytest.raises(ValueError, match="a second run of grpo with seed 0"):
         curves.grouped([runs[0], runs[0]])
 
 
-def test_the_table_leaves_unfinished_runs_out_and_says_so_and_compares_with_the_row_asked_for(tmp_path, capsys):
-    for name, method, rewards in (("a", "gspo", [0.5] * 6), ("b", "grpo", [0.5] * 6), ("c", "dapo", [0.5] * 5)):
+def test_the_table_leaves_unfinished_runs_out_and_says_so_and_compares_with_the_row_asked_for(
+    tmp_path, capsys
+):
+    for name, method, rewards in (
+        ("a", "gspo", [0.5] * 6),
+        ("b", "grpo", [0.5] * 6),
+        ("c", "dapo", [0.5] * 5),
+    ):
         for seed in (0, 1):
             make_run(tmp_path / "all" / f"{name}{seed}", rewards, seed, method, steps=6)
     curves.main([str(tmp_path / "all"), "--base", "grpo"])
     out, err = capsys.readouterr()
     assert "dapo" not in out and "| gspo less grpo | 2 |" in out
-    assert err.splitlines() == [f"left out: {tmp_path / 'all' / name} is unfinished" for name in ("c0", "c1")]
+    assert err.splitlines() == [
+        f"left out: {tmp_path / 'all' / name} is unfinished" for name in ("c0", "c1")
+    ]
     for argv, said in (
-        ([str(tmp_path / "all"), "--base", "sgd"], "--base sgd: there is no such row; there are gspo, grpo"),
+        (
+            [str(tmp_path / "all"), "--base", "sgd"],
+            "--base sgd: there is no such row; there are gspo, grpo",
+        ),
         ([str(tmp_path / "all" / "c0")], "there is no finished run among these"),
         ([str(tmp_path / "no")], "is not a run"),
     ):
@@ -81,7 +101,7 @@ def test_the_table_leaves_unfinished_runs_out_and_says_so_and_compares_with_the_
         assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- what a run comes to
+# ---------------- what a run comes to
 
 
 def test_steps_to_a_score_is_the_first_mean_of_five_that_reaches_it_or_one_more_than_there_are():
@@ -97,9 +117,13 @@ def test_jitter_is_the_mean_size_of_second_differences():
 
 
 def test_outcomes_by_hand(tmp_path):
-    run = make_run(tmp_path / "r", [0.0] * 10 + [1.0] * 10, last={"opener so": 0.75, "opener ok": 0.25})
+    run = make_run(
+        tmp_path / "r", [0.0] * 10 + [1.0] * 10, last={"opener so": 0.75, "opener ok": 0.25}
+    )
     o = curves.outcome(curves.read_run(run), 0.6)
-    assert o["reward"] == 0.5 and o["final"] == 1.0 and o["greedy"] == 0.75 and o["Steps(0.6)"] == 13
+    assert (
+        o["reward"] == 0.5 and o["final"] == 1.0 and o["greedy"] == 0.75 and o["Steps(0.6)"] == 13
+    )
     assert o["opener drift"] == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
     assert o["form drift"] == o["form entropy"] == 0 and o["lazy"] == 0.5 and o["k tokens"] == 10
     assert math.isnan(o["clipped"])  # no step has it
@@ -107,7 +131,7 @@ def test_outcomes_by_hand(tmp_path):
         curves.outcome(curves.read_run(make_run(tmp_path / "empty", [])))
 
 
-# ---------------------------------------------------------------- statistics
+# ---------------- statistics
 
 
 def test_students_interval_covers_the_true_mean_95_times_in_a_hundred():
@@ -137,7 +161,9 @@ def test_the_bootstrap_interval_is_the_spread_of_the_mean_of_resampled_pairs():
     deviation = (sum((v - middle) ** 2 for v in values) / 40) ** 0.5 / 40**0.5
     assert middle == pytest.approx(sum(values) / 40)
     t = 2.023 * (40 / 39) ** 0.5
-    assert [(low - middle) / deviation, (high - middle) / deviation] == pytest.approx([-t, t], abs=0.12)
+    assert [(low - middle) / deviation, (high - middle) / deviation] == pytest.approx(
+        [-t, t], abs=0.12
+    )
     assert curves.bootstrap([0.5] * 3) == (0.5, 0.5, 0.5)
 
 
@@ -151,7 +177,9 @@ def test_the_table_pairs_by_seed_and_stars_what_leaves_out_0(tmp_path):
     groups["gspo"][7] = curves.read_run(make_run(tmp_path / "gspo7", [0.9] * 6, 7, "gspo"))
     text = curves.table(groups, only=("final",))
     assert text.splitlines()[2] == f"| grpo | 5 | 0.200 +- {2.776 * 0.158114 / 5**0.5:.3f} |"
-    assert text.splitlines()[-1] == "| gspo less grpo | 4 | +0.100 [+0.100, +0.100] |"  # four pairs: no star
+    assert (
+        text.splitlines()[-1] == "| gspo less grpo | 4 | +0.100 [+0.100, +0.100] |"
+    )  # four pairs: no star
     groups["gspo"][0] = curves.read_run(make_run(tmp_path / "again", [0.1] * 6, 0, "gspo"))
     assert curves.table(groups, only=("final",)).endswith("| 5 | +0.100 [+0.100, +0.100]* |")
     for run in [*groups["gspo"].values()][:3]:
@@ -159,22 +187,27 @@ def test_the_table_pairs_by_seed_and_stars_what_leaves_out_0(tmp_path):
             m["lazy"] = m.pop("delta")  # three of five have no delta
     cells = curves.table(groups, only=("lazy",)).splitlines()
     assert "(3)" in cells[3] and "*" not in cells[-1] and "(" in cells[-1]
-    pairs = curves.table(groups, only=("final",), pairs=[("grpo", "gspo"), ("dapo", "grpo")]).splitlines()
+    pairs = curves.table(
+        groups, only=("final",), pairs=[("grpo", "gspo"), ("dapo", "grpo")]
+    ).splitlines()
     assert pairs[-1].startswith("| grpo less gspo | 5 | -0.100") and len(pairs) == 8
 
 
-# ---------------------------------------------------------------- methods x seeds
+# ---------------- methods x seeds
 
 SMALL = ["--steps", "4"]
 
 
 def fake(args: list[str]):
-    """Stands for train.main: what it would leave, a failure for seed 1 of gspo, a cut-off run that is gone on with."""
+    """Stands for train.main: what it would leave, a failure for seed 1 of gspo, a cut-off run that
+    is gone on with."""
     print("a line of the run")
     if "--resume" in args:
         run = Path(args[args.index("--resume") + 1])
         with open(run / "metrics.jsonl", "a") as file:
-            file.writelines(json.dumps({"step": t, "reward": 1.0, "greedy": 1.0}) + "\n" for t in (3, 4))
+            file.writelines(
+                json.dumps({"step": t, "reward": 1.0, "greedy": 1.0}) + "\n" for t in (3, 4)
+            )
         return
     asked = config.parse(args)
     if not Path(asked.out, "mended").exists():
@@ -187,18 +220,31 @@ def fake(args: list[str]):
     (run / "config.json").write_text(json.dumps({"config": vars(asked)}))
 
 
-def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the_table(tmp_path, capfd, monkeypatch):
-    argv = ["--method", "grpo+ex,gspo,dapo", "--seeds", "2", "--out", str(tmp_path), *SMALL]
+def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the_table(
+    tmp_path, capfd, monkeypatch
+):
+    argv = ["--method", "grpo+proj,gspo,dapo", "--seeds", "2", "--out", str(tmp_path), *SMALL]
     monkeypatch.setattr(compare, "at_once", lambda _: 2)
     with pytest.raises(SystemExit) as end:
         compare.compare(argv, fake)
     folder = tmp_path / "compare"
     log = folder / ".logs" / "gspo-s0.log"
-    said = f"{folder}/gspo-s0: RuntimeError: out of memory; see {log}", f"{folder}/gspo-s1: error: no luck"
+    said = (
+        f"{folder}/gspo-s0: RuntimeError: out of memory; see {log}",
+        f"{folder}/gspo-s1: error: no luck",
+    )
     assert sorted(end.value.code.removeprefix("error: ").split("\n       ")) == sorted(said)
-    assert {path.name for path in folder.glob("[!.]*")} == {"grpo+ex-s0", "grpo+ex-s1", "dapo-s0", "dapo-s1"}
+    assert {path.name for path in folder.glob("[!.]*")} == {
+        "grpo+proj-s0",
+        "grpo+proj-s1",
+        "dapo-s0",
+        "dapo-s1",
+    }
     assert log.read_text().startswith("a line of the run\nTraceback")
-    assert json.loads((folder / "grpo+ex-s1" / "config.json").read_text())["config"]["exchangeable"] is True
+    assert (
+        json.loads((folder / "grpo+proj-s1" / "config.json").read_text())["config"]["project"]
+        is True
+    )
     (folder / "mended").mkdir()
     left = {run.name: args for run, args in compare.runs_of(argv).items() if args}
     assert left.keys() == {"gspo-s0", "gspo-s1", "dapo-s0"}
@@ -209,7 +255,11 @@ def test_the_product_runs_in_parallel_goes_on_where_it_stopped_and_ends_with_the
     monkeypatch.setattr(compare, "at_once", lambda _: 1)
     compare.compare(argv, fake)
     out = capfd.readouterr().out
-    assert "6 runs, 3 of them" in out and "| grpo+ex | 2 |" in out and "| dapo less grpo+ex | 2 |" in out
+    assert (
+        "6 runs, 3 of them" in out
+        and "| grpo+proj | 2 |" in out
+        and "| dapo less grpo+proj | 2 |" in out
+    )
     assert curves.read_run(folder / "dapo-s0").steps[-1]["step"] == 4
 
 
@@ -227,11 +277,17 @@ def test_as_many_runs_at_once_as_there_are_cores_and_one_on_a_gpu(monkeypatch):
     [
         (["--seeds", "0"], "--seeds 0: must be at least 1"),
         (["--method", "grpo,sgd"], "sgd"),
-        (["--method", "grpo+exx"], "--method grpo+exx: expected NAME, NAME+ex or NAME+exK"),
-        (["--method", "grpo+ex,grpo+ex0"], "--method grpo+ex0: expected NAME, NAME+ex or NAME+exK with K from 1"),
+        (["--method", "grpo+projx"], "--method grpo+projx: expected NAME, NAME+proj or NAME+projK"),
+        (
+            ["--method", "grpo+proj,grpo+proj0"],
+            "--method grpo+proj0: expected NAME, NAME+proj or NAME+projK with K from 1",
+        ),
         (["--method", "grpo,gspo,grpo"], "grpo stands there twice"),
         (["--method", "grpo,gspo", "--lr", "-1"], "--lr -1"),
-        (["--method", "grpo,gspo", "--steps", "5"], "was made with steps 4, not 5; another experiment needs another"),
+        (
+            ["--method", "grpo,gspo", "--steps", "5"],
+            "was made with steps 4, not 5; another experiment needs another",
+        ),
         (["--method", "grpo,dapo"], "dapo-s0 is in the way"),
     ],
 )
@@ -251,6 +307,8 @@ def test_a_mistake_is_one_line_before_anything_runs(args, said, tmp_path, capsys
 
 def test_only_several_runs_are_compared():
     assert (
-        compare.wanted(["--seeds", "3"]) and compare.wanted(["--method=a,b"]) and compare.wanted(["--method", "a+ex"])
+        compare.wanted(["--seeds", "3"])
+        and compare.wanted(["--method=a,b"])
+        and compare.wanted(["--method", "a+proj"])
     )
     assert not compare.wanted(["--method", "grpo", "--hyper", "eps_low=0.1", "--seed", "3"])

@@ -41,13 +41,17 @@ def solved(path: Path, answers: dict) -> str:
         return f"{blank[1]}    {answers[blank[2]]}\n"
 
     return re.sub(
-        r"(def (\w+)\((?:(?!\ndef ).)*?)    raise NotImplementedError\n", fill, path.read_text(), flags=re.DOTALL
+        r"(def (\w+)\((?:(?!\ndef ).)*?)    raise NotImplementedError\n",
+        fill,
+        path.read_text(),
+        flags=re.DOTALL,
     )
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """The grader starts a process for each file, mostly to import torch; tests/test_verify.py covers that."""
+    """The grader starts a process for each file, mostly to import torch; tests/test_verify.py
+    covers that."""
 
     def grade(path, claims, seed):
         return verify.verify(verify.load(path), claims, verify.Draws(seed))
@@ -64,18 +68,30 @@ def test_there_are_ten_and_each_says_aim_hint_and_what_to_expect():
     assert [int(path.name[:2]) for path in FILES] == list(range(1, 11))
     for path in FILES:
         text = path.read_text()
-        assert text.startswith(f'"""{int(path.name[:2])}. ') and all(f"{word}:" in text for word in ("Aim", "Hint"))
+        assert text.startswith(f'"""{int(path.name[:2])}. ') and all(
+            f"{word}:" in text for word in ("Aim", "Hint")
+        )
         assert "Hint" in text and "Expected: " in text and "raise NotImplementedError" in text
-        promised = set(re.findall(r"\b(?:[MCNX]\d+[a-f]?|AUDIT)\b", text[text.index("Expected: ") :].split('"""')[0]))
+        promised = set(
+            re.findall(
+                r"\b(?:[MCNX]\d+[a-f]?|AUDIT)\b", text[text.index("Expected: ") :].split('"""')[0]
+            )
+        )
         there = verify.defined(str(path))
-        about = {claim.id for claim in (*verify.CLAIMS, *verify.EXERCISES) if set(claim.functions) & there}
+        about = {
+            claim.id
+            for claim in (*verify.CLAIMS, *verify.EXERCISES)
+            if set(claim.functions) & there
+        }
         assert promised & about, path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_blank_it_is_not_yet_written_and_solved_it_passes(path, tmp_path, capsys):
     code, out = graded(path, capsys)
-    assert code == 1 and "NOT YET WRITTEN" in out and "not yet written" in out and "WRONG" not in out
+    assert (
+        code == 1 and "NOT YET WRITTEN" in out and "not yet written" in out and "WRONG" not in out
+    )
     copy = tmp_path / path.name
     copy.write_text(solved(path, SOLUTIONS))
     code, out = graded(copy, capsys)
@@ -84,7 +100,9 @@ def test_blank_it_is_not_yet_written_and_solved_it_passes(path, tmp_path, capsys
 
 def test_a_deleted_blank_is_missed(tmp_path, capsys):
     copy = tmp_path / "half.py"
-    copy.write_text("def gate_is_open(r, A, eps_low, eps_high):\n    " + SOLUTIONS["gate_is_open"] + "\n")
+    copy.write_text(
+        "def gate_is_open(r, A, eps_low, eps_high):\n    " + SOLUTIONS["gate_is_open"] + "\n"
+    )
     code, out = graded(copy, capsys)
     assert code == 1 and "left_at_a_shared_token: not yet written" in out and "1 of 2" in out
 
@@ -95,7 +113,9 @@ def test_a_blank_does_not_tell_its_solution(capsys):
         assert "sum_i A_i" not in out and "losses.py" not in out and "k_a n_a" not in out
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if set(WRONG) & verify.defined(str(p))], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if set(WRONG) & verify.defined(str(p))], ids=lambda path: path.stem
+)
 def test_a_tempting_mistake_is_told_apart(path, tmp_path, capsys):
     copy = tmp_path / path.name
     copy.write_text(solved(path, SOLUTIONS | WRONG))

@@ -1,4 +1,5 @@
-"""Single faults in losses.py (faults.py): verify.py and the unit tests together let none of them through."""
+"""Single faults in losses.py (faults.py): verify.py and the unit tests together let none of them
+through."""
 
 import os
 
@@ -25,7 +26,11 @@ def test_there_are_many_different_faults_in_every_function():
     names, patches = {name for name, _, _ in FAULTS}, {(old, new) for _, old, new in FAULTS}
     assert len(names) == len(patches) == len(FAULTS) >= 40
     hit = {patched(old, new)[1] for _, old, new in FAULTS}
-    functions = {name for name, x in vars(losses).items() if getattr(x, "__module__", "") == "losses" and callable(x)}
+    functions = {
+        name
+        for name, x in vars(losses).items()
+        if getattr(x, "__module__", "") == "losses" and callable(x)
+    }
     assert functions - hit <= {"Method"}
 
 

@@ -11,21 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-import gsm8k
-from gsm8k import GSM8K, Item, extract
+from llm import gsm8k
+from llm.gsm8k import GSM8K, Item, extract
 
 REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
-needs_real = pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
+needs_real = pytest.mark.skipif(
+    not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}"
+)
 
 PROBLEMS = [
-    {"question": "Ann has 48 pens and sells half. How many are left?", "answer": "48/2=<<48/2=24>>24 left.\n#### 24"},
-    {"question": "Bob’s flat costs $1,200 a year. And four?", "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
+    {
+        "question": "Ann has 48 pens and sells half. How many are left?",
+        "answer": "48/2=<<48/2=24>>24 left.\n#### 24",
+    },
+    {
+        "question": "Bob’s flat costs $1,200 a year. And four?",
+        "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800",
+    },
     {"question": "It was 3° and fell by 10°. Now?", "answer": "3-10 = -7.\n#### -7"},
 ]
 
 
 def write(folder, train, test=None):
-    """Raw lines (bytes) or records -> folder/train.jsonl and folder/test.jsonl; the folder's name."""
+    """Raw lines (bytes) or records -> folder/train.jsonl and folder/test.jsonl; the folder's
+    name."""
     for name, lines in (("train", train), ("test", test or PROBLEMS)):
         raw = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()
         (folder / f"{name}.jsonl").write_bytes(raw)
@@ -47,10 +56,20 @@ def reward(text, gold="42"):
 @needs_real
 def test_every_gold_answer_of_the_real_files_is_correct():
     task = GSM8K(str(REAL))
-    lines = [line for split in ("train", "test") for line in (REAL / f"{split}.jsonl").read_bytes().splitlines()]
+    lines = [
+        line
+        for split in ("train", "test")
+        for line in (REAL / f"{split}.jsonl").read_bytes().splitlines()
+    ]
     items = task.train + task.test
     assert (len(task.train), len(task.test)) == (7473, 1319)
-    assert sum(task.reward(json.loads(line)["answer"], item) for line, item in zip(lines, items, strict=True)) == 8792
+    assert (
+        sum(
+            task.reward(json.loads(line)["answer"], item)
+            for line, item in zip(lines, items, strict=True)
+        )
+        == 8792
+    )
     assert sum(task.reward(item.demo, item) for item in items) == 8792
     assert not any("<<" in item.demo or ">>" in item.demo for item in items)
 
@@ -115,13 +134,36 @@ def test_reads(text, answer):
 
 NEAR_42 = "420 142 4 2 -42 \u221242 0.42 .42 ,42 4.2 42.0001 42e3 42e0 4_2 x42 0x2A 42½ 42² 0,042 ٤٢ 42٣ ٣42".split()
 NEAR_42 += ["not 42 but 43", "4 2", "42.5.1", "...42", "４２", "9" * 10_000, "nan", ""]
-NEAR = [("7", "-7"), ("-7", "7"), ("1,234", "234"), ("234", "1,234"), ("1,2", "12"), ("1,2", "2"), ("1,2", "1")]
-NEAR += [("12,34", "1234"), ("1,2345", "12345"), ("1234,567", "1234567"), ("1.234,5", "1.2345"), ("1e400", "1")]
-NEAR += [("42e3", "3"), ("42e3", "42000"), ("9**9**8", "9"), ("1/2", "1"), ("42٣", "423"), ("", "0")]
+NEAR = [
+    ("7", "-7"),
+    ("-7", "7"),
+    ("1,234", "234"),
+    ("234", "1,234"),
+    ("1,2", "12"),
+    ("1,2", "2"),
+    ("1,2", "1"),
+]
+NEAR += [
+    ("12,34", "1234"),
+    ("1,2345", "12345"),
+    ("1234,567", "1234567"),
+    ("1.234,5", "1.2345"),
+    ("1e400", "1"),
+]
+NEAR += [
+    ("42e3", "3"),
+    ("42e3", "42000"),
+    ("9**9**8", "9"),
+    ("1/2", "1"),
+    ("42٣", "423"),
+    ("", "0"),
+]
 
 
 @pytest.mark.parametrize("where", ["{}", "#### {}", r"\boxed{{{}}}", "The answer is {}."])
-@pytest.mark.parametrize("near, gold", [(near, "42") for near in NEAR_42] + NEAR, ids=lambda text: text[:20])
+@pytest.mark.parametrize(
+    "near, gold", [(near, "42") for near in NEAR_42] + NEAR, ids=lambda text: text[:20]
+)
 def test_near_misses_earn_nothing(where, near, gold):
     assert reward(where.format(near), gold) == 0.0
 
@@ -143,13 +185,35 @@ def test_comparison_is_exact_beyond_floats_and_decimal_contexts(sign):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text() | st.text(alphabet="0123456789.,-−# $%\\boxed{}eE/*\n٣½"), st.sampled_from(["42", "-1,234", "0.5"]))
+@given(
+    st.text() | st.text(alphabet="0123456789.,-−# $%\\boxed{}eE/*\n٣½"),
+    st.sampled_from(["42", "-1,234", "0.5"]),
+)
 def test_any_text_earns_zero_or_one(text, gold):
     for marked in (text, f"#### {text}", rf"\boxed{{{text}"):
         assert reward(marked, gold) in (0.0, 1.0)
 
 
-HOSTILE = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{", "}", "{,}", "\0"]
+HOSTILE = [
+    "9",
+    "a",
+    "1a",
+    "1 ",
+    "1,",
+    ",000",
+    ".",
+    "1.",
+    "-",
+    "- ",
+    "-$",
+    "-1",
+    "#",
+    "####",
+    "{",
+    "}",
+    "{,}",
+    "\0",
+]
 HOSTILE += ["_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, "]
 
 
@@ -200,8 +264,14 @@ GOOD = json.dumps(PROBLEMS[0]).encode()
         (b'{"question": "a"}', 'no text under "answer"'),
         (b'{"question": "a", "answer": 1}', 'no text under "answer"'),
         (b'{"question": "a", "answer": "is 1"}', '"answer" has no "####" followed by one number'),
-        (b'{"question": "a", "answer": "1 #### one"}', '"answer" has no "####" followed by one number'),
-        (b'{"question": "a", "answer": "#### 1 or 2"}', '"answer" has no "####" followed by one number'),
+        (
+            b'{"question": "a", "answer": "1 #### one"}',
+            '"answer" has no "####" followed by one number',
+        ),
+        (
+            b'{"question": "a", "answer": "#### 1 or 2"}',
+            '"answer" has no "####" followed by one number',
+        ),
     ],
 )
 def test_a_malformed_line_is_named_with_the_reason_and_the_format(tmp_path, line, reason):
@@ -222,10 +292,14 @@ def test_an_empty_file_is_refused(tmp_path, raw):
 
 
 def test_a_missing_folder_or_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere/train.jsonl is not a file; --data DIR reads DIR/train.jsonl and"):
+    with pytest.raises(
+        ValueError, match="nowhere/train.jsonl is not a file; --data DIR reads DIR/train.jsonl and"
+    ):
         GSM8K(str(tmp_path / "nowhere"))
     (tmp_path / "train.jsonl").write_bytes(GOOD)
-    with pytest.raises(ValueError, match="test.jsonl is not a file; --data DIR reads DIR/train.jsonl and"):
+    with pytest.raises(
+        ValueError, match="test.jsonl is not a file; --data DIR reads DIR/train.jsonl and"
+    ):
         GSM8K(str(tmp_path))
 
 
@@ -242,7 +316,10 @@ def test_an_unreachable_hub_points_to_local_files(monkeypatch):
     monkeypatch.setattr(gsm8k, "load_dataset", unreachable)
     with pytest.raises(ValueError) as error:
         GSM8K(None)
-    assert str(error.value) == "cannot load openai/gsm8k (ConnectionError); --data DIR reads local files"
+    assert (
+        str(error.value)
+        == "cannot load openai/gsm8k (ConnectionError); --data DIR reads local files"
+    )
 
 
 # ---- tokens
@@ -255,28 +332,47 @@ def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
         assert prompt + tokenizer.encode(item.demo) == tokenizer.encode(item.plain() + item.demo)
 
 
-@pytest.mark.parametrize("default", [False, True])  # transformers 4 returns a list, 5 a BatchEncoding
+@pytest.mark.parametrize(
+    "default", [False, True]
+)  # transformers 4 returns a list, 5 a BatchEncoding
 def test_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task, default):
     tokenizer = task.make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    )
     tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=default)
     ids, *others = task.encode(tokenizer, task.train)
-    assert len(others) == len(task.train) - 1 and type(ids) is list and all(type(i) is int for i in ids)
+    assert (
+        len(others) == len(task.train) - 1
+        and type(ids) is list
+        and all(type(i) is int for i in ids)
+    )
     question = "Ann has 48 pens and sells half. How many are left?"
     instruction = "Reason step by step; end with '#### ' and the number."
     assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
 
 
-def test_a_correction_problem_shows_question_answer_and_siblings_and_is_graded_as_the_question(task):
+def test_a_correction_problem_shows_question_answer_and_siblings_and_is_graded_as_the_question(
+    task,
+):
     item = task.train[0]
     problem = task.repair(item, "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
-    places = [problem.prompt.index(text) for text in (item.prompt, "#### 48", "#### 24", "none", "corrected")]
-    assert places == sorted(places) and task.reward("#### 24", problem) == 1 > task.reward("#### 48", problem)
-    assert problem.prompt in task.make_tokenizer().decode(task.encode(task.make_tokenizer(), [problem])[0])
+    places = [
+        problem.prompt.index(text)
+        for text in (item.prompt, "#### 48", "#### 24", "none", "corrected")
+    ]
+    assert places == sorted(places) and task.reward("#### 24", problem) == 1 > task.reward(
+        "#### 48", problem
+    )
+    assert problem.prompt in task.make_tokenizer().decode(
+        task.encode(task.make_tokenizer(), [problem])[0]
+    )
 
 
-@pytest.mark.parametrize("text", ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "#### -7"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "#### -7"]
+)
 def test_tokenizer_gives_any_text_back(task, text):
     tokenizer = task.make_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text

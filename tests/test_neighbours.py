@@ -1,4 +1,5 @@
-"""NTHR, Advantage Reweighting, Lopti and IBPO against their formulas, one token at a time (theory.md, sections 4 to 6).
+"""NTHR, Advantage Reweighting, Lopti and IBPO against their formulas, one token at a time
+(theory.md, sections 4 to 6).
 
 `naive_scores` is the second opinion on NTHR: the double sum over pairs of tokens in plain floats, no matrix M. The
 batches hold an all-wrong group, an all-right one, a partial reward, unequal lengths and garbage in the padding.
@@ -12,63 +13,109 @@ import pytest
 import torch
 
 import losses
-from losses import METHODS, Batch, Old, advantage_reweighting, nthr, nthr_random, nthr_scores, nthr_selected
+from losses import (
+    METHODS,
+    Batch,
+    OldPolicy,
+    advantage_reweighting,
+    nthr,
+    nthr_random,
+    nthr_scores,
+    nthr_selected,
+)
 
 REWARDS = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 1, 0, 0]]
 
 
-def make_old(seed=0, size=4, width=5, vocabulary=7, d=3, temperature=1.0, dtype=torch.float64) -> Old:
+def make_old(
+    seed=0, size=4, width=5, vocabulary=7, d=3, temperature=1.0, dtype=torch.float64
+) -> OldPolicy:
     """Rows of a policy that is nothing but its hidden states and its output embeddings."""
     g = torch.Generator().manual_seed(seed)
-    rewards = torch.tensor([row[:size] if size < 4 else row + row[1:2] * (size - 4) for row in REWARDS]).double()
+    rewards = torch.tensor(
+        [row[:size] if size < 4 else row + row[1:2] * (size - 4) for row in REWARDS]
+    ).double()
     n = rewards.numel()
-    tokens, hidden = torch.randint(1, vocabulary, (n, width), generator=g), torch.randn(n, width, d, generator=g)
-    head, lengths = torch.randn(vocabulary, d, generator=g), torch.randint(1, width + 1, (n, 1), generator=g)
+    tokens, hidden = (
+        torch.randint(1, vocabulary, (n, width), generator=g),
+        torch.randn(n, width, d, generator=g),
+    )
+    head, lengths = (
+        torch.randn(vocabulary, d, generator=g),
+        torch.randint(1, width + 1, (n, 1), generator=g),
+    )
     hidden, head = hidden.to(dtype), head.to(dtype)
-    logp = (hidden.double() @ head.double().T / temperature).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    logp = (
+        (hidden.double() @ head.double().T / temperature)
+        .log_softmax(-1)
+        .gather(2, tokens[..., None])[..., 0]
+    )
     mask = torch.arange(width) < lengths
     hidden = hidden.masked_fill(~mask[..., None], math.nan)
     tokens = tokens.masked_fill(~mask, 0)  # an id that no answer holds
-    return Old(tokens, mask, logp.masked_fill(~mask, 1e4), rewards.flatten(), size, temperature, hidden, head)
+    return OldPolicy(
+        tokens,
+        mask,
+        logp.masked_fill(~mask, 1e4),
+        rewards.flatten(),
+        size,
+        temperature,
+        hidden,
+        head,
+    )
 
 
-def make_adv(old: Old) -> torch.Tensor:
-    adv = torch.randn(old.mask.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+def make_adv(old: OldPolicy) -> torch.Tensor:
+    adv = torch.randn(
+        old.mask.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     return adv.masked_fill(~old.mask, 0.0)
 
 
-def prediction_errors(old: Old, ids):
+def prediction_errors(old: OldPolicy, ids):
     """{(i, t): ([g on ids], [h])} in floats, the softmax over the whole vocabulary."""
     found = {}
     for i, t in old.mask.nonzero().tolist():
         h = old.hidden[i, t].tolist()
-        z = [sum(a * b for a, b in zip(row, h, strict=True)) / old.temperature for row in old.head.tolist()]
+        z = [
+            sum(a * b for a, b in zip(row, h, strict=True)) / old.temperature
+            for row in old.head.tolist()
+        ]
         total = sum(map(math.exp, z))
         found[i, t] = ([int(v == old.tokens[i, t]) - math.exp(z[v]) / total for v in ids], h)
     return found
 
 
-def naive_scores(old: Old, self_term=True, full_vocab=False):
-    """{(i, t): sum over the tokens of the group's correct answers of <g, g'> <h, h'>}, mixed groups only."""
+def naive_scores(old: OldPolicy, self_term=True, full_vocab=False):
+    """{(i, t): sum over the tokens of the group's correct answers of <g, g'> <h, h'>}, mixed groups
+    only."""
     scores, R = {}, old.rewards.tolist()
     for start in range(0, len(R), old.group_size):
         group = range(start, start + old.group_size)
         right = [i for i in group if R[i] == 1]
         if not right or len(right) == len(group):
             continue
-        ids = {old.tokens[i, t].item() for i in group for t in range(old.mask.shape[1]) if old.mask[i, t]}
+        ids = {
+            old.tokens[i, t].item()
+            for i in group
+            for t in range(old.mask.shape[1])
+            if old.mask[i, t]
+        }
         errors = prediction_errors(old, range(len(old.head)) if full_vocab else sorted(ids))
         for (i, t), (g, h) in errors.items():
             if i in group:
                 scores[i, t] = 0.0
                 for (j, u), (g2, h2) in errors.items():
                     if j in right and (self_term or (i, t) != (j, u)):
-                        gg, hh = (sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((g, g2), (h, h2)))
+                        gg, hh = (
+                            sum(a * b for a, b in zip(*pair, strict=True))
+                            for pair in ((g, g2), (h, h2))
+                        )
                         scores[i, t] += gg * hh
     return scores
 
 
-def naive_selection(old: Old, beta=1.0, self_term=True, full_vocab=False):
+def naive_selection(old: OldPolicy, beta=1.0, self_term=True, full_vocab=False):
     scores, chosen, R = naive_scores(old, self_term, full_vocab), set(), old.rewards.tolist()
     for start in range(0, len(R), old.group_size):
         group = range(start, start + old.group_size)
@@ -77,7 +124,11 @@ def naive_selection(old: Old, beta=1.0, self_term=True, full_vocab=False):
             own = [s for (j, _), s in scores.items() if j == i]
             if R[i] == 1 and own:
                 means.append(sum(own) / len(own))
-        chosen |= {(i, t) for (i, t), s in scores.items() if i in group and R[i] != 1 and s > beta * min(means)}
+        chosen |= {
+            (i, t)
+            for (i, t), s in scores.items()
+            if i in group and R[i] != 1 and s > beta * min(means)
+        }
     return chosen
 
 
@@ -85,7 +136,7 @@ def where(mask) -> set:
     return set(map(tuple, mask.nonzero().tolist()))
 
 
-# ---------------------------------------------------------------- NTHR
+# ---------------- NTHR
 
 VARIANTS = [(s, f) for s in (True, False) for f in (True, False)]
 
@@ -123,7 +174,9 @@ def test_selected_tokens_get_eta_times_their_advantage_and_the_others_their_own(
         for i, t in old.mask.nonzero().tolist():
             factor = 2 * abs(0.5 - share[i // 8]) if eta < 0 else eta
             hit = chosen[i, t] and adv[i, t] < 0
-            assert new[i, t].item() == pytest.approx((factor if hit else 1.0) * adv[i, t].item(), abs=1e-15)
+            assert new[i, t].item() == pytest.approx(
+                (factor if hit else 1.0) * adv[i, t].item(), abs=1e-15
+            )
     for beta, self_term, full_vocab in ((0.0, True, False), (1.0, False, False), (0.5, True, True)):
         changed = nthr(-adv.abs(), old, beta, 0.0, self_term, full_vocab) != -adv.abs()
         assert changed.equal(nthr_selected(old, beta, self_term, full_vocab))
@@ -157,7 +210,9 @@ def test_scores_survive_padding_row_order_and_splitting():
     scores, selected, n = nthr_scores(old), nthr_selected(old), len(old.mask)
 
     def take(rows, **change):
-        tensors = {k: getattr(old, k)[rows] for k in ("tokens", "mask", "logp", "rewards", "hidden")}
+        tensors = {
+            k: getattr(old, k)[rows] for k in ("tokens", "mask", "logp", "rewards", "hidden")
+        }
         return replace(old, **tensors | change)
 
     for start in range(0, n, 4):
@@ -166,7 +221,7 @@ def test_scores_survive_padding_row_order_and_splitting():
         assert nthr_selected(part).equal(selected[start : start + 4])
     order = torch.tensor([2, 0, 3, 1, *range(4, 12), 15, 12, 14, 13])
     torch.testing.assert_close(nthr_scores(take(order)), scores[order], rtol=1e-12, atol=1e-14)
-    wide = Old(
+    wide = OldPolicy(
         *(torch.cat([x, x[:, :2].clone()], 1) for x in (old.tokens, old.mask & True, old.logp)),
         old.rewards,
         4,
@@ -203,18 +258,20 @@ def test_the_random_control_takes_as_many_tokens_of_each_wrong_answer_and_all_of
         assert gone.sum(1).equal(selected.sum(1))
         counts += gone
     expected = selected.sum(1, keepdim=True) / old.mask.sum(1, keepdim=True) * old.mask
-    assert (counts / tries - expected).abs().max() < 0.12 and (expected > 0).sum() > selected.sum() > 0
+    assert (counts / tries - expected).abs().max() < 0.12 and (
+        expected > 0
+    ).sum() > selected.sum() > 0
     again = [nthr_random(adv, replace(old, gen=torch.Generator().manual_seed(1))) for _ in range(2)]
     assert again[0].equal(again[1])
     assert nthr_random(-adv, old).equal(-adv)  # nothing to soften where there is no penalty
 
 
-# ---------------------------------------------------------------- Advantage Reweighting and Lopti
+# ---------------- Advantage Reweighting and Lopti
 
 
 def test_reweighting_by_hand():
     p = torch.tensor([[0.1, 0.9], [0.1, 0.9]], dtype=torch.float64)
-    old = Old(torch.ones(2, 2).long(), p > 0, p.log(), torch.tensor([1.0, 0.0]), 2)
+    old = OldPolicy(torch.ones(2, 2).long(), p > 0, p.log(), torch.tensor([1.0, 0.0]), 2)
     adv = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64)
     for alpha, ratio in ((0.0, 9.0), (0.1, 8.3), (0.2, 7.5), (0.3, 6.8)):
         new = advantage_reweighting(adv, old, alpha)
@@ -226,7 +283,9 @@ def test_reweighting_by_hand():
         norms = new[0] * (1 - p[0])  # of the two tokens' gradients, up to a factor: claim A1
         assert (norms[0] / norms[1]).item() == pytest.approx(ratio, abs=0.05)
     assert advantage_reweighting(adv, old).equal(advantage_reweighting(adv, old, 0.3))
-    assert not advantage_reweighting(adv, replace(old, logp=old.logp.requires_grad_())).requires_grad
+    assert not advantage_reweighting(
+        adv, replace(old, logp=old.logp.requires_grad_())
+    ).requires_grad
     for alpha in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="alpha must lie between 0 and 1"):
             advantage_reweighting(adv, old, alpha)
@@ -243,9 +302,12 @@ def test_the_two_passes_part_the_tokens_by_their_old_probability_and_add_up_to_t
     for ratio in (1.0, 1.1, 0.5, 1.5):
         b = lopti_batch([0.1, 0.5, 0.51, 0.9], ratio)
         low, high, joint = (
-            torch.autograd.grad(f(b), b.logp)[0] for f in (losses.lopti_low, losses.lopti_high, losses.token_grpo)
+            torch.autograd.grad(f(b), b.logp)[0]
+            for f in (losses.lopti_low, losses.lopti_high, losses.token_grpo)
         )
-        assert (low[:, 2:] == 0).all() and (high[:, :2] == 0).all()  # 0.5 itself is low, whatever pi_theta is now
+        assert (low[:, 2:] == 0).all() and (
+            high[:, :2] == 0
+        ).all()  # 0.5 itself is low, whatever pi_theta is now
         torch.testing.assert_close(low + high, joint)
         assert joint.abs().max() > 0
 
@@ -262,14 +324,19 @@ def test_the_neighbours_are_made_of_these_parts():
     for name, (passes, credit, needs_hidden) in table.items():
         method = METHODS[name]
         assert " ".join(f.__name__ for f in method.passes) == passes and method.scale == "std"
-        assert (method.credit, method.needs_hidden, method.repair) == (credit, needs_hidden, name == "ibpo")
+        assert (method.credit, method.needs_hidden, method.repair) == (
+            credit,
+            needs_hidden,
+            name == "ibpo",
+        )
 
 
-# ---------------------------------------------------------------- IBPO
+# ---------------- IBPO
 
 
 def distance(a, b, keep=None) -> float:
-    """Levenshtein by recursion over suffixes; with `keep`, those of a's places must stay and no others may."""
+    """Levenshtein by recursion over suffixes; with `keep`, those of a's places must stay and no
+    others may."""
 
     @cache
     def cost(t, u):
@@ -300,8 +367,17 @@ def test_kept_tokens_are_those_of_a_shortest_edit():
 
 @pytest.mark.parametrize(
     "answer, correction, kept",
-    [("so #107", "so #85", "1111000"), ("abc", "abc", "111"), ("abc", "xaxbxcx", "111"), ("abc", "", "000")]
-    + [("5+9=14,#84", "5+9=15,#85", "1111101110"), ("aab", "ab", "011"), ("kitten", "sitting", "011101")],
+    [
+        ("so #107", "so #85", "1111000"),
+        ("abc", "abc", "111"),
+        ("abc", "xaxbxcx", "111"),
+        ("abc", "", "000"),
+    ]
+    + [
+        ("5+9=14,#84", "5+9=15,#85", "1111101110"),
+        ("aab", "ab", "011"),
+        ("kitten", "sitting", "011101"),
+    ],
 )
 def test_kept_tokens_by_hand(answer, correction, kept):
     a, b = (torch.tensor([[ord(x) for x in text] or [0]]) for text in (answer, correction))
@@ -313,9 +389,9 @@ def test_ibpo_blames_the_changed_tokens_of_repaired_answers_only():
     old = make_old(8)
     kept = old.mask & (torch.rand(old.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.5)
     adv = make_adv(old)
-    new = losses.ibpo(adv, replace(old, kept=kept))
+    new = losses.ibpo(adv, replace(old, kept_mask=kept))
     assert (new[kept] == 0).all() and new[~kept].equal(adv[~kept]) and kept.any()
-    assert losses.ibpo(adv, replace(old, kept=kept & False)).equal(adv)
+    assert losses.ibpo(adv, replace(old, kept_mask=kept & False)).equal(adv)
     with pytest.raises(ValueError, match="corrections"):
         losses.ibpo(adv, old)
 
@@ -323,10 +399,12 @@ def test_ibpo_blames_the_changed_tokens_of_repaired_answers_only():
 def test_a_repair_of_a_wrong_answer_is_worth_weight_times_bonus():
     rewards, repaired = torch.tensor([0.0, 0.0, 1.0, 0.5]), torch.tensor([True, False, True, True])
     assert losses.shaped_rewards(rewards, repaired).tolist() == pytest.approx([0.3, 0, 1, 0.5])
-    assert losses.shaped_rewards(rewards.double(), repaired, 0.2, 0.7).tolist() == pytest.approx([0.14, 0, 1, 0.5])
+    assert losses.shaped_rewards(rewards.double(), repaired, 0.2, 0.7).tolist() == pytest.approx(
+        [0.14, 0, 1, 0.5]
+    )
 
 
-# ---------------------------------------------------------------- errors say what is wrong
+# ---------------- errors say what is wrong
 
 
 @pytest.mark.parametrize(
@@ -342,11 +420,20 @@ def test_a_repair_of_a_wrong_answer_is_worth_weight_times_bonus():
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
-    good = {"tokens": torch.zeros(4, 3).long(), "mask": torch.ones(4, 3).bool(), "logp": torch.zeros(4, 3)}
-    good |= {"rewards": torch.zeros(4), "group_size": 2, "hidden": torch.zeros(4, 3, 5), "head": torch.zeros(9, 5)}
-    Old(**good)
+    good = {
+        "tokens": torch.zeros(4, 3).long(),
+        "mask": torch.ones(4, 3).bool(),
+        "logp": torch.zeros(4, 3),
+    }
+    good |= {
+        "rewards": torch.zeros(4),
+        "group_size": 2,
+        "hidden": torch.zeros(4, 3, 5),
+        "head": torch.zeros(9, 5),
+    }
+    OldPolicy(**good)
     with pytest.raises(ValueError, match=message):
-        Old(**good | change)
+        OldPolicy(**good | change)
 
 
 def test_nthr_without_hidden_states_says_so():

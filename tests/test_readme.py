@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 from test_train import TINY
 
-import compare
 import config
 import losses
 import train
 import verify
+from experiments import compare
 
 ROOT = Path(verify.__file__).parent
 READMES = [ROOT / "README.md", ROOT / "exercises" / "README.md"]
 TEXT = READMES[0].read_text()
-ROWS = [row.split(" | ") for row in TEXT[TEXT.index("## Read along") :].split("\n\n")[2].splitlines()[2:]]
+ROWS = [
+    row.split(" | ")
+    for row in TEXT[TEXT.index("## Read along") :].split("\n\n")[2].splitlines()[2:]
+]
 COMMANDS = [
     shlex.split(line.partition(" #")[0])
     for readme in READMES
@@ -32,7 +35,9 @@ def names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_every_link_leads_somewhere(readme):
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text()) if "://" not in link]
+    links = [
+        link for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text()) if "://" not in link
+    ]
     assert len(links) > 10 and all((readme.parent / link).exists() for link in links), links
 
 
@@ -59,7 +64,11 @@ def test_every_method_has_its_row_in_both_tables():
 def test_every_command_has_flags_and_values_that_are_accepted(command, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    command = [{"DIR": str(tmp_path), "$m": "grpo", "$s": "0", "S": "0"}.get(x, x) for x in command if x != "..."]
+    command = [
+        {"DIR": str(tmp_path), "$m": "grpo", "$s": "0", "S": "0"}.get(x, x)
+        for x in command
+        if x != "..."
+    ]
     if command[1] == "train.py" and "--help" not in command and "--resume" not in command:
         args = [x.replace("$m-$s", "new") for x in command[2:]]
         compare.runs_of(args) if compare.wanted(args) else config.parse(args)
@@ -72,10 +81,15 @@ def test_every_command_has_flags_and_values_that_are_accepted(command, tmp_path,
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="every command in small: make test-faults")
 @pytest.mark.parametrize("command", sorted({*map(tuple, COMMANDS)}), ids=" ".join)
 def test_every_command_runs(command, tmp_path, monkeypatch, small_gsm8k):
-    """As printed, but for sizes; the hub is out of reach here, so GSM8K on Qwen becomes GSM8K from scratch."""
+    """As printed, but for sizes; the hub is out of reach here, so GSM8K on Qwen becomes GSM8K from
+    scratch."""
     monkeypatch.chdir(tmp_path)
     words = " ".join(command[1:]).partition(" >")[0].split()
-    script, *args = [{"DIR": small_gsm8k, "$m": "ibpo", "$s": "0", "S": "0"}.get(x, x) for x in words if x != "..."]
+    script, *args = [
+        {"DIR": small_gsm8k, "$m": "ibpo", "$s": "0", "S": "0"}.get(x, x)
+        for x in words
+        if x != "..."
+    ]
     args = [x.replace("$m-$s", "new") for x in args]
     if script == "train.py" and not {"--help", "--resume"} & {*args}:
         if "gsm8k" in args and "scratch" not in args:

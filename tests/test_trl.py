@@ -1,4 +1,5 @@
-"""engines/trl.py against losses.py: one real training run each, its gradients computed again from the papers' side.
+"""engines/trl.py against losses.py: one real training run each, its gradients computed again from
+the papers' side.
 
 The run is TRL's own `train()`: generation, its scoring, its accumulation, its processes. What it leaves in param.grad
 before each optimiser step must be the gradient of losses.py on all answers of that step, scored by model.py.
@@ -18,9 +19,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from gsm8k import GSM8K
-from losses import METHODS, Batch, Old, exchangeable, group_advantages, prefix_nodes
-from model import make_rows, score
+from llm.gsm8k import GSM8K
+from llm.policy import make_rows, score
+from losses import METHODS, Batch, OldPolicy, group_advantages, prefix_nodes, project
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from trl import GRPOConfig  # noqa: E402
@@ -31,7 +32,10 @@ from engines.trl import Trainer  # noqa: E402
 G, L, TEMPERATURE = 4, 8, 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
 HONOURED = [name for name, m in METHODS.items() if not m.needs_hidden and not m.repair]
-CLIPS = {"eps_low": 0.15, "eps_high": 0.2}  # after one step of the optimiser, tokens lie on both sides of them
+CLIPS = {
+    "eps_low": 0.15,
+    "eps_high": 0.2,
+}  # after one step of the optimiser, tokens lie on both sides of them
 HYPER = {"dfpo-min": {}, "advantage-reweighting": CLIPS | {"alpha": 0.7}, "reinforce": {}}
 HYPER |= {"dfpo-orthogonal": {}, "gspo": {"eps_low": 0.5, "eps_high": 0.6}}
 LONG = pytest.mark.skipif(not os.environ.get("LONG"), reason="the full grid: LONG=1")
@@ -43,7 +47,8 @@ def reward(completion_ids, **_):
 
 
 class Record(TrainerCallback):
-    """What is there before each optimiser step: parameters, gradients, the loss, the rows that it was taken on."""
+    """What is there before each optimiser step: parameters, gradients, the loss, the rows that it
+    was taken on."""
 
     def __init__(self):
         self.steps = []
@@ -51,16 +56,24 @@ class Record(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **_):
         parameters = {k: v.detach().clone() for k, v in model.named_parameters()}
         gradients = {k: v.grad.clone() for k, v in model.named_parameters()}
-        k = (self.trainer._step - 1) % args.steps_per_generation + 1 - args.gradient_accumulation_steps
+        k = (
+            (self.trainer._step - 1) % args.steps_per_generation
+            + 1
+            - args.gradient_accumulation_steps
+        )
         window = deepcopy(self.trainer._buffered_inputs[k : k + args.gradient_accumulation_steps])
         ids = [
-            [row[m].tolist() for x in window for row, m in zip(x[f"{part}_ids"], x[f"{part}_mask"].bool(), strict=True)]
+            [
+                row[m].tolist()
+                for x in window
+                for row, m in zip(x[f"{part}_ids"], x[f"{part}_mask"].bool(), strict=True)
+            ]
             for part in ("prompt", "completion")
         ]
         self.steps.append((parameters, gradients, self.trainer.value, ids))
 
 
-def make(path, method, record=None, hyper=None, exchangeable=False, tools=None, dropout=0.0, **options):
+def make(path, method, record=None, hyper=None, project=False, tools=None, dropout=0.0, **options):
     config = dict(
         output_dir=tempfile.gettempdir(),
         save_strategy="no",
@@ -91,7 +104,7 @@ def make(path, method, record=None, hyper=None, exchangeable=False, tools=None, 
         Dataset.from_list(PROMPTS),
         method=method,
         hyper=hyper,
-        exchangeable=exchangeable,
+        project=project,
         tools=tools,
         callbacks=[record] if record else None,
     )
@@ -102,7 +115,9 @@ def make(path, method, record=None, hyper=None, exchangeable=False, tools=None, 
 
 def run(path, method, hyper=None, **options):
     record = Record()
-    trainer = make(path, method, record, HYPER.get(method, CLIPS) if hyper is None else hyper, **options)
+    trainer = make(
+        path, method, record, HYPER.get(method, CLIPS) if hyper is None else hyper, **options
+    )
     trainer.train()
     return record.steps, trainer.state.log_history
 
@@ -112,7 +127,9 @@ def again(path, steps, method, hyper=None, projected=False, kl=0.0, on_policy=Fa
     hyper = (HYPER.get(method, CLIPS) if hyper is None else hyper) | ({"kl": kl} if kl else {})
     rule, found = METHODS[method], []
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    start = deepcopy(model.state_dict())  # the policy that answered, and the reference of the KL term
+    start = deepcopy(
+        model.state_dict()
+    )  # the policy that answered, and the reference of the KL term
     for k, (parameters, _, _, (prompts, answers)) in enumerate(steps):
         rows = make_rows(prompts, answers, torch.device("cpu"))
         model.load_state_dict(start)
@@ -126,12 +143,14 @@ def again(path, steps, method, hyper=None, projected=False, kl=0.0, on_policy=Fa
         adv = advantages[:, None].expand_as(logp)
         if rule.credit:
             taken = {k: v for k, v in hyper.items() if k == "alpha"}
-            adv = rule.credit(adv, Old(rows.tokens, rows.mask, old, rewards, G), **taken)
+            adv = rule.credit(adv, OldPolicy(rows.tokens, rows.mask, old, rewards, G), **taken)
         batch = Batch(logp, old, adv, rows.mask, G, L, ref)
         taken = {k: v for k, v in hyper.items() if k != "alpha"}
         loss = value = rule.passes[k % len(rule.passes)](batch, **taken)
         if projected:
-            loss = exchangeable(loss, logp, advantages, prefix_nodes(rows.tokens, rows.mask, G), rows.mask)
+            loss = project(
+                loss, logp, advantages, prefix_nodes(rows.tokens, rows.mask, G), rows.mask
+            )
         loss.backward()
         found.append((value.item(), {k: v.grad for k, v in model.named_parameters()}))
     return found
@@ -139,9 +158,13 @@ def again(path, steps, method, hyper=None, projected=False, kl=0.0, on_policy=Fa
 
 def assert_same(path, steps, method, **options):
     assert len(steps) == 2
-    for (_, gradients, value, _), (expected, ours) in zip(steps, again(path, steps, method, **options), strict=True):
+    for (_, gradients, value, _), (expected, ours) in zip(
+        steps, again(path, steps, method, **options), strict=True
+    ):
         assert abs(value.item() - expected) <= 1e-6 * max(1.0, abs(expected))
-        a, b = (torch.cat([g[k].flatten() for k in sorted(ours)]).double() for g in (gradients, ours))
+        a, b = (
+            torch.cat([g[k].flatten() for k in sorted(ours)]).double() for g in (gradients, ours)
+        )
         assert b.norm() > 1e-4
         assert (a - b).norm() <= 1e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
 
@@ -149,19 +172,28 @@ def assert_same(path, steps, method, **options):
 @pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=LONG)])
 @pytest.mark.parametrize("method", HONOURED)
 def test_two_iterations(qwen_path, method, accumulate):
-    split = dict(per_device_train_batch_size=8 // accumulate, gradient_accumulation_steps=accumulate)
+    split = dict(
+        per_device_train_batch_size=8 // accumulate, gradient_accumulation_steps=accumulate
+    )
     assert_same(qwen_path, run(qwen_path, method, **split)[0], method)
 
 
 @pytest.mark.parametrize("projected", [False, True], ids=["plain", "projected"])
 @pytest.mark.parametrize("micro, accumulate, pieces", [(2, 4, 4), (4, 1, 2), (2, 2, 4)])
 def test_any_split_is_the_unsplit_batch(qwen_path, micro, accumulate, pieces, projected):
-    """Groups torn over micro-batches (2 rows of 4); two optimiser steps from one generation (pieces > accumulate)."""
-    split = dict(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulate, steps_per_generation=pieces)
+    """Groups torn over micro-batches (2 rows of 4); two optimiser steps from one generation (pieces
+    > accumulate)."""
+    split = dict(
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulate,
+        steps_per_generation=pieces,
+    )
     method = "pos-only" if projected else "dfpo-orthogonal"
-    steps, history = run(qwen_path, method, exchangeable=projected, **split)
+    steps, history = run(qwen_path, method, project=projected, **split)
     assert_same(qwen_path, steps, method, projected=projected)
-    for line, (_, _, value, _) in zip(history, steps, strict=False):  # what is logged is what was optimised
+    for line, (_, _, value, _) in zip(
+        history, steps, strict=False
+    ):  # what is logged is what was optimised
         assert line["loss"] == pytest.approx(value.item(), rel=1e-5, abs=1e-6)
 
 
@@ -172,8 +204,14 @@ def test_beta_weighs_the_k3_term(qwen_path, iterations):
 
 
 def test_the_tax_is_logged_and_the_projection_removes_it(qwen_path):
-    plain, projected = (run(qwen_path, "pos-only", exchangeable=projected)[1] for projected in (False, True))
-    assert plain[0]["learning_tax"] > 0.1 and projected[0]["learning_tax"] < 1e-6 and plain[0]["entropy"] > 0.1
+    plain, projected = (
+        run(qwen_path, "pos-only", project=projected)[1] for projected in (False, True)
+    )
+    assert (
+        plain[0]["learning_tax"] > 0.1
+        and projected[0]["learning_tax"] < 1e-6
+        and plain[0]["entropy"] > 0.1
+    )
 
 
 def test_evaluation_is_the_loss_of_losses(qwen_path):
@@ -206,7 +244,7 @@ REFUSED = [
     ),
     (dict(method="lopti", num_iterations=1), "2 passes are 2 iterations"),
     (dict(method="gspo", beta=0.1), "needs a method whose pass is grpo"),
-    (dict(beta=0.1, exchangeable=True), "not projected"),
+    (dict(beta=0.1, project=True), "not projected"),
     (dict(beta=0.1, use_bias_correction_kl=True), "plain k3"),
     (dict(use_vllm=True), "set it to False"),
     (dict(dropout=0.1), "drops out 0.1"),
@@ -228,7 +266,9 @@ def test_an_answer_without_a_reward_is_refused(qwen_path):
         trainer.train()
 
 
-def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_path, monkeypatch, capsys):
+def test_gsm8k_has_train_pys_prompts_and_verifier(
+    qwen_path, small_gsm8k, tmp_path, monkeypatch, capsys
+):
     flags = f"--model {qwen_path} --data {small_gsm8k} --output_dir {tmp_path} --method dfpo-orthogonal --max_steps 1"
     flags += " --use_cpu --bf16 False --report_to none --num_generations 4 --per_device_train_batch_size 4"
     flags += " --max_completion_length 4 --save_strategy no --gradient_checkpointing False"
@@ -253,18 +293,44 @@ def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_pa
 @LONG
 def test_two_processes(qwen_path, tmp_path):
     """accelerate launch, gloo: groups torn over processes and micro-batches; every method."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
     launch += [
         "--multi_gpu"
     ]  # means several processes; with --cpu accelerate starts one. The script itself asks for CPUs
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", __file__]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, qwen_path, str(tmp_path)], env=environment, capture_output=True, text=True)
+    launch += [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+        __file__,
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [*launch, qwen_path, str(tmp_path)], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     for method, accumulate in itertools.product(HONOURED, (1, 2)):
         ranks = [torch.load(tmp_path / f"{method}-{accumulate}-{rank}.pt") for rank in range(2)]
         merged = [
-            (parameters, gradients, value, [mine + theirs for mine, theirs in zip(ids, other[3], strict=True)])
+            (
+                parameters,
+                gradients,
+                value,
+                [mine + theirs for mine, theirs in zip(ids, other[3], strict=True)],
+            )
             for (parameters, gradients, value, ids), other in zip(*ranks, strict=True)
         ]
         assert_same(qwen_path, merged, method)
@@ -275,5 +341,10 @@ def test_two_processes(qwen_path, tmp_path):
 if __name__ == "__main__":
     model_path, out = sys.argv[1:]
     for method, accumulate in itertools.product(HONOURED, (1, 2)):  # 6 rows a process, groups of 4
-        split = dict(per_device_train_batch_size=6 // accumulate, gradient_accumulation_steps=accumulate)
-        torch.save(run(model_path, method, **split)[0], Path(out) / f"{method}-{accumulate}-{os.environ['RANK']}.pt")
+        split = dict(
+            per_device_train_batch_size=6 // accumulate, gradient_accumulation_steps=accumulate
+        )
+        torch.save(
+            run(model_path, method, **split)[0],
+            Path(out) / f"{method}-{accumulate}-{os.environ['RANK']}.pt",
+        )

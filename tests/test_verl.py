@@ -1,4 +1,5 @@
-"""engines/verl.py against losses.py: its registered functions on tensors, then verl's actor engine on a tiny model.
+"""engines/verl.py against losses.py: its registered functions on tensors, then verl's actor engine
+on a tiny model.
 
 `make test-verl` runs this in an environment of its own: verl pins transformers. Nothing here needs a GPU: verl's FSDP2
 engine is put on the CPU through its own platform interface. As a script (`torch.distributed.run tests/test_verl.py
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 from engines import bind
-from losses import METHODS, Batch, Old, group_advantages
-from model import Rows, score
+from llm.policy import Rows, score
+from losses import METHODS, Batch, OldPolicy, group_advantages
 
 pytest.importorskip("verl", reason="verl has an environment of its own: make test-verl")
 import numpy  # noqa: E402
@@ -27,7 +28,11 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig  # noqa: E402
 import engines.verl as adapter  # noqa: E402
 
 G, T, L = 4, 6, 9
-HONOURED = [name for name, m in METHODS.items() if not m.needs_hidden and not m.repair and len(m.passes) == 1]
+HONOURED = [
+    name
+    for name, m in METHODS.items()
+    if not m.needs_hidden and not m.repair and len(m.passes) == 1
+]
 UID = [f"prompt {i // G}" for i in range(16)]
 
 
@@ -37,7 +42,8 @@ def actor(mode="tgc-grpo", **options) -> FSDPActorConfig:
 
 
 def make_batch(name: str, dtype=torch.float64) -> Batch:
-    """Four groups of four, each with different rewards, of lengths 1 to 6, ratios from 0.6 to 1.65."""
+    """Four groups of four, each with different rewards, of lengths 1 to 6, ratios from 0.6 to
+    1.65."""
     g = torch.Generator().manual_seed(0)
     logp, noise = (torch.rand(16, T, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
     rewards = torch.rand(16, generator=g, dtype=torch.float64).to(dtype)
@@ -50,14 +56,16 @@ def expected(name: str, b: Batch, **hyper):
     method = bind(name, hyper)
     adv = b.adv
     if method.credit:
-        adv = method.credit(adv, Old(b.mask.long(), b.mask, b.logp_old, b.adv[:, 0], G))
+        adv = method.credit(adv, OldPolicy(b.mask.long(), b.mask, b.logp_old, b.adv[:, 0], G))
     return method.passes[0](replace(b, adv=adv))
 
 
 def by_verl(mode: str, b: Batch, order: torch.Tensor, pieces: int, processes: int, **options):
     """The mean over processes of the sum over micro-batches, as DDP and accumulation make it."""
     config = actor(mode, **options)
-    config.global_batch_info.update(dp_size=processes, batch_num_tokens=b.mask.sum().item(), global_batch_size=16)
+    config.global_batch_info.update(
+        dp_size=processes, batch_num_tokens=b.mask.sum().item(), global_batch_size=16
+    )
     config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
     total = 0
     for rows in order.chunk(pieces * processes):
@@ -78,7 +86,10 @@ def test_shares_add_up_to_the_loss_of_the_whole_batch(name, pieces, processes):
         chunks = whole.flatten().chunk(pieces * processes)
         order = torch.cat([rows[torch.randperm(len(rows), generator=g)] for rows in chunks])
     pair = []
-    for loss_of in (lambda b: expected(name, b), lambda b: by_verl(f"tgc-{name}", b, order, pieces, processes)):
+    for loss_of in (
+        lambda b: expected(name, b),
+        lambda b: by_verl(f"tgc-{name}", b, order, pieces, processes),
+    ):
         logp = b.logp.clone().requires_grad_()
         loss = loss_of(replace(b, logp=logp))
         pair.append((loss.detach(), torch.autograd.grad(loss, logp)[0]))
@@ -103,7 +114,8 @@ def test_hyperparameters_of_a_mode_of_ones_own():
 
 @pytest.mark.parametrize("scale", ["std", "mean"])
 def test_advantages_are_those_of_losses(scale):
-    """Rows in any order, a group of equal rewards, and a row of verl's own padding, which is alone."""
+    """Rows in any order, a group of equal rewards, and a row of verl's own padding, which is
+    alone."""
     rewards = torch.tensor([0.1, 1, 0.1, 0, 0.1, 0.3, 0.1, 1, 5])
     mask = torch.arange(T) < torch.tensor([2, 6, 1, 3, 4, 5, 6, 1, 1])[:, None]
     scores = torch.zeros(9, T).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
@@ -121,7 +133,9 @@ def test_verl_leaves_its_own_ppo_loss_and_ours_notes_the_uids():
 
     assert shipped.ppo_loss is adapter.ppo_loss
     seen = []
-    adapter.ppo_loss(None, None, {"uid": ["a", "b"]}, of_verl=lambda *_: seen.append(adapter.rows_of["uid"]))
+    adapter.ppo_loss(
+        None, None, {"uid": ["a", "b"]}, of_verl=lambda *_: seen.append(adapter.rows_of["uid"])
+    )
     adapter.ppo_loss(None, None, {}, of_verl=lambda *_: seen.append(adapter.rows_of["uid"]))
     assert seen == [["a", "b"], None]
 
@@ -158,7 +172,8 @@ def test_rollout_correction_is_refused():
 
 
 @pytest.mark.parametrize(
-    "hyper, reason", [({"eps_low": 1}, "no hyperparameter 'eps_low'"), ({"ratio": "sum"}, "must be")]
+    "hyper, reason",
+    [({"eps_low": 1}, "no hyperparameter 'eps_low'"), ({"ratio": "sum"}, "must be")],
 )
 def test_wrong_hyperparameters_are_refused_at_once(hyper, reason):
     with pytest.raises(ValueError, match=reason):
@@ -167,16 +182,29 @@ def test_wrong_hyperparameters_are_refused_at_once(hyper, reason):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verls_actor_engine_makes_the_gradient_of_losses(qwen_path, processes):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     environment["VERL_USE_EXTERNAL_MODULES"] = "engines.verl"
-    done = subprocess.run([*launch, __file__, qwen_path], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*launch, __file__, qwen_path], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("agrees") == 2 * len(HONOURED) * processes
 
 
-# ---------------------------------------------------------------- one process of verl's actor, as a script
+# ---------------- one process of verl's actor, as a script
 
 
 def engine_on_cpu(path: str):
@@ -195,7 +223,9 @@ def engine_on_cpu(path: str):
         def empty_cache(self):
             pass
 
-    platform_manager._current_platform = Cpu()  # before the engine is imported: it asks for its device once
+    platform_manager._current_platform = (
+        Cpu()
+    )  # before the engine is imported: it asks for its device once
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -204,8 +234,12 @@ def engine_on_cpu(path: str):
     plain = dict(use_remove_padding=False, enable_gradient_checkpointing=False)
     model = HFModelConfig(path=path, **plain, override_config={"attn_implementation": "sdpa"})
     fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-    engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype="fp32", mixed_precision=fp32)
-    engine = FSDPEngineWithLMHead(model, engine, FSDPOptimizerConfig(total_training_steps=9), CheckpointConfig())
+    engine = FSDPEngineConfig(
+        strategy="fsdp2", use_torch_compile=False, model_dtype="fp32", mixed_precision=fp32
+    )
+    engine = FSDPEngineWithLMHead(
+        model, engine, FSDPOptimizerConfig(total_training_steps=9), CheckpointConfig()
+    )
     engine.initialize()
     return engine
 
@@ -233,25 +267,43 @@ def one_process(path: str):
         for micro in (16 // processes, 8 // processes):  # one micro-batch, and two
             rows = slice(rank * 16 // processes, (rank + 1) * 16 // processes)
             tensors = dict(
-                input_ids=ids, attention_mask=attention.long(), response_mask=b.mask.long(), advantages=b.adv
+                input_ids=ids,
+                attention_mask=attention.long(),
+                response_mask=b.mask.long(),
+                advantages=b.adv,
             )
             tensors |= dict(prompts=ids[:, :P], responses=ids[:, P:], old_log_probs=old)
             tensors["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
             uid = {"uid": numpy.array(UID, dtype=object)[rows]}
-            data = DataProto.from_dict({k: x[rows] for k, x in tensors.items()}, uid, {"temperature": 1.0})
+            data = DataProto.from_dict(
+                {k: x[rows] for k, x in tensors.items()}, uid, {"temperature": 1.0}
+            )
             data = left_right_2_no_padding(data.to_tensordict())
-            tu.assign_non_tensor(data, global_batch_size=16, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False)
-            tu.assign_non_tensor(data, use_remove_padding=False, use_fused_kernels=False, calculate_entropy=False)
+            tu.assign_non_tensor(
+                data, global_batch_size=16, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False
+            )
+            tu.assign_non_tensor(
+                data, use_remove_padding=False, use_fused_kernels=False, calculate_entropy=False
+            )
             with engine.train_mode():
                 engine.optimizer_zero_grad()
-                out = engine.forward_backward_batch(data, partial(ppo_loss, config=actor(f"tgc-{name}")))
+                out = engine.forward_backward_batch(
+                    data, partial(ppo_loss, config=actor(f"tgc-{name}"))
+                )
                 gradients = {k: p.grad.full_tensor() for k, p in engine.module.named_parameters()}
             shares = torch.tensor(sum(out["loss"]))
             torch.distributed.all_reduce(shares)
-            assert abs(shares / processes - value) <= 1e-6 * max(1.0, abs(value)), (name, shares / processes, value)
+            assert abs(shares / processes - value) <= 1e-6 * max(1.0, abs(value)), (
+                name,
+                shares / processes,
+                value,
+            )
             pair = gradients, {k: p.grad for k, p in ours.named_parameters()}
             x, y = (torch.cat([g[k].flatten() for k in sorted(g)]).double() for g in pair)
-            assert y.norm() > 1e-4 and (x - y).norm() <= 1e-5 * y.norm(), (name, (x - y).norm() / y.norm())
+            assert y.norm() > 1e-4 and (x - y).norm() <= 1e-5 * y.norm(), (
+                name,
+                (x - y).norm() / y.norm(),
+            )
             print(name, micro, "agrees", flush=True)
 
 

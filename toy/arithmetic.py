@@ -28,7 +28,10 @@ OPENERS = ("so ", "ok ", "hm ")
 SYMBOLS = "0123456789+=,#sokhm "
 DIRECT_SHARE, DIRECT_RIGHT = 0.75, 0.05  # of the demonstrations; of the direct ones
 SLIPS = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)  # of a wrong sum
-REPAIR_RIGHT, SIBLING_RIGHT = 0.6, 0.75  # of the demonstrated corrections; of the first siblings shown in them
+REPAIR_RIGHT, SIBLING_RIGHT = (
+    0.6,
+    0.75,
+)  # of the demonstrated corrections; of the first siblings shown in them
 TEST_SIZE = 500
 
 
@@ -58,7 +61,8 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
 
 
 class Arithmetic:
-    """Task object: .train and .test are disjoint lists of Item; all 8,100 sums of two 2-digit numbers are in one."""
+    """Task object: .train and .test are disjoint lists of Item; all 8,100 sums of two 2-digit
+    numbers are in one."""
 
     name = "arithmetic"
 
@@ -70,7 +74,8 @@ class Arithmetic:
         self.test, self.train = items[:TEST_SIZE], items[TEST_SIZE:]
 
     def reward(self, text: str, item: Item) -> float:
-        """1.0 if what follows the last "#" is exactly the sum, else 0.0. How it got there does not matter."""
+        """1.0 if what follows the last "#" is exactly the sum, else 0.0. How it got there does not
+        matter."""
         _, mark, final = text.rpartition("#")
         return float(bool(mark) and final == item.answer)
 
@@ -83,7 +88,8 @@ class Arithmetic:
         return Item(item.prompt + "=".join([answer, *siblings, ""]), item.answer, demo)
 
     def correction(self, item: Item, siblings: int = 1) -> Item:
-        """A correction problem about an item, for the warm start: always the same one for the same item."""
+        """A correction problem about an item, for the warm start: always the same one for the same
+        item."""
         rng, (a, b) = random.Random(item.prompt), map(int, item.prompt[:-1].split("+"))
         opener, form = rng.choice(OPENERS), rng.choice(("direct", "ones first", "tens first"))
         right = opener + solutions(a, b)[form]
@@ -91,12 +97,15 @@ class Arithmetic:
         if form != "direct" and rng.random() < 0.5:  # a slip in a column, carried into the sum
             wrong = opener + solutions(a, b + rng.choice((-10, -1, 1, 10)))[form]
         shown = [demonstration(a, b, rng) for _ in range(siblings)]
-        if rng.random() < SIBLING_RIGHT:  # in a rollout, too, a right one comes first where there is one
+        if (
+            rng.random() < SIBLING_RIGHT
+        ):  # in a rollout, too, a right one comes first where there is one
             shown[0] = rng.choice(OPENERS) + rng.choice(list(solutions(a, b).values()))
         return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
 
     def prefixes(self, item: Item) -> dict[str, list[str]]:
-        """Openers and solution forms as sets of answer prefixes; the policy's probability of a set is exact.
+        """Openers and solution forms as sets of answer prefixes; the policy's probability of a set
+        is exact.
 
         {"opener so": ["so "], ..., "form direct": ["so #", "ok #", "hm #"], ...}
         """
@@ -113,4 +122,6 @@ class Arithmetic:
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         tokenizer.decoder = decoders.Fuse()
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        )

@@ -25,15 +25,33 @@ from pathlib import Path
 
 import torch
 
-from curves import COLOURS, MARKERS
-from losses import METHODS, Batch, exchangeable, group_advantages, learning_tax, prefix_nodes, token_coefficients
+from experiments.curves import COLOURS, MARKERS
+from losses import (
+    METHODS,
+    Batch,
+    group_advantages,
+    learning_tax,
+    prefix_nodes,
+    project,
+    token_coefficients,
+)
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
 AFTER = (*PROMPT, OPENER)
 GROUPS, G, STEPS, SIZE = 8, 8, 32, 0.6  # SIZE: the length of the first step
-NAMES = ("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "gspo", "dfpo-min", "dfpo-orthogonal", "pos-only")
-NAMES += ("grpo+ex", "dr-grpo+ex", "gspo+ex")  # with the projection of claim C17
+NAMES = (
+    "reinforce",
+    "grpo",
+    "grpo-symmetric",
+    "dr-grpo",
+    "dapo",
+    "gspo",
+    "dfpo-min",
+    "dfpo-orthogonal",
+    "pos-only",
+)
+NAMES += ("grpo+proj", "dr-grpo+proj", "gspo+proj")  # with the projection of claim C17
 HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}  # its own clip range is made for long answers
 COLUMNS = {
     "drift": "opener: change of log-odds",
@@ -46,7 +64,9 @@ COLUMNS = {
 
 def start_policy(rng: random.Random) -> Policy:
     histories = all_histories(PROMPT, VOCABULARY, HORIZON)
-    W = torch.tensor([[rng.gauss(0, 0.3) for _ in histories] for _ in range(VOCABULARY)], dtype=torch.float64)
+    W = torch.tensor(
+        [[rng.gauss(0, 0.3) for _ in histories] for _ in range(VOCABULARY)], dtype=torch.float64
+    )
     for i, h in enumerate(histories):  # an answer ends when its branch is through, and not before
         through = len(h) == {1: 4, 2: 5, 3: 3}[h[2]] if len(h) > 2 else False
         W[EOS, i] = 20.0 if through else -20.0
@@ -60,7 +80,8 @@ def rest(policy: Policy) -> Policy:
 
 
 def reward(y: tuple[int, ...]) -> float:
-    """Solutions are right if their last token before EOS is 1; a guess is wrong. The opener does not matter."""
+    """Solutions are right if their last token before EOS is 1; a guess is wrong. The opener does
+    not matter."""
     body = [a for a in y[1:] if a != EOS]
     return float(len(body) > 1 and body[-1] == 1)
 
@@ -84,8 +105,14 @@ def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[di
     base, _, projected = name.partition("+")
     method, hyper = METHODS[base], HYPER.get(base, {})
     tokens, mask = pad(answers)
-    A = group_advantages(torch.tensor([reward(y) for y in answers], dtype=torch.float64), G, method.scale)
-    nodes, adv, prompts = prefix_nodes(tokens, mask, G), A[:, None].expand(mask.shape), [PROMPT] * len(answers)
+    A = group_advantages(
+        torch.tensor([reward(y) for y in answers], dtype=torch.float64), G, method.scale
+    )
+    nodes, adv, prompts = (
+        prefix_nodes(tokens, mask, G),
+        A[:, None].expand(mask.shape),
+        [PROMPT] * len(answers),
+    )
     old, policy, curve, size = start.log_probs(prompts, answers)[0], start, [], None
     for _ in range(STEPS + 1):
         policy.W.requires_grad_()
@@ -93,7 +120,7 @@ def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[di
         batch = Batch(logp, old.detach(), adv, mask, G, HORIZON)
         loss = method.passes[0](batch, **hyper)
         if projected:
-            loss = exchangeable(loss, logp, A, nodes, mask)
+            loss = project(loss, logp, A, nodes, mask)
         tax = learning_tax(token_coefficients(loss, logp), A, nodes, mask)
         curve.append(measure(policy, start) | {"tax": tax})
         g = -torch.autograd.grad(loss, policy.W)[0]
@@ -103,7 +130,8 @@ def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[di
 
 
 def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
-    """A start policy, and GROUPS groups of G answers that all begin with the opener; some right, some wrong in each."""
+    """A start policy, and GROUPS groups of G answers that all begin with the opener; some right,
+    some wrong in each."""
     rng = random.Random(seed)
     start, generator, answers = start_policy(rng), torch.Generator().manual_seed(seed), []
     while len(answers) < GROUPS * G:
@@ -129,14 +157,19 @@ def mean(curves: list[list[dict]], key: str, step: int, size=lambda x: x) -> flo
 
 def show(curves: dict[str, list[list[dict]]]):
     seeds = len(next(iter(curves.values())))
-    print(f"{STEPS} steps on {GROUPS} groups of {G}, mean of {seeds} start policies; drift: mean of its size\n")
+    print(
+        f"{STEPS} steps on {GROUPS} groups of {G}, mean of {seeds} start policies; drift: mean of its size\n"
+    )
     print(f"{'':16}" + "".join(f"{title:>32}" for title in COLUMNS.values()))
     for name, runs in [("start", next(iter(curves.values()))), *curves.items()]:
         at = 0 if name == "start" else -1
         cells = [mean(runs, key, at, abs if key == "drift" else float) for key in COLUMNS]
         cells[-1] = sum(mean(runs, "tax", t) for t in range(STEPS + 1)) / (STEPS + 1)
         print(
-            f"{name:16}" + "".join(f"{'0' if abs(x) < 1e-12 else f'{x:.4f}':>32}" for x in cells[: None if at else 4])
+            f"{name:16}"
+            + "".join(
+                f"{'0' if abs(x) < 1e-12 else f'{x:.4f}':>32}" for x in cells[: None if at else 4]
+            )
         )
 
 
@@ -154,12 +187,16 @@ def plot(curves: dict[str, list[list[dict]]], path: Path):
             size = abs if key == "drift" else float
             line = [mean(runs, key, t, size) for t in range(STEPS + 1)]
             base, _, projected = name.partition("+")
-            style = dict(color=COLOURS[base], linestyle="--" if projected else "-", marker=MARKERS[i % 9])
+            style = dict(
+                color=COLOURS[base], linestyle="--" if projected else "-", marker=MARKERS[i % 9]
+            )
             axis.plot(line, label=name, markevery=(i % 8, 8), markersize=4, linewidth=1.4, **style)
         axis.set_title(("|" + title + "|") if key == "drift" else title, fontsize=9)
         axis.set_xlabel("gradient steps on the same groups", fontsize=8)
         axis.tick_params(labelsize=7)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8
+    )
     figure.savefig(path, dpi=85)
     print(f"\npicture: {path}")
 

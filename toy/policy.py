@@ -37,13 +37,15 @@ class Policy:
         return e / e.sum()
 
     def grad_log_prob(self, h: Tokens, a: int) -> Tensor:
-        """grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T: what was taken minus what was expected. (V, D)"""
+        """grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T: what was taken minus what was expected.
+        (V, D)"""
         error = -self.probs(h)
         error[a] += 1
         return torch.outer(error, self.phi(h))
 
     def fisher(self, h: Tokens) -> Tensor:
-        """F(h) = E_a[grad log pi(a|h) grad log pi(a|h)^T] = (diag(pi) - pi pi^T) kron (phi phi^T). (VD, VD)
+        """F(h) = E_a[grad log pi(a|h) grad log pi(a|h)^T] = (diag(pi) - pi pi^T) kron (phi phi^T).
+        (VD, VD)
 
         The order of its rows and columns is that of W.flatten().
         """
@@ -57,7 +59,8 @@ class Policy:
     # ------------------------------------------------ whole answers
 
     def answers(self, prompt: Tokens) -> Iterator[tuple[Tokens, float]]:
-        """Every possible answer with its probability, prod_t pi(y_t|h_t). The probabilities sum to 1."""
+        """Every possible answer with its probability, prod_t pi(y_t|h_t). The probabilities sum to
+        1."""
         unfinished: list[tuple[Tokens, float]] = [((), 1.0)]
         while unfinished:
             y, p = unfinished.pop()
@@ -77,8 +80,11 @@ class Policy:
         return sum(p * reward(y) for y, p in self.answers(prompt))
 
     def grad_expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> Tensor:
-        """grad_W J = sum_y pi(y) R(y) grad_W log pi(y): what every method below estimates from samples. (V, D)"""
-        return sum(p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in self.answers(prompt))
+        """grad_W J = sum_y pi(y) R(y) grad_W log pi(y): what every method below estimates from
+        samples. (V, D)"""
+        return sum(
+            p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in self.answers(prompt)
+        )
 
     def sample(self, prompt: Tokens, n: int, generator: torch.Generator) -> list[Tokens]:
         """n answers, drawn token by token."""
@@ -90,14 +96,19 @@ class Policy:
             answers.append(y)
         return answers
 
-    def log_probs(self, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """log pi(y_t|h_t) of every token, 0 on padding, and the mask. Differentiable in W. Both (N, T).
+    def log_probs(
+        self, prompts: Sequence[Tokens], answers: Sequence[Tokens]
+    ) -> tuple[Tensor, Tensor]:
+        """log pi(y_t|h_t) of every token, 0 on padding, and the mask. Differentiable in W. Both (N,
+        T).
 
         N prompts, N answers; T is the longest answer given.
         """
         _, mask = pad(answers)
         pairs = list(zip(prompts, answers, strict=True))
-        features = torch.stack([self.phi(x + y[:t]) for x, y in pairs for t in range(len(y))])  # (tokens, D)
+        features = torch.stack(
+            [self.phi(x + y[:t]) for x, y in pairs for t in range(len(y))]
+        )  # (tokens, D)
         taken = torch.tensor([a for y in answers for a in y])  # (tokens,)
         log_pi = torch.log_softmax(features @ self.W.T, dim=-1)  # (tokens, V)
         logp = torch.zeros(mask.shape, dtype=self.W.dtype)
@@ -105,7 +116,8 @@ class Policy:
 
 
 def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-    """Answers of unequal length as a rectangle: tokens (0 on padding) and mask. -> (N, T) int64, (N, T) bool."""
+    """Answers of unequal length as a rectangle: tokens (0 on padding) and mask. -> (N, T) int64,
+    (N, T) bool."""
     width = max(len(y) for y in answers)
     tokens = torch.tensor([[*y, *[0] * (width - len(y))] for y in answers])
     lengths = torch.tensor([[len(y)] for y in answers])
@@ -118,18 +130,20 @@ def kl(new: Policy, old: Policy, h: Tokens) -> float:
     return float((p * (p / q).log()).sum())
 
 
-# ---------------------------------------------------------------- feature maps
+# ---------------- feature maps
 
 
 def tabular(histories: Iterable[Tokens]) -> Callable[[Tokens], Tensor]:
-    """One-hot features: every history has logits of its own, one column of W, in the order given."""
+    """One-hot features: every history has logits of its own, one column of W, in the order
+    given."""
     distinct = list(dict.fromkeys(histories))
     one_hot = dict(zip(distinct, torch.eye(len(distinct), dtype=torch.float64), strict=True))
     return one_hot.__getitem__
 
 
 def all_histories(prompt: Tokens, vocabulary: int, horizon: int) -> list[Tokens]:
-    """Every history that can occur after the prompt: no EOS in the answer so far, fewer than `horizon` tokens."""
+    """Every history that can occur after the prompt: no EOS in the answer so far, fewer than
+    `horizon` tokens."""
     histories = level = [prompt]
     for _ in range(horizon - 1):
         level = [(*h, a) for h in level for a in range(vocabulary) if a != EOS]

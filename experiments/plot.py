@@ -17,10 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import Parser, fail
-from curves import COLOURS, MARKERS, SMOOTH, Run, grouped, interval, mean, moved, read_runs
+from experiments.curves import (
+    COLOURS,
+    MARKERS,
+    SMOOTH,
+    Run,
+    grouped,
+    interval,
+    mean,
+    moved,
+    read_runs,
+)
 
 LINES = ("-", "-.", ":", (0, (6, 1)))  # 4 of them and 9 markers: 36 lines that differ in grey
-Point = tuple[int, float, float]  # step, mean over seeds, half its 95 % interval (nan for a single seed)
+Point = tuple[
+    int, float, float
+]  # step, mean over seeds, half its 95 % interval (nan for a single seed)
 
 
 @dataclass
@@ -32,16 +44,21 @@ class Panel:
 
 
 def curve(run: Run, key: str, window: int = 1) -> dict[int, float]:
-    """step -> mean of a metric over the last `window` steps, nan where there is none; "drift opener" from the start."""
+    """step -> mean of a metric over the last `window` steps, nan where there is none; "drift
+    opener" from the start."""
     kind = key.removeprefix("drift ")
     if kind != key:
         return {line["step"]: moved(run.evaluations[0], line, kind) for line in run.evaluations}
     values = [line.get(key) for line in run.lines]
-    return {line["step"]: mean(values[max(0, i + 1 - window) : i + 1]) for i, line in enumerate(run.lines)}
+    return {
+        line["step"]: mean(values[max(0, i + 1 - window) : i + 1])
+        for i, line in enumerate(run.lines)
+    }
 
 
 def panels(groups: dict[str, dict[int, Run]]) -> list[Panel]:
-    """All that is drawn: the lines and their bands. Values that are missing or not finite are left out."""
+    """All that is drawn: the lines and their bands. Values that are missing or not finite are left
+    out."""
     smooth = f", mean of {SMOOTH} steps"
     wanted = [  # title, unit, key, window, share
         ("reward on training prompts", "share right" + smooth, "reward", SMOOTH, True),
@@ -49,17 +66,25 @@ def panels(groups: dict[str, dict[int, Run]]) -> list[Panel]:
         ("learning tax", "share of |c|" + smooth, "tax", SMOOTH, False),
         ("entropy of the next token", "nats", "entropy", 1, False),
     ]
-    evaluations = [line for runs in groups.values() for run in runs.values() for line in run.evaluations]
+    evaluations = [
+        line for runs in groups.values() for run in runs.values() for line in run.evaluations
+    ]
     for kind in ("opener", "form"):
-        names = dict.fromkeys(key for line in evaluations for key in line if key.startswith(kind + " "))
+        names = dict.fromkeys(
+            key for line in evaluations for key in line if key.startswith(kind + " ")
+        )
         wanted.append((f"drift of the {kind}", "KL(now || start), nats", f"drift {kind}", 1, False))
-        wanted += [(f"{kind} '{key.removeprefix(kind + ' ')}'", "probability", key, 1, True) for key in names]
+        wanted += [
+            (f"{kind} '{key.removeprefix(kind + ' ')}'", "probability", key, 1, True)
+            for key in names
+        ]
     wanted.append(("length of an answer", "tokens", "length", 1, False))
     wanted.append(("KL to the start", "nats/token" + smooth, "kl_start", SMOOTH, False))
     found = []
     for title, unit, key, window, share in wanted:
         lines = {
-            label: over_seeds([curve(run, key, window) for run in runs.values()]) for label, runs in groups.items()
+            label: over_seeds([curve(run, key, window) for run in runs.values()])
+            for label, runs in groups.items()
         }
         if any(lines.values()):
             found.append(Panel(title, unit, lines, share))
@@ -68,13 +93,20 @@ def panels(groups: dict[str, dict[int, Run]]) -> list[Panel]:
 
 def over_seeds(curves: list[dict[int, float]]) -> list[Point]:
     steps = sorted({step for curve in curves for step in curve})
-    points = [(step, *interval([curve[step] for curve in curves if step in curve])) for step in steps]
+    points = [
+        (step, *interval([curve[step] for curve in curves if step in curve])) for step in steps
+    ]
     return [point for point in points if math.isfinite(point[1])]
 
 
 def bars(points: list[Point], low: float, high: float, width: int = 24) -> str:
-    """A curve as one line of text: the means of up to `width` equal stretches, between low and high."""
-    blocks = "".join(map(chr, range(0x2581, 0x2589))) if "utf" in (sys.stdout.encoding or "").lower() else "_.:-=+*#"
+    """A curve as one line of text: the means of up to `width` equal stretches, between low and
+    high."""
+    blocks = (
+        "".join(map(chr, range(0x2581, 0x2589)))
+        if "utf" in (sys.stdout.encoding or "").lower()
+        else "_.:-=+*#"
+    )
     n, values = min(width, len(points)), [value for _, value, _ in points]
     stretches = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     heights = [(mean(stretch) - low) / (high - low) if high > low else 0.0 for stretch in stretches]
@@ -82,10 +114,15 @@ def bars(points: list[Point], low: float, high: float, width: int = 24) -> str:
 
 
 def summary(found: list[Panel], groups: dict[str, dict[int, Run]]) -> str:
-    """Bars, first and last value of every panel but the single probabilities, whose drift is there."""
+    """Bars, first and last value of every panel but the single probabilities, whose drift is
+    there."""
     width, text = max(map(len, groups)), []
     for panel in found:
-        drawn = {label: points for label, points in panel.lines.items() if points and panel.unit != "probability"}
+        drawn = {
+            label: points
+            for label, points in panel.lines.items()
+            if points and panel.unit != "probability"
+        }
         values = [value for points in drawn.values() for _, value, _ in points]
         for label, points in drawn.items():
             title = "" if label != next(iter(drawn)) else panel.title
@@ -96,20 +133,25 @@ def summary(found: list[Panel], groups: dict[str, dict[int, Run]]) -> str:
     for label, runs in groups.items():
         ends = sorted({run.lines[-1]["step"] for run in runs.values()})
         if len(ends) > 1:
-            text.append(f"{label}: its seeds end at steps {ends[0]} to {ends[-1]}; the line goes on with those left")
+            text.append(
+                f"{label}: its seeds end at steps {ends[0]} to {ends[-1]}; the line goes on with those left"
+            )
     return "\n".join(text)
 
 
 def styles(groups: dict[str, dict[int, Run]]) -> dict[str, dict]:
-    """Colour says the method; marker and line style tell lines apart without it. +ex is dashed and hollow."""
+    """Colour says the method; marker and line style tell lines apart without it. +proj is dashed
+    and hollow."""
     found = {}
     for i, (label, runs) in enumerate(groups.items()):
         config = next(iter(runs.values())).config
-        projected = bool(config.get("exchangeable"))
+        projected = bool(config.get("project"))
         colour = COLOURS.get(config["method"], "#999999")
         line = "--" if projected else LINES[i % 4]
         fill = "white" if projected else colour
-        found[label] = dict(color=colour, linestyle=line, marker=MARKERS[i % len(MARKERS)], markerfacecolor=fill)
+        found[label] = dict(
+            color=colour, linestyle=line, marker=MARKERS[i % len(MARKERS)], markerfacecolor=fill
+        )
     return found
 
 
@@ -117,7 +159,10 @@ def draw(found: list[Panel], groups: dict[str, dict[int, Run]]):
     from matplotlib.figure import Figure
 
     columns, style, handles = 3 if len(found) <= 6 else 4, styles(groups), {}
-    rows, shade = math.ceil(len(found) / columns), f"{min(34, 100 // len(groups)):02x}"  # many bands: lighter ones
+    rows, shade = (
+        math.ceil(len(found) / columns),
+        f"{min(34, 100 // len(groups)):02x}",
+    )  # many bands: lighter ones
     last = max(points[-1][0] for panel in found for points in panel.lines.values() if points) or 1
     figure = Figure(figsize=(2.8 * columns, 1.9 * rows + 0.7), layout="constrained", dpi=110)
     for number, panel in enumerate(found, 1):
@@ -125,11 +170,20 @@ def draw(found: list[Panel], groups: dict[str, dict[int, Run]]):
         for i, (label, points) in enumerate(panel.lines.items()):
             if points:
                 steps, values, halves = zip(*points, strict=True)
-                low, high = ([v + sign * h for v, h in zip(values, halves, strict=True)] for sign in (-1, 1))
+                low, high = (
+                    [v + sign * h for v, h in zip(values, halves, strict=True)] for sign in (-1, 1)
+                )
                 every = max(1, len(steps) // 6)
-                line = axis.plot(steps, values, markevery=(i % every, every), ms=4.5, lw=1.3, **style[label])
-                colour, edge = style[label]["color"], dict(linestyle=style[label]["linestyle"], linewidth=0.5)
-                axis.fill_between(steps, low, high, facecolor=colour + shade, edgecolor=colour + "99", **edge)
+                line = axis.plot(
+                    steps, values, markevery=(i % every, every), ms=4.5, lw=1.3, **style[label]
+                )
+                colour, edge = (
+                    style[label]["color"],
+                    dict(linestyle=style[label]["linestyle"], linewidth=0.5),
+                )
+                axis.fill_between(
+                    steps, low, high, facecolor=colour + shade, edgecolor=colour + "99", **edge
+                )
                 handles.setdefault(f"{label} (seeds: {len(groups[label])})", line[0])
                 ends = [min(ends[0], *values), max(ends[1], *values)]
         size = ends[1] - ends[0] or 1.0
@@ -143,7 +197,12 @@ def draw(found: list[Panel], groups: dict[str, dict[int, Run]]):
         if number > len(found) - columns:
             axis.set_xlabel("training step", fontsize=7)
     said = "line: mean over seeds; band: its 95 % interval (Student's t; none for one seed), which the frame may cut"
-    legend = dict(fontsize=8, title=said, title_fontsize=8, ncols=max(1, 30 * columns // max(map(len, handles))))
+    legend = dict(
+        fontsize=8,
+        title=said,
+        title_fontsize=8,
+        ncols=max(1, 30 * columns // max(map(len, handles))),
+    )
     figure.legend(handles.values(), handles, loc="outside lower center", **legend)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # once is enough: a second layout would move things by a hair
@@ -152,11 +211,15 @@ def draw(found: list[Panel], groups: dict[str, dict[int, Run]]):
 
 def main(argv: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="runs, such as runs/*, or directories of runs")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="runs, such as runs/*, or directories of runs"
+    )
     what = "picture to write, .png or .svg; an older one is replaced (default: both curves.png and curves.svg, here)"
     parser.add_argument("--out", metavar="FILE", help=what)
     options = parser.parse_args(argv)
-    files = [Path(options.out)] if options.out is not None else [Path("curves.png"), Path("curves.svg")]
+    files = (
+        [Path(options.out)] if options.out is not None else [Path("curves.png"), Path("curves.svg")]
+    )
     if files[0].suffix not in (".png", ".svg"):
         fail(f"--out {options.out}: a name that ends in .png or .svg is expected")
     try:
@@ -178,7 +241,9 @@ def main(argv: list[str] | None = None):
     except ImportError:
         sys.exit("error: pictures need matplotlib; pip install -e '.[plot]'")
     # In an SVG text stays text; the same runs give the same bytes.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "font.sans-serif": "DejaVu Sans"})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "plot", "font.sans-serif": "DejaVu Sans"}
+    )
     figure = draw(found, groups)
     for file in files:
         try:

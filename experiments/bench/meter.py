@@ -1,7 +1,8 @@
-"""What the learning-tax meter and --exchangeable cost: python bench/meter.py [--cases a b] [--rounds 20]
+"""What the learning-tax meter and --project cost: python experiments/bench/meter.py [--cases a b]
+[--rounds 20]
 
 One training step on the same weights, prompts and answers, three ways in turn: as it is; without the meter (no prefix
-tree, no tax); with --exchangeable. a: the toy's shape, b: GSM8K's on a CPU, as in bench/rollout.py. Medians of the
+tree, no tax); with --project. a: the toy's shape, b: GSM8K's on a CPU, as in experiments/bench/rollout.py. Medians of the
 rounds' quotients, less 1.
 """
 
@@ -13,13 +14,13 @@ from pathlib import Path
 from statistics import median
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 import train
-from bench.rollout import CASES, EOS, GROUP, Case, build
-from bench.timing import ratio, turns
+from experiments.bench.rollout import CASES, EOS, GROUP, Case, build
+from experiments.bench.timing import ratio, turns
 
 
 @dataclass
@@ -47,9 +48,13 @@ class Ids:
 
 
 def with_ends(case: Case):
-    """The case's random model, which hardly ever ends an answer, with a bias that makes the lengths geometric."""
+    """The case's random model, which hardly ever ends an answer, with a bias that makes the lengths
+    geometric."""
     model, head = build(case, "cpu")[0], torch.nn.Linear(case.width, case.vocab)
-    head.weight.data, head.bias.data = model.get_output_embeddings().weight.data.clone(), torch.zeros(case.vocab)
+    head.weight.data, head.bias.data = (
+        model.get_output_embeddings().weight.data.clone(),
+        torch.zeros(case.vocab),
+    )
     head.bias.data[EOS] = math.log((case.vocab - 1) / (case.mean - 1))
     model.config.tie_word_embeddings = False
     model.set_output_embeddings(head)
@@ -57,23 +62,32 @@ def with_ends(case: Case):
 
 
 def steps(case: Case):
-    """A function that makes the same training step whenever it is called: the learning rate is 0."""
+    """A function that makes the same training step whenever it is called: the learning rate is
+    0."""
     model, prompts = with_ends(case), build(case, "cpu")[1]
     optimizer = train.adamw(model, 0.0)
 
     def step(config: train.Config) -> dict:
-        return train.train_step(model, None, Ids(), optimizer, torch.tensor([EOS]), Task(prompts), config, {}, 1)
+        return train.train_step(
+            model, None, Ids(), optimizer, torch.tensor([EOS]), Task(prompts), config, {}, 1
+        )
 
     return step
 
 
 def make_config(case: Case, minibatches: int = 1) -> train.Config:
-    sizes = dict(prompts=case.prompts, group_size=GROUP, max_tokens=case.cap, minibatches=minibatches)
-    return train.Config(**sizes, micro_rows=case.prompts * GROUP, lr=0.0, reference=False, schedule="constant")
+    sizes = dict(
+        prompts=case.prompts, group_size=GROUP, max_tokens=case.cap, minibatches=minibatches
+    )
+    return train.Config(
+        **sizes, micro_rows=case.prompts * GROUP, lr=0.0, reference=False, schedule="constant"
+    )
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=("a", "b"), default=["a", "b"])
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args(argv)
@@ -86,12 +100,22 @@ def main(argv: list[str] | None = None):
             with mock.patch.multiple(train, **none):
                 step(config)
 
-        projected = replace(config, exchangeable=True)
-        sides = dict(bare=bare, metered=lambda s=step, c=config: s(c), projected=lambda s=step, c=projected: s(c))
+        projected = replace(config, project=True)
+        sides = dict(
+            bare=bare,
+            metered=lambda s=step, c=config: s(c),
+            projected=lambda s=step, c=projected: s(c),
+        )
         seconds = turns(sides, args.rounds)
-        meter, projection = ratio(seconds["metered"], seconds["bare"]), ratio(seconds["projected"], seconds["metered"])
-        print(f"{name}: a step {median(seconds['metered']):.3f} s, the meter {meter - 1:+.1%} of it,", end=" ")
-        print(f"--exchangeable {projection - 1:+.1%} more (medians of {args.rounds})")
+        meter, projection = (
+            ratio(seconds["metered"], seconds["bare"]),
+            ratio(seconds["projected"], seconds["metered"]),
+        )
+        print(
+            f"{name}: a step {median(seconds['metered']):.3f} s, the meter {meter - 1:+.1%} of it,",
+            end=" ",
+        )
+        print(f"--project {projection - 1:+.1%} more (medians of {args.rounds})")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
 class Draw:
     """A random prefix tree: 1 to 3 prompts with G answers each, which share their first token or two.
 
-    Token t of answer i leads to the node (prompt number, prefix); `tree` lists the visits (i, t) of every node.
+    Token t of answer i leads to the node (prompt number, prefix); `tree` lists the visits (i, t) of
+    every node.
     """
 
     def __init__(self, seed: int, index: int, group_size: int | None = None):
@@ -36,14 +37,24 @@ class Draw:
         self.equal_lengths = index % 3 == 0
         self.max_tokens = rng.randint(8, 12)
         self.vocabulary, self.longest = rng.randint(3, 5), rng.randint(4, 6)
-        self._answers(rng, prompts=1 + index // 2 % 3, a_zero=index % 4 == 2, a_zero_group=index % 2 == 1)
+        self._answers(
+            rng, prompts=1 + index // 2 % 3, a_zero=index % 4 == 2, a_zero_group=index % 2 == 1
+        )
         self._tree(rng)
-        histories = sorted({x + y[:t] for x, y in zip(self.prompts, self.answers, strict=True) for t in range(len(y))})
+        histories = sorted(
+            {
+                x + y[:t]
+                for x, y in zip(self.prompts, self.answers, strict=True)
+                for t in range(len(y))
+            }
+        )
         W = self.randn(self.vocabulary, len(histories)).requires_grad_()
         self.policy = Policy(W, tabular(histories), self.longest)
         self.logp = pad_columns(self.policy.log_probs(self.prompts, self.answers)[0], (0, 1))
         self.logp_ref = self.logp.detach() + 0.5 * self.randn(*self.mask.shape)
-        self.shared = [node for node, visits in self.tree.items() if len(visits) == self.G]  # by the whole group
+        self.shared = [
+            node for node, visits in self.tree.items() if len(visits) == self.G
+        ]  # by the whole group
         self.scores = [self.policy.grad_log_prob((p, *y[:-1]), y[-1]) for p, y in self.shared]
 
     def _answers(self, rng: random.Random, prompts: int, a_zero: bool, a_zero_group: bool) -> None:
@@ -52,7 +63,11 @@ class Draw:
         for p in range(prompts):
             start = [rng.randrange(1, self.vocabulary) for _ in range(rng.randint(1, 2))]
             for _ in range(self.G):
-                length = self.longest if self.equal_lengths else rng.randint(len(start) + 1, self.longest)
+                length = (
+                    self.longest
+                    if self.equal_lengths
+                    else rng.randint(len(start) + 1, self.longest)
+                )
                 middle = [rng.randrange(1, self.vocabulary) for _ in range(length - len(start) - 1)]
                 self.prompts.append((p,))
                 self.answers.append((*start, *middle, EOS))
@@ -60,7 +75,9 @@ class Draw:
             x = [size * rng.gauss(0, 1) for _ in range(some)]
             self.adv += [v - sum(x) / some for v in x] + [0.0] * (self.G - some)
         self.N, self.T = len(self.answers), [len(y) for y in self.answers]
-        self.tokens_in_use = sum(self.T[i] for i in range(self.N) if any(self.adv[j] for j in self.group(i)))
+        self.tokens_in_use = sum(
+            self.T[i] for i in range(self.N) if any(self.adv[j] for j in self.group(i))
+        )
 
     def _tree(self, rng: random.Random) -> None:
         self.tree = defaultdict(list)
@@ -73,7 +90,9 @@ class Draw:
         self.tokens = junk.masked_scatter(self.mask, tokens[mask])
         self.nodes = torch.full(self.mask.shape, -1)
         self.noise = torch.zeros(self.mask.shape, dtype=torch.float64)
-        for number, visits in zip(rng.sample(range(len(self.tree)), len(self.tree)), self.tree.values(), strict=True):
+        for number, visits in zip(
+            rng.sample(range(len(self.tree)), len(self.tree)), self.tree.values(), strict=True
+        ):
             at = tuple(zip(*visits, strict=True))
             self.nodes[at], self.noise[at] = number, rng.uniform(-1, 1)
 
@@ -114,19 +133,27 @@ class Draw:
     def at_shared(self, spread: float = 0.0, offset: float = 0.0) -> list[tuple[float, range, int]]:
         """(ratio, the group's rows, t) of every node that the whole group shares."""
         ratio = self.log_ratio(spread, offset).exp().tolist()
-        return [(ratio[i][t], self.group(i), t) for i, t in (self.tree[node][0] for node in self.shared)]
+        return [
+            (ratio[i][t], self.group(i), t) for i, t in (self.tree[node][0] for node in self.shared)
+        ]
 
     def node_sums(self, loss: Tensor) -> Tensor:
         """Sum of the coefficients at every fully shared node, read off the gradient with respect to W.
 
-        Features are one-hot: the gradient's column of that history is the sum times grad log pi / N, in closed form.
+        Features are one-hot: the gradient's column of that history is the sum times grad log pi /
+        N, in closed form.
         """
         g = self.N * ascent(loss, self.policy.W)
         return torch.stack([(g * score).sum() / (score * score).sum() for score in self.scores])
 
     def sequence_ratios(self, spread: float, kind: str = "geometric") -> list[float]:
-        log_r = [sum(row[:T_i]) for row, T_i in zip(self.log_ratio(spread).tolist(), self.T, strict=True)]
-        return [math.exp(x / T_i if kind == "geometric" else x) for x, T_i in zip(log_r, self.T, strict=True)]
+        log_r = [
+            sum(row[:T_i]) for row, T_i in zip(self.log_ratio(spread).tolist(), self.T, strict=True)
+        ]
+        return [
+            math.exp(x / T_i if kind == "geometric" else x)
+            for x, T_i in zip(log_r, self.T, strict=True)
+        ]
 
 
 class AllGroups:
@@ -137,15 +164,22 @@ class AllGroups:
     def __init__(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
         W, step, R = torch.randn(3, 3, 3, generator=generator, dtype=torch.float64)
-        self.policy = Policy(W.requires_grad_(), tabular(all_histories(self.x, 3, self.max_tokens)), self.max_tokens)
+        self.policy = Policy(
+            W.requires_grad_(), tabular(all_histories(self.x, 3, self.max_tokens)), self.max_tokens
+        )
         self.old = self.policy.step(step, 0.5)
-        reward = {y: r for (y, _), r in zip(self.policy.answers(self.x), R.flatten().tolist(), strict=False)}
+        reward = {
+            y: r
+            for (y, _), r in zip(self.policy.answers(self.x), R.flatten().tolist(), strict=False)
+        }
         self.exact = self.policy.grad_expected_reward(self.x, reward.__getitem__)
         self.groups = list(itertools.combinations_with_replacement(reward, self.G))
         rows = [y for group in self.groups for y in group]
         self.logp, self.mask = self.policy.log_probs([self.x] * len(rows), rows)
         self.logp_old = self.old.log_probs([self.x] * len(rows), rows)[0]
-        adv = torch.tensor([[reward[y] for y in group] for group in self.groups], dtype=torch.float64)
+        adv = torch.tensor(
+            [[reward[y] for y in group] for group in self.groups], dtype=torch.float64
+        )
         self.adv = adv - adv.mean(1, keepdim=True)  # (groups, G)
         ids: dict[tuple, int] = {}
         self.nodes = torch.full(self.mask.shape, -1)
@@ -160,12 +194,20 @@ class AllGroups:
         """
         p = dict((self.old if off_policy else self.policy).answers(self.x))
         orders = [len(set(itertools.permutations(group))) for group in self.groups]
-        odds = [n * math.prod(p[y] for y in group) for n, group in zip(orders, self.groups, strict=True)]
+        odds = [
+            n * math.prod(p[y] for y in group) for n, group in zip(orders, self.groups, strict=True)
+        ]
         odds = torch.tensor(odds, dtype=torch.float64)[:, None]
         counted = torch.ones_like(odds)
         if token_mean:
-            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True) * (self.adv != 0).any(1, keepdim=True)
-        adv = (self.adv * odds * counted.sum() / (odds * counted).sum()).view(-1, 1).expand(self.mask.shape)
+            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True) * (self.adv != 0).any(
+                1, keepdim=True
+            )
+        adv = (
+            (self.adv * odds * counted.sum() / (odds * counted).sum())
+            .view(-1, 1)
+            .expand(self.mask.shape)
+        )
         logp_old = self.logp_old if off_policy else self.logp.detach()
         return module.Batch(self.logp.clone(), logp_old, adv, self.mask, self.G, self.max_tokens)
 
@@ -173,7 +215,9 @@ class AllGroups:
 def ascent(loss: Tensor, variable: Tensor) -> Tensor:
     """-dLoss/dvariable, with a plain word for what is no loss."""
     if not isinstance(loss, Tensor) or loss.dim():
-        raise TypeError(f"a loss is a scalar tensor, not {tuple(loss.shape) if isinstance(loss, Tensor) else loss!r}")
+        raise TypeError(
+            f"a loss is a scalar tensor, not {tuple(loss.shape) if isinstance(loss, Tensor) else loss!r}"
+        )
     if not loss.requires_grad:
         raise TypeError("the loss does not depend on logp")
     return -torch.autograd.grad(loss, variable, retain_graph=True)[0]

@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from claims.trees import Draw, ascent, coefficients
 from toy.policy import Policy, pad
-from toy.trees import Draw, ascent, coefficients
 
 GROUPS = 200  # sampled ones, for the claims that are about shares
 
@@ -26,7 +26,10 @@ class Readout:
 
     def __init__(self, d: Draw):
         features = defaultdict(lambda: d.randn(4))
-        self.d, self.head = d, d.randn(d.vocabulary + 5, 4)  # (V, 4), five ids that occur in no answer
+        self.d, self.head = (
+            d,
+            d.randn(d.vocabulary + 5, 4),
+        )  # (V, 4), five ids that occur in no answer
         policy = Policy(self.head, features.__getitem__, d.longest)
         logp, _ = policy.log_probs(d.prompts, d.answers)
         self.logp = torch.full(d.mask.shape, 1e4, dtype=torch.float64)
@@ -46,7 +49,9 @@ class Readout:
     def old(self, L, seed: int = 0):
         d, rewards = self.d, torch.tensor(self.R, dtype=torch.float64)
         generator = torch.Generator().manual_seed(d.seed + seed)
-        return L.Old(d.tokens, d.mask, self.logp, rewards, d.G, 0.7, self.hidden, 0.7 * self.head, generator)
+        return L.OldPolicy(
+            d.tokens, d.mask, self.logp, rewards, d.G, 0.7, self.hidden, 0.7 * self.head, generator
+        )
 
     def groups(self):
         """(rows, correct rows, wrong rows) of every group."""
@@ -83,7 +88,9 @@ def scores_by_pairs(r: Readout, full_vocab: bool, self_term: bool = True) -> dic
     return found
 
 
-def selected_by_pairs(r: Readout, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False) -> set:
+def selected_by_pairs(
+    r: Readout, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
+) -> set:
     scores, chosen = scores_by_pairs(r, full_vocab, self_term), set()
     for _, winners, losers in r.mixed():
         tau = beta * min(sum(scores[at] for at in r.visits([i])) / r.d.T[i] for i in winners)
@@ -96,17 +103,17 @@ def small(draws: list[Draw]) -> list[Draw]:
     return sorted(draws, key=lambda d: sum(d.T) * d.G / d.N)[: (len(draws) + 1) // 2]
 
 
-# ---------------------------------------------------------------- M: each function is what its paper writes
+# ---------------- M: each function is what its paper writes
 
 
 def m6(L, name, draws, e):
     """NTHR multiplies by eta the negative advantages of wrong tokens scoring above tau; its control as many, by chance.
     NTHR Eq. 7 (S; rule P)
 
-    s = sum over the tokens of correct answers of <g, g'> <h, h'>, here pair by pair; tau = beta times the smallest mean
-    score of a correct answer; eta = 2|0.5 - p| by default. With the self term counted or not, g on the ids that occur
-    or on all, beta and eta their defaults or not. Right answers, groups all right or all wrong, and padding keep what
-    they had.
+    s = sum over the tokens of correct answers of <g, g'> <h, h'>, here pair by pair; tau = beta
+    times the smallest mean score of a correct answer; eta = 2|0.5 - p| by default. With the self
+    term counted or not, g on the ids that occur or on all, beta and eta their defaults or not.
+    Right answers, groups all right or all wrong, and padding keep what they had.
     """
     options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}, {"beta": -1.0}]
     options += [{"beta": 0.5, "full_vocab": True}]
@@ -121,7 +128,9 @@ def m6(L, name, draws, e):
             counts = [sum(i == j and adv[j, t] < 0 for j, t in chosen) for i in range(d.N)]
             e.equal(torch.tensor(counts), (measured != adv).sum(1))
             e.equal(False, bool(((measured != adv) & ~d.mask).any()))
-            e.equal(measured, L.nthr_random(adv, r.old(L), **reading))  # the same generator, the same draw
+            e.equal(
+                measured, L.nthr_random(adv, r.old(L), **reading)
+            )  # the same generator, the same draw
             others = [L.nthr_random(adv, r.old(L, seed), **reading) for seed in range(1, 9)]
             moved.append(any(bool((x != measured).any()) for x in others))
             e.equal(True, bool(((measured == adv) | (measured == 0)).all()))
@@ -138,8 +147,8 @@ def m7(L, name, draws, e):
     """METHODS puts the neighbours together: NTHR's credit rules on grpo, the others on grpo's token mean, Lopti twice.
     theory, sections 4 and 5 (P, S)
 
-    All of them divide the advantages by the deviation. Lopti's first pass is the improbable tokens'; nthr needs the
-    hidden states.
+    All of them divide the advantages by the deviation. Lopti's first pass is the improbable
+    tokens'; nthr needs the hidden states.
     """
     lopti, token = (L.lopti_low, L.lopti_high), (L.token_grpo,)
     made_of = {
@@ -155,15 +164,15 @@ def m7(L, name, draws, e):
         e.equal(needs_hidden, method.needs_hidden)
 
 
-# ---------------------------------------------------------------- N: negative gradients
+# ---------------- N: negative gradients
 
 
 def n1(L, name, draws, e):
     """Binary rewards have two advantages: (1-p)/sqrt(p(1-p)) for the right, -p/sqrt(p(1-p)) for the wrong.
     NTHR Lemma 4.2 (P); unbiased deviation (D)
 
-    The population variance of a binary reward is p(1-p). The unbiased deviation is larger by sqrt(G/(G-1)), so both
-    advantages shrink by sqrt((G-1)/G); the epsilon of 1e-4 is what is left.
+    The population variance of a binary reward is p(1-p). The unbiased deviation is larger by
+    sqrt(G/(G-1)), so both advantages shrink by sqrt((G-1)/G); the epsilon of 1e-4 is what is left.
     """
     for G in range(2, 17):
         for right in range(1, G):
@@ -180,19 +189,23 @@ def n2(L, name, draws, e):
     """Right and wrong answers weigh the same: p+ N+ = p- N-. That is per answer; per token the longer side weighs more.
     NTHR (P); per token (D)
 
-    sum_i A_i = 0 is just that. With a constant normaliser each token brings A_i / L, so a side weighs by its tokens,
-    sum T_i A_i ("left", relative to sum T_i |A_i|).
+    sum_i A_i = 0 is just that. With a constant normaliser each token brings A_i / L, so a side
+    weighs by its tokens, sum T_i A_i ("left", relative to sum T_i |A_i|).
     """
     for d in draws:
         R = [1.0, 0.0, *(d.randn(d.G - 2) > 0).double().tolist()]
         A = L.group_advantages(torch.tensor(R, dtype=torch.float64), d.G, "std").tolist()
-        winners, losers = ([a for a, reward in zip(A, R, strict=True) if reward == side] for side in (1, 0))
+        winners, losers = (
+            [a for a, reward in zip(A, R, strict=True) if reward == side] for side in (1, 0)
+        )
         e.equal(max(winners) * len(winners), -min(losers) * len(losers))
         weights = [T * a for T, a in zip(d.T, A, strict=False)]
         e.left(sum(weights) / sum(map(abs, weights)))
 
 
-def terms(g: Tensor, h: Tensor, W: Tensor, place: list, R: list[float], plus: float, minus: float) -> list[list[float]]:
+def terms(
+    g: Tensor, h: Tensor, W: Tensor, place: list, R: list[float], plus: float, minus: float
+) -> list[list[float]]:
     """The four terms of N3 for every correct answer; place[k] = (i, t) of token k. g (K, V), h (K, d), W (V, d)."""
     gg, hh, ww = (x @ x.T for x in (g, h, g @ W))
     found = []
@@ -216,11 +229,12 @@ def n3(L, name, draws, e):
     """A step changes the log-likelihood of a correct answer by (I) - (II) + (III) - (IV), exactly to first order.
     NTHR Theorem 4.4 (P; terms D)
 
-    Every hidden state and W are free parameters; only h_x, which predicts all first tokens, is shared. The gradient of
-    log pi(y_k) is g h^T in W and W^T g in h. The flow ascends sum_j A_j log pi(y_j), so d/dt ln pi(y_i) is the inner
-    product of its gradient with that of y_i. W's part gives <g, g'> <h, h'> over all pairs, with +p+ for correct
-    partners (I) and -p- for wrong ones (II). The hidden states' part gives ||W^T g||^2 for the token itself and, at
-    h_x, the pairs of first tokens, again p+ with correct (III), p- with wrong ones (IV). GWHES = (II) - (I) says how
+    Every hidden state and W are free parameters; only h_x, which predicts all first tokens, is
+    shared. The gradient of log pi(y_k) is g h^T in W and W^T g in h. The flow ascends sum_j A_j log
+    pi(y_j), so d/dt ln pi(y_i) is the inner product of its gradient with that of y_i. W's part
+    gives <g, g'> <h, h'> over all pairs, with +p+ for correct partners (I) and -p- for wrong ones
+    (II). The hidden states' part gives ||W^T g||^2 for the token itself and, at h_x, the pairs of
+    first tokens, again p+ with correct (III), p- with wrong ones (IV). GWHES = (II) - (I) says how
     lazy the likelihood is; its mean stands in the table below.
     """
     rows = []
@@ -228,7 +242,9 @@ def n3(L, name, draws, e):
         G, width, R = d.G, d.mask.shape[1], [1.0, 0.0, *(d.randn(d.G - 2) > 0).double().tolist()]
         tokens, mask, p = d.tokens[:G], d.mask[:G], sum(R) / G
         plus, minus = (1 - p) / math.sqrt(p * (1 - p)), p / math.sqrt(p * (1 - p))
-        W, h_x, h_rest = (d.randn(*n).requires_grad_() for n in ((d.vocabulary, 3), (1, 1, 3), (G, width - 1, 3)))
+        W, h_x, h_rest = (
+            d.randn(*n).requires_grad_() for n in ((d.vocabulary, 3), (1, 1, 3), (G, width - 1, 3))
+        )
         hidden = torch.cat([h_x.expand(G, 1, 3), h_rest], 1)
         logp = (hidden @ W.T).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         A = torch.tensor([plus if reward else -minus for reward in R], dtype=torch.float64)
@@ -236,15 +252,22 @@ def n3(L, name, draws, e):
         free = (W, h_x, h_rest)
         flow = [G * d.max_tokens * ascent(L.reinforce(batch), x) for x in free]
         measured = [
-            sum((ascent(-logp[i][mask[i]].sum(), x) * v).sum() for x, v in zip(free, flow, strict=True))
+            sum(
+                (ascent(-logp[i][mask[i]].sum(), x) * v).sum()
+                for x, v in zip(free, flow, strict=True)
+            )
             for i in range(G)
             if R[i]
         ]
         place = [(i, t) for i in range(G) for t in range(d.T[i])]
         at = tuple(zip(*place, strict=True))
-        g = torch.eye(d.vocabulary, dtype=torch.float64)[tokens[at]] - (hidden[at] @ W.T).softmax(-1)
+        g = torch.eye(d.vocabulary, dtype=torch.float64)[tokens[at]] - (hidden[at] @ W.T).softmax(
+            -1
+        )
         found = terms(g.detach(), hidden[at].detach(), W.detach(), place, R, plus, minus)
-        e.equal([one - two + three - four for one, two, three, four in found], torch.stack(measured))
+        e.equal(
+            [one - two + three - four for one, two, three, four in found], torch.stack(measured)
+        )
         rows += [[*four_terms, four_terms[1] - four_terms[0]] for four_terms in found]
     e.cells = torch.tensor(rows).mean(0).tolist()
 
@@ -253,11 +276,14 @@ def n4(L, name, draws, e):
     """One matrix a group replaces the double sum: sum_{i,k''} <g, g'> <h, h'> = g^T M h with M = sum of g' h'^T.
     NTHR Eq. 7 (S), matrix (D)
 
-    <g, g'> <h, h'> = g^T (g' h'^T) h, and the middle adds up once for all tokens. For G answers of T tokens that is
-    G T (|V*| d) products in place of (G T)^2 (|V*| + d).
+    <g, g'> <h, h'> = g^T (g' h'^T) h, and the middle adds up once for all tokens. For G answers of
+    T tokens that is G T (|V*| d) products in place of (G T)^2 (|V*| + d).
     """
     for d, full_vocab, self_term in zip(
-        small(draws), itertools.cycle((True, False)), itertools.cycle((True, True, False)), strict=False
+        small(draws),
+        itertools.cycle((True, False)),
+        itertools.cycle((True, True, False)),
+        strict=False,
     ):
         r = Readout(d)
         predicted = torch.zeros(d.mask.shape, dtype=torch.float64)
@@ -274,8 +300,8 @@ def n5(L, name, draws, e):
     """Summed over the correct answers, (II) is p- times the summed scores of the wrong tokens: 0 is a natural boundary.
     NTHR Theorem 4.4 and Eq. 7 (D)
 
-    Both are the sum over pairs of one correct and one wrong token. A wrong token with s > 0 pushes the correct answers
-    down, one with s < 0 lifts them.
+    Both are the sum over pairs of one correct and one wrong token. A wrong token with s > 0 pushes
+    the correct answers down, one with s < 0 lifts them.
     """
     for d in small(draws):
         r = Readout(d)
@@ -294,8 +320,9 @@ def n6(L, name, draws, e):
     """Keeping g on the ids V* that occur takes pi.pi' over the others off each <g, g'>: it can only lower it.
     NTHR, cost (D)
 
-    e_y lies in V*, so outside of it g = -pi and the product is positive. The score changes by that times <h, h'>, which
-    has either sign. The softmax keeps its full denominator; renormalised on V* it would be another policy's.
+    e_y lies in V*, so outside of it g = -pi and the product is positive. The score changes by that
+    times <h, h'>, which has either sign. The softmax keeps its full denominator; renormalised on V*
+    it would be another policy's.
     """
     for d in small(draws):
         r = Readout(d)
@@ -329,16 +356,23 @@ class Sampled:
         prompts = [(0,)] * self.G
         self.logp, _ = self.policy.log_probs(prompts, self.answers)
         self.probs = self.logp.detach().exp()
-        hidden, self.norms = torch.zeros(*tokens.shape, 6, dtype=torch.float64), torch.zeros(tokens.shape).double()
+        hidden, self.norms = (
+            torch.zeros(*tokens.shape, 6, dtype=torch.float64),
+            torch.zeros(tokens.shape).double(),
+        )
         for i, y in enumerate(self.answers):
             for t, token in enumerate(y):
                 hidden[i, t] = phi((0, *y[:t]))
-                self.norms[i, t] = self.policy.grad_log_prob((0, *y[:t]), token).norm()  # ||g|| ||h||
+                self.norms[i, t] = self.policy.grad_log_prob(
+                    (0, *y[:t]), token
+                ).norm()  # ||g|| ||h||
         rewards, head = torch.tensor(self.R, dtype=torch.float64), self.policy.W.detach()
         self.readout = (tokens, self.mask, self.logp.detach(), rewards, self.G, 1.0, hidden, head)
 
     def old(self, L):
-        return L.Old(*self.readout, gen=torch.Generator().manual_seed(int(self.readout[0].sum())))
+        return L.OldPolicy(
+            *self.readout, gen=torch.Generator().manual_seed(int(self.readout[0].sum()))
+        )
 
     def adv(self, L) -> Tensor:
         A = L.group_advantages(torch.tensor(self.R, dtype=torch.float64), self.G, "std")
@@ -363,11 +397,12 @@ def n7(L, name, draws, e):
     """Where NTHR selects anything, its step (eta = 0) mostly leaves the right answers likelier than grpo's or random's.
     NTHR (P); formula (D)
 
-    Delta(x) is the change of the correct answers' mean log-likelihood by one step on the group. On-policy, grpo gives
-    wrong token k of answer j the coefficient A_j / T_j. Without it the slope of Delta grows by |A_j| s / (G N+ T_j), s
-    its score. The formula is checked on every group; the table has the shares of 200 sampled groups, to first order and
-    after a step of size 1. They are shares of a toy, not a law: a tau below 0 selects tokens that help, and a long
-    step also moves what the first order leaves out.
+    Delta(x) is the change of the correct answers' mean log-likelihood by one step on the group.
+    On-policy, grpo gives wrong token k of answer j the coefficient A_j / T_j. Without it the slope
+    of Delta grows by |A_j| s / (G N+ T_j), s its score. The formula is checked on every group; the
+    table has the shares of 200 sampled groups, to first order and after a step of size 1. They are
+    shares of a toy, not a law: a tau below 0 selects tokens that help, and a long step also moves
+    what the first order leaves out.
     """
     lazy, wins = [], []
     for group in sampled(draws[0].seed):
@@ -386,21 +421,24 @@ def n7(L, name, draws, e):
         e.equal(gain, slopes["nthr"] - slopes["grpo"])
         lazy.append(deltas["grpo"] < 0)
         if (adv != rules["nthr"]).any():
-            wins.append([x["nthr"] > x[rule] for x in (slopes, deltas) for rule in ("grpo", "random")])
+            wins.append(
+                [x["nthr"] > x[rule] for x in (slopes, deltas) for rule in ("grpo", "random")]
+            )
     shares = torch.tensor(wins).double().mean(0).tolist()
     e.cells = [sum(lazy) / GROUPS, len(wins) / GROUPS, *shares]
     e.equal(True, min(shares) > 0.5)
 
 
-# ---------------------------------------------------------------- A: low-probability tokens
+# ---------------- A: low-probability tokens
 
 
 def a1(L, name, draws, e):
     """In the logits a token's gradient is between sqrt(V/(V-1)) and sqrt(2) times 1 - pi, V the size of the vocabulary.
     AR/Lopti Prop. 4.2, softmax part (P)
 
-    ||e_o - pi||^2 = (1 - pi_o)^2 + sum_{v != o} pi_v^2. The others sum to 1 - pi_o, so their squares sum to at least
-    (1 - pi_o)^2/(V - 1), when they are equal, and at most (1 - pi_o)^2, when one has it all. Both ends are reached.
+    ||e_o - pi||^2 = (1 - pi_o)^2 + sum_{v != o} pi_v^2. The others sum to 1 - pi_o, so their
+    squares sum to at least (1 - pi_o)^2/(V - 1), when they are equal, and at most (1 - pi_o)^2,
+    when one has it all. Both ends are reached.
     """
     for d in draws:
         V = d.vocabulary
@@ -409,7 +447,14 @@ def a1(L, name, draws, e):
         for case, z in (("", d.randn(V)), ("flat", flat), ("sharp", sharp)):
             z.requires_grad_()
             logp = z.log_softmax(-1)[:1].expand(2, 1)  # two answers that are the same token
-            batch = L.Batch(logp, logp.detach(), torch.tensor([[1.5], [0.0]]).double(), logp < 1, 2, d.max_tokens)
+            batch = L.Batch(
+                logp,
+                logp.detach(),
+                torch.tensor([[1.5], [0.0]]).double(),
+                logp < 1,
+                2,
+                d.max_tokens,
+            )
             norm = float(ascent(L.reinforce(batch), z).norm()) * 2 * d.max_tokens / 1.5
             rest = 1 - math.exp(logp[0].item())
             low, high = math.sqrt(V / (V - 1)) * rest, math.sqrt(2) * rest
@@ -422,8 +467,9 @@ def a2(L, name, draws, e):
     """Advantage Reweighting: A_{i,t} = [alpha pi_old + 1 - alpha] A_i, whatever the sign of A_i.
     AR/Lopti Eq. 4 (P)
 
-    A token at pi = 0.1 has 9 times the gradient of one at 0.9 (A1, equal shapes); with alpha = 0.1, 0.2, 0.3 that is
-    8.3, 7.5 and 6.8 (D). The probability is the old policy's and carries no gradient.
+    A token at pi = 0.1 has 9 times the gradient of one at 0.9 (A1, equal shapes); with alpha = 0.1,
+    0.2, 0.3 that is 8.3, 7.5 and 6.8 (D). The probability is the old policy's and carries no
+    gradient.
     """
     for d, alpha in itertools.product(draws, (None, 0.0, 0.1, 1.0)):
         r = Readout(d)
@@ -433,11 +479,11 @@ def a2(L, name, draws, e):
         measured = L.advantage_reweighting(adv, r.old(L), **hyper)
         e.equal(predicted, measured[tuple(zip(*r.h, strict=True))])
         logp = r.logp.clone().requires_grad_()
-        frozen = L.Old(d.tokens, d.mask, logp, torch.tensor(r.R), d.G)
+        frozen = L.OldPolicy(d.tokens, d.mask, logp, torch.tensor(r.R), d.G)
         e.equal(False, L.advantage_reweighting(adv, frozen, **hyper).requires_grad)
     e.raises(L.advantage_reweighting, adv, frozen, 1.5)
     pair = torch.tensor([[0.1, 0.9]] * 2, dtype=torch.float64)
-    old = L.Old(torch.ones(2, 2).long(), pair > 0, pair.log(), torch.tensor([1.0, 0.0]), 2)
+    old = L.OldPolicy(torch.ones(2, 2).long(), pair > 0, pair.log(), torch.tensor([1.0, 0.0]), 2)
     for alpha, ratio in ((0.0, 9.0), (0.1, 8.3), (0.2, 7.5), (0.3, 6.8)):
         norms = L.advantage_reweighting(torch.ones_like(pair), old, alpha)[0] * (1 - pair[0])
         e.equal(ratio, round(float(norms[0] / norms[1]), 1))
@@ -447,8 +493,9 @@ def a3(L, name, draws, e):
     """Low-probability tokens carry more of the gradient than their number says; Advantage Reweighting takes some of it.
     AR/Lopti (P)
 
-    The gradient of one token in W has the norm |c| ||e_o - pi|| ||h||: compared token by token with autograd's. The
-    table has the share of their sum by the token's probability, on 200 sampled groups, before and after A2.
+    The gradient of one token in W has the norm |c| ||e_o - pi|| ||h||: compared token by token with
+    autograd's. The table has the share of their sum by the token's probability, on 200 sampled
+    groups, before and after A2.
     """
     by_decile = torch.zeros(3, 10, dtype=torch.float64)  # tokens, gradient before, gradient after
     for number, group in enumerate(sampled(draws[0].seed)):
@@ -462,7 +509,9 @@ def a3(L, name, draws, e):
                 batch = group.batch(L, a)
                 c = coefficients(L.token_grpo(batch), batch)
                 for i, t in mask.nonzero().tolist():
-                    e.equal(sizes[i, t], (c[i, t] * ascent(-group.logp[i, t], group.policy.W)).norm())
+                    e.equal(
+                        sizes[i, t], (c[i, t] * ascent(-group.logp[i, t], group.policy.W)).norm()
+                    )
     shares = by_decile / by_decile.sum(1, keepdim=True)
     e.cells = shares.tolist()
     tokens, before, after = shares[:, :3].sum(1).tolist()  # pi < 0.3
@@ -473,8 +522,9 @@ def a4(L, name, draws, e):
     """Lopti's two passes part the tokens at pi_old = eta; at equal parameters their gradients add up to the joint one.
     AR/Lopti (P)
 
-    The parts are disjoint and cover everything, each divided by the number of all tokens. What decides is pi_old, also
-    when pi_theta has moved across eta since; a token exactly at eta belongs to the first.
+    The parts are disjoint and cover everything, each divided by the number of all tokens. What
+    decides is pi_old, also when pi_theta has moved across eta since; a token exactly at eta belongs
+    to the first.
     """
     for d, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):
         batch = d.batch(L, spread)
@@ -485,7 +535,9 @@ def a4(L, name, draws, e):
         e.equal(torch.where(d.mask & (p_old > eta), joint, 0), high)
         e.equal(joint, low + high)
     half = torch.full((2, 1), 0.5, dtype=torch.float64).log()
-    batch = L.Batch(half.clone().requires_grad_(), half, torch.tensor([[1.0], [-2.0]]).double(), half < 0, 2, 1)
+    batch = L.Batch(
+        half.clone().requires_grad_(), half, torch.tensor([[1.0], [-2.0]]).double(), half < 0, 2, 1
+    )
     e.equal([[1], [-2]], coefficients(L.lopti_low(batch), batch))
     e.equal([[0], [0]], coefficients(L.lopti_high(batch), batch))
 
@@ -494,11 +546,12 @@ def a5(L, name, draws, e):
     """By plain ascent Lopti's two steps end where one joint step does, to first order; the second sees what moved.
     AR/Lopti (P); limit and control (D)
 
-    r has moved since pi_old when the second pass begins, by what the first did to shared parameters, so its gradient is
-    r times the on-policy one and may be clipped: its coefficients are compared with r A / (number of tokens) at its own
-    ratio. The end points differ by a share of the way that is proportional to the step: halving it halves the share
-    ("left": the share at size 4). AdamW, which train.py uses, makes each step equally long whatever the gradient, so
-    two go further than one at any learning rate: compare Lopti with a method that makes two steps as well.
+    r has moved since pi_old when the second pass begins, by what the first did to shared
+    parameters, so its gradient is r times the on-policy one and may be clipped: its coefficients
+    are compared with r A / (number of tokens) at its own ratio. The end points differ by a share of
+    the way that is proportional to the step: halving it halves the share ("left": the share at size
+    4). AdamW, which train.py uses, makes each step equally long whatever the gradient, so two go
+    further than one at any learning rate: compare Lopti with a method that makes two steps as well.
     """
     prompts, eta, shares = [(0,)] * Sampled.G, 0.5, defaultdict(float)
     for group, size in itertools.product(sampled(draws[0].seed)[:20], (4.0, 0.02, 0.01)):
@@ -519,16 +572,16 @@ def a5(L, name, draws, e):
     e.equal(2, round(shares[0.02] / shares[0.01], 1))
 
 
-# ---------------------------------------------------------------- I: comparing and correcting
+# ---------------- I: comparing and correcting
 
 
 def m8(L, name, draws, e):
     """The kept tokens are those of a shortest edit: keeping just them costs no more than the Levenshtein distance.
     Levenshtein alignment (D)
 
-    `cost` is the textbook table. With no wish it is the distance; with a set of tokens to keep, these must meet an
-    equal one for nothing and every other token has to be changed or to go. Several alignments can be shortest, so the
-    sets are not compared, their costs are.
+    `cost` is the textbook table. With no wish it is the distance; with a set of tokens to keep,
+    these must meet an equal one for nothing and every other token has to be changed or to go.
+    Several alignments can be shortest, so the sets are not compared, their costs are.
     """
 
     def cost(a, b, keep=None):
@@ -538,7 +591,11 @@ def m8(L, name, draws, e):
             for u, y in enumerate(b):
                 kept = x == y if keep is None else t in keep
                 stay = table[t][u] if kept and x == y else math.inf
-                go = min(table[t][u], table[t][u + 1]) + 1 if keep is None or t not in keep else math.inf
+                go = (
+                    min(table[t][u], table[t][u + 1]) + 1
+                    if keep is None or t not in keep
+                    else math.inf
+                )
                 row.append(min(stay, go, row[u] + 1))
             table.append(row)
         return table[-1][-1]
@@ -556,14 +613,17 @@ def i1(L, name, draws, e):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on hard prompts.
     IBPO (S); condition for binary rewards (D)
 
-    Var(R + l phi) - Var(R) = 2 l Cov(R, phi) + l^2 Var(phi). For P(R = 1) = p and repair rate q, phi = rho with
-    probability (1-p) q, only where R = 0: Cov = -p (1-p) q rho and Var(phi) = rho^2 (1-p) q (1 - (1-p) q), so the
-    variance falls iff p > (l rho / 2)(1 - (1-p) q). With l = 0.6, rho = 0.5, q = 0.2 it rises at p = 0.05 and 0.10 and
-    falls from 0.15 on ("left": how much it rises there, relative). Compared with the variance of three outcomes, and
-    with 200 000 sampled ones.
+    Var(R + l phi) - Var(R) = 2 l Cov(R, phi) + l^2 Var(phi). For P(R = 1) = p and repair rate q,
+    phi = rho with probability (1-p) q, only where R = 0: Cov = -p (1-p) q rho and Var(phi) = rho^2
+    (1-p) q (1 - (1-p) q), so the variance falls iff p > (l rho / 2)(1 - (1-p) q). With l = 0.6, rho
+    = 0.5, q = 0.2 it rises at p = 0.05 and 0.10 and falls from 0.15 on ("left": how much it rises
+    there, relative). Compared with the variance of three outcomes, and with 200 000 sampled ones.
     """
     bonus, weight = 0.5, 0.6
-    R, fixed = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([False, True, False])
+    R, fixed = (
+        torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64),
+        torch.tensor([False, True, False]),
+    )
     shaped = L.shaped_rewards(R, fixed)
 
     def variance(x, odds):
@@ -589,8 +649,9 @@ def i2(L, name, draws, e):
     """An all-wrong group learns something as soon as one correction succeeds; an all-correct group still nothing.
     IBPO (S)
 
-    In an all-wrong group R' is l rho for the repaired and 0 for the others, so A' is not 0; where all are right there
-    is nothing to repair. "Something" is the coefficient of grpo, masked: A'_i / T_i on changed tokens.
+    In an all-wrong group R' is l rho for the repaired and 0 for the others, so A' is not 0; where
+    all are right there is nothing to repair. "Something" is the coefficient of grpo, masked: A'_i /
+    T_i on changed tokens.
     """
     for d in draws:
         for right in (False, True):
@@ -599,11 +660,13 @@ def i2(L, name, draws, e):
             repaired[:: d.G] = not right
             A = L.group_advantages(L.shaped_rewards(R, repaired), d.G, "mean")
             kept = d.mask & repaired[:, None] & (d.noise > 0)
-            old = L.Old(d.tokens, d.mask, d.logp.detach(), R, d.G, kept=kept)
+            old = L.OldPolicy(d.tokens, d.mask, d.logp.detach(), R, d.G, kept_mask=kept)
             batch = d.batch(L, adv=L.ibpo(d.rows(A), old))
             c = coefficients(L.grpo(batch), batch)
             bonus = [0.3 * (i % d.G == 0) - 0.3 / d.G if not right else 0 for i in range(d.N)]
-            predicted = torch.tensor([[b / T] for b, T in zip(bonus, d.T, strict=True)], dtype=torch.float64)
+            predicted = torch.tensor(
+                [[b / T] for b, T in zip(bonus, d.T, strict=True)], dtype=torch.float64
+            )
             e.equal(torch.where(d.mask & ~kept, predicted, 0), c)
 
 
@@ -611,17 +674,24 @@ def i3(L, name, draws, e):
     """Tokens that a successful correction kept get coefficient 0; without any correction the method is grpo.
     IBPO (S)
 
-    The mask multiplies the advantage, so what it leaves out has no gradient, whatever the ratio and the clip. Nothing
-    kept and nothing repaired leave advantages and rewards as they were.
+    The mask multiplies the advantage, so what it leaves out has no gradient, whatever the ratio and
+    the clip. Nothing kept and nothing repaired leave advantages and rewards as they were.
     """
     for d in draws:
         method = L.METHODS["ibpo"]
         kept = d.mask & (d.noise > 0.3)
         for keep in (kept, kept & False):
-            old = L.Old(d.tokens, d.mask, d.logp.detach(), torch.zeros(d.N).double(), d.G, kept=keep)
+            old = L.OldPolicy(
+                d.tokens, d.mask, d.logp.detach(), torch.zeros(d.N).double(), d.G, kept_mask=keep
+            )
             plain, batch = d.batch(L, 0.6), d.batch(L, 0.6, adv=method.credit(d.rows(d.adv), old))
             grpo = coefficients(L.grpo(plain), plain)
             e.equal(torch.where(keep, 0, grpo), coefficients(method.passes[0](batch), batch))
-        e.raises(method.credit, d.rows(d.adv), L.Old(d.tokens, d.mask, d.logp, d.noise[:, 0], d.G))
+        e.raises(
+            method.credit, d.rows(d.adv), L.OldPolicy(d.tokens, d.mask, d.logp, d.noise[:, 0], d.G)
+        )
         e.equal(True, len(method.passes) == 1 and method.repair and method.scale == "std")
-        e.equal(torch.tensor(d.adv).double(), L.shaped_rewards(torch.tensor(d.adv).double(), torch.zeros(d.N).bool()))
+        e.equal(
+            torch.tensor(d.adv).double(),
+            L.shaped_rewards(torch.tensor(d.adv).double(), torch.zeros(d.N).bool()),
+        )

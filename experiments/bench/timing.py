@@ -12,7 +12,8 @@ import torch
 
 
 def now(device: str) -> float:
-    """Seconds; on the CPU those of this process, so that other programs count less (one thread, which never waits)."""
+    """Seconds; on the CPU those of this process, so that other programs count less (one thread,
+    which never waits)."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -20,7 +21,8 @@ def now(device: str) -> float:
 
 
 def turns(sides: dict[str, Callable], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of every side, a number a round. All take their turn in each; an extra first round warms up."""
+    """Seconds of every side, a number a round. All take their turn in each; an extra first round
+    warms up."""
     torch.set_num_threads(1)
     seconds = {name: [] for name in sides}
     for i in range(rounds + 1):
@@ -37,7 +39,8 @@ def ratio(over: list[float], under: list[float]) -> float:
 
 
 def rise_mb(work: Callable, device: str = "cpu") -> float:
-    """How much memory work() adds at its peak: of the process (Linux), or of the GPU's allocator."""
+    """How much memory work() adds at its peak: of the process (Linux), or of the GPU's
+    allocator."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -50,13 +53,19 @@ def rise_mb(work: Callable, device: str = "cpu") -> float:
 
 
 def resident_mb(field: str) -> float:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    line = next(
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)
+    )
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def child(*command: str) -> list[float]:
-    """The numbers that a Python command prints last, run in a process of its own that returns freed memory at once."""
-    return [float(x) for x in last_line(*command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}).split()]
+    """The numbers that a Python command prints last, run in a process of its own that returns freed
+    memory at once."""
+    return [
+        float(x)
+        for x in last_line(*command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}).split()
+    ]
 
 
 def last_line(*command: str, env: dict[str, str] | None = None) -> str:

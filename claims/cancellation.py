@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
 import losses
+from claims.trees import Draw, ascent, coefficients
 from toy.policy import EOS, Policy, kl, tabular
-from toy.trees import Draw, ascent, coefficients
 
 # What the papers say a method is; behind the predicted side of every claim.
 NORMALISER = {
@@ -41,15 +41,20 @@ NORMALISER = {
     "lopti_low": "token-mean",
     "lopti_high": "token-mean",
 }
-NEIGHBOURS = ("token_grpo", "lopti_low", "lopti_high")  # the surrogates of Advantage Reweighting and Lopti
+NEIGHBOURS = (
+    "token_grpo",
+    "lopti_low",
+    "lopti_high",
+)  # the surrogates of Advantage Reweighting and Lopti
 ALL = tuple(name for name in NORMALISER if name not in NEIGHBOURS)
 DFPO = ("dfpo_min", "dfpo_orthogonal")
 CLIP = defaultdict(lambda: (0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
-# gspo's own clip range is made for long answers; in a small tree few shared tokens are likelier than lopti's 0.5.
+# gspo's own clip range is made for long answers; in a small tree few shared tokens are likelier
+# than lopti's 0.5.
 WIDER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}, "lopti_high": {"eta": 0.0}}
 
-# ---------------------------------------------------------------- M: each function is what its paper writes
+# ---------------- M: each function is what its paper writes
 
 
 def share(name: str, d: Draw, i: int) -> float:
@@ -69,11 +74,16 @@ def is_open(name: str, r: float, a: float, low: float, high: float) -> bool:
     return not (above and a > 0 or below and a < 0)
 
 
-def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ratio="geometric", eta=0.5):
+def formula(
+    name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ratio="geometric", eta=0.5
+):
     """Loss value and coefficients of a method, with two loops over plain numbers. -> float, (N, T)."""
     low, high = eps if isinstance(eps, tuple) else CLIP[name]  # one number: of DFPO
     log_r, logp, ref, A = (x.tolist() for x in (d.log_ratio(spread), d.logp, d.logp_ref, adv))
-    s, mean = d.sequence_ratios(spread, ratio), [sum(row[:T_i]) / T_i for row, T_i in zip(A, d.T, strict=True)]
+    s, mean = (
+        d.sequence_ratios(spread, ratio),
+        [sum(row[:T_i]) / T_i for row, T_i in zip(A, d.T, strict=True)],
+    )
     value, c = 0.0, [[0.0] * len(row) for row in A]
     for i in range(d.N):
         group, per_token = d.group(i), share(name, d, i)
@@ -83,7 +93,9 @@ def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ra
         if name == "dfpo_min":
             weight = min(s[j] for j in group)
         if name == "dfpo_orthogonal":
-            weight = s[i] - mean[i] * sum(mean[j] * s[j] for j in group) / (sum(mean[j] ** 2 for j in group) or 1)
+            weight = s[i] - mean[i] * sum(mean[j] * s[j] for j in group) / (
+                sum(mean[j] ** 2 for j in group) or 1
+            )
         for t in range(d.T[i]):
             if name in ("reinforce", *DFPO):
                 rests = abs(math.exp(log_r[i][t]) - 1) > (eps or math.inf)
@@ -94,7 +106,9 @@ def formula(name: str, d: Draw, spread: float, adv: Tensor, eps=None, kl=0.0, ra
                 term = slope = r * a
                 if not is_open(name, r, a, low, high):
                     term, slope = min(max(r, 1 - low), 1 + high) * a, 0
-                if name.startswith("lopti") and (math.exp(logp[i][t] - log_r[i][t]) <= eta) != (name == "lopti_low"):
+                if name.startswith("lopti") and (math.exp(logp[i][t] - log_r[i][t]) <= eta) != (
+                    name == "lopti_low"
+                ):
                     term = slope = 0
             if kl:
                 q = math.exp(ref[i][t] - logp[i][t])
@@ -108,12 +122,14 @@ def m1(L, name, draws, e):
     """Each loss, and every one of its token coefficients, is what the paper's formula gives.
     each method's paper (P; dfpo and grpo-symmetric S)
 
-    A loss that is identically 0 would pass every check of the form "the sum is 0", so the coefficients themselves come
-    first. `formula` computes them from the definition with two nested loops. The min is written as a gate: the gradient
-    of min(r A, clip(r) A) is r A, but 0 for a winner above 1 + e_high and for a loser below 1 - e_low. Checked on- and
-    off-policy, with default and with unequal clip ranges, with advantages that differ from token to token, with and
-    without GRPO's KL term (k3: q - log q - 1, q = pi_ref/pi; its slope in log pi is 1 - q), with both sequence ratios
-    of DFPO, with two thresholds of Lopti, and on batches in which one group has no advantage at all.
+    A loss that is identically 0 would pass every check of the form "the sum is 0", so the
+    coefficients themselves come first. `formula` computes them from the definition with two nested
+    loops. The min is written as a gate: the gradient of min(r A, clip(r) A) is r A, but 0 for a
+    winner above 1 + e_high and for a loser below 1 - e_low. Checked on- and off-policy, with
+    default and with unequal clip ranges, with advantages that differ from token to token, with and
+    without GRPO's KL term (k3: q - log q - 1, q = pi_ref/pi; its slope in log pi is 1 - q), with
+    both sequence ratios of DFPO, with two thresholds of Lopti, and on batches in which one group
+    has no advantage at all.
     """
     cases = [(0.0, False, {}), (0.6, False, {}), (0.6, True, {})]
     if name not in ("reinforce", *DFPO):
@@ -131,7 +147,9 @@ def m1(L, name, draws, e):
         batch = d.batch(L, spread, adv=adv)
         loss = getattr(L, name)(batch, **hyper)
         eps = (hyper["eps_low"], hyper["eps_high"]) if "eps_low" in hyper else None
-        value, c = formula(name, d, spread, adv, eps, **{k: v for k, v in hyper.items() if not k.startswith("eps")})
+        value, c = formula(
+            name, d, spread, adv, eps, **{k: v for k, v in hyper.items() if not k.startswith("eps")}
+        )
         e.equal(c, coefficients(loss, batch))
         e.equal(value, loss)
 
@@ -140,8 +158,9 @@ def m2(L, name, draws, e):
     """A batch without tokens, or without a difference in reward, gives loss 0 and gradient 0, never NaN.
     pitfalls of public implementations (D)
 
-    0/0 lurks in every mean over tokens and in A/||A||^2, inf - inf in every exp of a padded position. Here all
-    positions are masked and hold garbage, or all advantages are 0 while the ratios are not 1.
+    0/0 lurks in every mean over tokens and in A/||A||^2, inf - inf in every exp of a padded
+    position. Here all positions are masked and hold garbage, or all advantages are 0 while the
+    ratios are not 1.
     """
     for d in draws:
         empty, equal = d.batch(L, 0.6), d.batch(L, 0.6, adv=[0.0] * d.N)
@@ -156,11 +175,15 @@ def m3(L, name, draws, e):
     """Advantages are centred per group; "std" divides by the unbiased deviation + 1e-4; equal rewards give exactly 0.
     GRPO sec. 4.1.2, Dr. GRPO (P)
 
-    A_i = R_i - mean(R) for "mean", over sqrt(sum_j (R_j - mean(R))^2 / (G - 1)) + 1e-4 for "std". Three rewards of 0.1
-    have a float mean that is not 0.1, and a deviation of 1e-17: the result must be 0 and not rounding noise.
+    A_i = R_i - mean(R) for "mean", over sqrt(sum_j (R_j - mean(R))^2 / (G - 1)) + 1e-4 for "std".
+    Three rewards of 0.1 have a float mean that is not 0.1, and a deviation of 1e-17: the result
+    must be 0 and not rounding noise.
     """
     for d in draws:
-        rewards = [round(x, 1) if d.equal_lengths else float(x > 0) for x in d.randn(d.N + 2 * d.G).tolist()]
+        rewards = [
+            round(x, 1) if d.equal_lengths else float(x > 0)
+            for x in d.randn(d.N + 2 * d.G).tolist()
+        ]
         rewards[: d.G] = [0.1] * d.G
         for scale in ("mean", "std"):
             predicted = []
@@ -168,7 +191,11 @@ def m3(L, name, draws, e):
                 R = [rewards[j] for j in d.group(i)]
                 mean = sum(R) / d.G
                 std = math.sqrt(sum((x - mean) ** 2 for x in R) / (d.G - 1))
-                predicted.append(0 if min(R) == max(R) else (reward - mean) / (std + 1e-4 if scale == "std" else 1))
+                predicted.append(
+                    0
+                    if min(R) == max(R)
+                    else (reward - mean) / (std + 1e-4 if scale == "std" else 1)
+                )
             measured = L.group_advantages(torch.tensor(rewards, dtype=torch.float64), d.G, scale)
             e.equal(predicted, measured)
             e.equal([0] * d.G, measured[: d.G], tolerance=1e-300)
@@ -182,20 +209,23 @@ def m4(L, name, draws, e):
     """METHODS gives each loss the advantage scale of its paper: only Dr. GRPO leaves the standard deviation out.
     each method's paper (P; dfpo and grpo-symmetric S)
 
-    A method is three choices: the scale of its advantages, an optional credit rule, and its loss functions.
+    A method is three choices: the scale of its advantages, an optional credit rule, and its loss
+    functions.
     """
     for key in ALL:
         method = L.METHODS[key.replace("_", "-")]
         e.equal(True, method.passes == (getattr(L, key),))
-        e.equal(True, method.scale == ("mean" if key == "dr_grpo" else "std") and method.credit is None)
+        e.equal(
+            True, method.scale == ("mean" if key == "dr_grpo" else "std") and method.credit is None
+        )
 
 
 def m5(L, name, draws, e):
-    """A Batch or an Old in which one tensor has another shape, or whose rows are not whole groups, is refused.
+    """A Batch or an OldPolicy in which one tensor has another shape, or whose rows are not whole groups, is refused.
     contract of losses.py (D)
 
-    Broadcasting would turn an (N, 1) advantage, or one column too few, into a product of another shape and a wrong loss
-    without a word; half a group would be compared with strangers.
+    Broadcasting would turn an (N, 1) advantage, or one column too few, into a product of another
+    shape and a wrong loss without a word; half a group would be compared with strangers.
     """
     good = dict(vars(draws[0].batch(L)))
     for field in ("logp_old", "adv", "mask", "logp_ref"):
@@ -213,26 +243,32 @@ def m5(L, name, draws, e):
     e.equal(good["logp_ref"][first], L.Batch(**good)[first].logp_ref)
     d = draws[0]
     good = dict(tokens=d.tokens, mask=d.mask, logp=d.logp, rewards=d.noise[:, 0], group_size=d.G)
-    good |= dict(hidden=d.noise[..., None], head=d.noise[:, :1], kept=d.mask)
-    for field in ("mask", "logp", "kept", "hidden"):
-        e.raises(L.Old, **good | {field: good[field][:, 1:]})
-    for wrong in ({"rewards": d.noise[1:, 0]}, {"head": d.noise}, {"group_size": 1}, {"group_size": d.N + 1}):
-        e.raises(L.Old, **good | wrong)
-    L.Old(**good)
+    good |= dict(hidden=d.noise[..., None], head=d.noise[:, :1], kept_mask=d.mask)
+    for field in ("mask", "logp", "kept_mask", "hidden"):
+        e.raises(L.OldPolicy, **good | {field: good[field][:, 1:]})
+    for wrong in (
+        {"rewards": d.noise[1:, 0]},
+        {"head": d.noise},
+        {"group_size": 1},
+        {"group_size": d.N + 1},
+    ):
+        e.raises(L.OldPolicy, **good | wrong)
+    L.OldPolicy(**good)
 
 
-# ---------------------------------------------------------------- C: the design condition
+# ---------------- C: the design condition
 
 
 def c1(L, name, draws, e):
     """The gradient of any loss is (1/N) sum c (e_a - pi) phi^T: its coefficients are all there is to know about it.
     DFPO, linear-softmax policy (P)
 
-    log pi(a|h) = z_a - log sum_b exp(z_b) with z = W phi(h), so d log pi(a|h) / dz = e_a - pi(.|h), and dz/dW puts
-    phi(h) beside it: grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T. A loss reaches W through the log-probabilities
-    only, hence by the chain rule -grad_W Loss = (1/N) sum_{i,t} c_{i,t} grad_W log pi(a_{i,t}|h_{i,t}). Tokens with the
-    same history and action have the same grad log pi; there the coefficients simply add up, and that sum is what all of
-    C2..C17 is about. Checked with dense random features and a loss that is no method at all.
+    log pi(a|h) = z_a - log sum_b exp(z_b) with z = W phi(h), so d log pi(a|h) / dz = e_a - pi(.|h),
+    and dz/dW puts phi(h) beside it: grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T. A loss reaches W
+    through the log-probabilities only, hence by the chain rule -grad_W Loss = (1/N) sum_{i,t}
+    c_{i,t} grad_W log pi(a_{i,t}|h_{i,t}). Tokens with the same history and action have the same
+    grad log pi; there the coefficients simply add up, and that sum is what all of C2..C17 is about.
+    Checked with dense random features and a loss that is no method at all.
     """
     for d in draws:
         features = defaultdict(lambda d=d: d.randn(3))
@@ -245,7 +281,11 @@ def c1(L, name, draws, e):
         e.equal(False, c.requires_grad)
         by_hand = torch.zeros_like(policy.W)
         for (p, y), visits in d.tree.items():
-            by_hand += sum(c[i, t].item() for i, t in visits) / d.N * policy.grad_log_prob((p, *y[:-1]), y[-1])
+            by_hand += (
+                sum(c[i, t].item() for i, t in visits)
+                / d.N
+                * policy.grad_log_prob((p, *y[:-1]), y[-1])
+            )
         e.equal(by_hand, ascent(loss, policy.W))
 
 
@@ -253,17 +293,19 @@ def c2(L, name, draws, e):
     """Token-factorised and unclipped, a fully shared token gets rho sum_i A_i: 0 for every ratio rho.
     DFPO Eq. 2, the design condition (S)
 
-    J = (1/(N L)) sum_i sum_t r_{i,t} A_i. At a token that all G answers share, r is one number rho and grad log pi is
-    the same for all of them: the node gets (rho / (N L)) (sum_i A_i) grad log pi. The weight is a common factor, and
-    centred advantages cancel. In general the condition reads sum_i A_i grad w_{i,t*} = 0. REINFORCE has 1 in place of
-    rho, DAPO the number of tokens in place of N L. Checked with centred advantages, and with others, where the sum must
-    not vanish.
+    J = (1/(N L)) sum_i sum_t r_{i,t} A_i. At a token that all G answers share, r is one number rho
+    and grad log pi is the same for all of them: the node gets (rho / (N L)) (sum_i A_i) grad log
+    pi. The weight is a common factor, and centred advantages cancel. In general the condition reads
+    sum_i A_i grad w_{i,t*} = 0. REINFORCE has 1 in place of rho, DAPO the number of tokens in place
+    of N L. Checked with centred advantages, and with others, where the sum must not vanish.
     """
     hyper = {} if name == "reinforce" else UNCLIPPED
     for d, shift in itertools.product(draws, (0, 0.7)):
         adv = [a + shift * (a != 0) for a in d.adv]
         predicted = [
-            (1 if name == "reinforce" else rho) * sum(adv[i] for i in rows) * share(name, d, rows[0])
+            (1 if name == "reinforce" else rho)
+            * sum(adv[i] for i in rows)
+            * share(name, d, rows[0])
             for rho, rows, _ in d.at_shared(0.9)
         ]
         e.equal(predicted, d.node_sums(getattr(L, name)(d.batch(L, 0.9, adv=adv), **hyper)))
@@ -273,8 +315,8 @@ def c3(L, name, draws, e):
     """Two answers with A_1 = -A_2: a shared token gets (rho/2) (A_1 + A_2) grad log pi = 0.
     DFPO, two answers, token-factorised (S)
 
-    C2 for G = 2 as the paper writes it, without a length normaliser: J = (1/2) sum_i sum_t r_{i,t} A_i. So the measured
-    sum of the coefficients is divided by G = 2 and multiplied by L.
+    C2 for G = 2 as the paper writes it, without a length normaliser: J = (1/2) sum_i sum_t r_{i,t}
+    A_i. So the measured sum of the coefficients is divided by G = 2 and multiplied by L.
     """
     for d, shift in itertools.product(draws, (0, 0.3)):
         adv = [a + shift for a in d.adv]
@@ -287,13 +329,18 @@ def c4(L, name, draws, e):
     """A sequence ratio leaves sum_i A_i s_i (product) or sum_i A_i s_i / T_i (geometric) at a shared token.
     DFPO, two answers, sequence-coupled (S); geometric ratio (D)
 
-    J = (1/G) sum_i s_i A_i. For the product, d s_i / dlogp_{i,t} = s_i = rho u_i, where u_i = prod_{t != t*} r_{i,t} is
-    what the rest of answer i did. For G = 2, A_1 = -A, A_2 = +A the shared token gets (A rho / 2) (u_2 - u_1): tokens
-    that come after it pull it up or down. For the geometric ratio d s_i / dlogp_{i,t} = s_i / T_i, and the node gets
-    (1/G) sum_i A_i s_i / T_i. The values of both ratios are checked as well.
+    J = (1/G) sum_i s_i A_i. For the product, d s_i / dlogp_{i,t} = s_i = rho u_i, where u_i =
+    prod_{t != t*} r_{i,t} is what the rest of answer i did. For G = 2, A_1 = -A, A_2 = +A the
+    shared token gets (A rho / 2) (u_2 - u_1): tokens that come after it pull it up or down. For the
+    geometric ratio d s_i / dlogp_{i,t} = s_i / T_i, and the node gets (1/G) sum_i A_i s_i / T_i.
+    The values of both ratios are checked as well.
     """
     for d in draws:
-        batch, geometric, product = d.batch(L, 0.6), d.sequence_ratios(0.6), d.sequence_ratios(0.6, "product")
+        batch, geometric, product = (
+            d.batch(L, 0.6),
+            d.sequence_ratios(0.6),
+            d.sequence_ratios(0.6, "product"),
+        )
         nodes = d.at_shared()
         if name == "gspo":
             left = [sum(d.adv[i] * geometric[i] / d.T[i] for i in rows) for _, rows, _ in nodes]
@@ -302,7 +349,9 @@ def c4(L, name, draws, e):
         e.equal(geometric, L.sequence_ratio(batch))
         e.equal(product, L.sequence_ratio(batch, "product"))
         e.raises(L.sequence_ratio, batch, "harmonic")
-        left = [sum(d.adv[i] * product[i] for i in rows) for _, rows, _ in nodes]  # for G = 2, A rho (u_2 - u_1)
+        left = [
+            sum(d.adv[i] * product[i] for i in rows) for _, rows, _ in nodes
+        ]  # for G = 2, A rho (u_2 - u_1)
         e.equal(left, d.node_sums(-(L.sequence_ratio(batch, "product") * batch.adv[:, 0]).mean()))
 
 
@@ -310,14 +359,21 @@ def c5a(L, name, draws, e):
     """Under sequence coupling a shared token cancels with probability 0: of very many random groups none does.
     DFPO Cor. 3.3 (S)
 
-    The sum is rho (A.u). For given A != 0 the set {u : A.u = 0} is a hyperplane through the origin of R^G; it has no
-    volume, so continuous random u miss it almost surely. Compared: A.u itself, and the number of groups of 4, out of
-    100 000, with |A.u| < 1e-12 |A| |u|.
+    The sum is rho (A.u). For given A != 0 the set {u : A.u = 0} is a hyperplane through the origin
+    of R^G; it has no volume, so continuous random u miss it almost surely. Compared: A.u itself,
+    and the number of groups of 4, out of 100 000, with |A.u| < 1e-12 |A| |u|.
     """
     d, groups, G = draws[0], 100_000, 4
     log_r, A = 0.5 * d.randn(groups * G, 2), d.randn(groups, G)
     A -= A.mean(1, keepdim=True)
-    batch = L.Batch(log_r, torch.zeros_like(log_r), A.view(-1, 1).expand(-1, 2), torch.ones_like(log_r) > 0, G, 2)
+    batch = L.Batch(
+        log_r,
+        torch.zeros_like(log_r),
+        A.view(-1, 1).expand(-1, 2),
+        torch.ones_like(log_r) > 0,
+        G,
+        2,
+    )
     s = L.sequence_ratio(batch, "product").view(groups, G)
     e.equal((A * log_r.exp().prod(1).view(groups, G)).sum(1), (A * s).sum(1))
     e.equal(0, ((A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1)).sum())
@@ -327,16 +383,21 @@ def c5b(L, name, draws, e):
     """A shared token cancels although its u_i differ: A = (1, 1, -2), u = (1, 3, 2). Equal u is not necessary.
     DFPO Cor. 3.3 (S); counterexample (D)
 
-    Equal u is sufficient: A.u = u sum_i A_i = 0. It is necessary only for G = 2, where the hyperplane A.u = 0 is the
-    line u_1 = u_2. For G = 3 it is a plane and contains more than that line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What remains of
-    the statement is its measure (C5a). "left" is how far apart the u_i are although the token cancels.
+    Equal u is sufficient: A.u = u sum_i A_i = 0. It is necessary only for G = 2, where the
+    hyperplane A.u = 0 is the line u_1 = u_2. For G = 3 it is a plane and contains more than that
+    line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What remains of the statement is its measure (C5a). "left" is
+    how far apart the u_i are although the token cancels.
     """
     A, u = (torch.tensor(x, dtype=torch.float64) for x in ([1, 1, -2], [1, 3, 2]))
     for rho in (0.5, 1.0, 1.7):
         logp = draws[0].randn(3, 2).requires_grad_()
         log_r = torch.stack([torch.full_like(u, rho).log(), u.log()], 1)
-        batch = L.Batch(logp, logp.detach() - log_r, A[:, None].expand(3, 2), torch.ones(3, 2) > 0, 3, 2)
-        e.equal(0, coefficients(-(L.sequence_ratio(batch, "product") * A).mean(), batch)[:, 0].sum())
+        batch = L.Batch(
+            logp, logp.detach() - log_r, A[:, None].expand(3, 2), torch.ones(3, 2) > 0, 3, 2
+        )
+        e.equal(
+            0, coefficients(-(L.sequence_ratio(batch, "product") * A).mean(), batch)[:, 0].sum()
+        )
         e.left(u.max() - u.min())
 
 
@@ -344,11 +405,12 @@ def c6(L, name, draws, e):
     """The clipped surrogate's min pushes a shared token back to pi_old: -rho P above the clip range, +rho P below it.
     DFPO (words P, formula D)
 
-    min(r A, clip(r) A) has gradient r A or 0, and which of them depends on the sign of A: above 1 + e_high winners are
-    switched off and losers stay, below 1 - e_low it is the other way round. A shared token has one ratio rho. With P =
-    sum of the positive advantages = -(sum of the negative ones) the coefficients add up to rho (P - P) = 0 inside the
-    range, -rho P above it, +rho P below it. The token is irrelevant for the reward, and yet it is pushed. All this
-    times the weight of a token in the method's average; GRPO on answers of equal length only (see C8).
+    min(r A, clip(r) A) has gradient r A or 0, and which of them depends on the sign of A: above 1 +
+    e_high winners are switched off and losers stay, below 1 - e_low it is the other way round. A
+    shared token has one ratio rho. With P = sum of the positive advantages = -(sum of the negative
+    ones) the coefficients add up to rho (P - P) = 0 inside the range, -rho P above it, +rho P below
+    it. The token is irrelevant for the reward, and yet it is pushed. All this times the weight of a
+    token in the method's average; GRPO on answers of equal length only (see C8).
     """
     low, high = CLIP[name]
     for d in draws:
@@ -365,18 +427,23 @@ def c7(L, name, draws, e):
     """A gate that ignores the sign of A cancels for every ratio; equal eps_low and eps_high alone do not.
     DFPO "GRPO-fix" (S; definition D)
 
-    clip(r) A without the min has gradient r A inside the range and 0 outside it, for winners and losers alike: the sum
-    at a shared token is rho sum_i A_i = 0 inside and 0 outside. "Symmetric" means in the sign of A, not in the numbers:
-    dr_grpo with eps_low = eps_high = 0.2 still leaves what C6 says ("left"). Advantages that are not centred show that
-    the gate is really open inside.
+    clip(r) A without the min has gradient r A inside the range and 0 outside it, for winners and
+    losers alike: the sum at a shared token is rho sum_i A_i = 0 inside and 0 outside. "Symmetric"
+    means in the sign of A, not in the numbers: dr_grpo with eps_low = eps_high = 0.2 still leaves
+    what C6 says ("left"). Advantages that are not centred show that the gate is really open inside.
     """
     for d, shift in itertools.product(draws, (0, 0.5)):
         adv = [a + shift for a in d.adv]
         predicted = [
-            rho * sum(adv[i] for i in rows if is_open(name, rho, adv[i], 0.2, 0.2)) * share(name, d, rows[0])
+            rho
+            * sum(adv[i] for i in rows if is_open(name, rho, adv[i], 0.2, 0.2))
+            * share(name, d, rows[0])
             for rho, rows, _ in d.at_shared(0.6)
         ]
-        e.equal(predicted, d.node_sums(getattr(L, name)(d.batch(L, 0.6, adv=adv), eps_low=0.2, eps_high=0.2)))
+        e.equal(
+            predicted,
+            d.node_sums(getattr(L, name)(d.batch(L, 0.6, adv=adv), eps_low=0.2, eps_high=0.2)),
+        )
         if name == "dr_grpo" and not shift:
             e.left(predicted)
 
@@ -385,11 +452,11 @@ def c8(L, name, draws, e):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
     the normalisers of GRPO, GSPO, Dr. GRPO and DAPO (D)
 
-    With (1/G) sum_i (1/T_i) sum_t the shared token has weight 1/T_i, another one in every answer. It gets
-    rho sum_i A_i / T_i, for GSPO sum_i s_i A_i / T_i, which is 0 for all A only if all T_i are equal. No old policy is
-    involved: GRPO as published violates the condition in its first, on-policy step. A constant normaliser (Dr. GRPO)
-    and the number of tokens in the batch (DAPO) are common factors and cancel. Checked on-policy, and for token ratios
-    inside the clip range.
+    With (1/G) sum_i (1/T_i) sum_t the shared token has weight 1/T_i, another one in every answer.
+    It gets rho sum_i A_i / T_i, for GSPO sum_i s_i A_i / T_i, which is 0 for all A only if all T_i
+    are equal. No old policy is involved: GRPO as published violates the condition in its first,
+    on-policy step. A constant normaliser (Dr. GRPO) and the number of tokens in the batch (DAPO)
+    are common factors and cancel. Checked on-policy, and for token ratios inside the clip range.
     """
     for d, spread in itertools.product(draws, (0.0,) if name == "gspo" else (0.0, 0.15)):
         predicted = [
@@ -413,9 +480,10 @@ def c9(L, name, draws, e):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to zero cancels.
     DFPO Eq. 17 (S)
 
-    sum_{i in S} w~_i A_i = (min_j s_j) sum_{i in S} A_i, which is 0 whenever the advantages in S sum to zero: at tokens
-    that the whole group shares, and at those that a zero-sum part of it shares. Any other constant would do the same;
-    the minimum is the cautious one. The weight is detached (C12).
+    sum_{i in S} w~_i A_i = (min_j s_j) sum_{i in S} A_i, which is 0 whenever the advantages in S
+    sum to zero: at tokens that the whole group shares, and at those that a zero-sum part of it
+    shares. Any other constant would do the same; the minimum is the cautious one. The weight is
+    detached (C12).
     """
     for d in draws:
         if name == "dfpo_min":
@@ -432,8 +500,9 @@ def c9e(L, name, draws, e):
     """A clip that is blind to the sign of A (eps) leaves DFPO's cancellation as it is, and keeps its trust region.
     DFPO under a clip (D, ours)
 
-    Tokens whose ratio lies outside 1 +- eps rest. All visitors of a node have one ratio, so they rest together: what is
-    left is 0 or what it was. The coefficients are compared with `formula`, on every token.
+    Tokens whose ratio lies outside 1 +- eps rest. All visitors of a node have one ratio, so they
+    rest together: what is left is 0 or what it was. The coefficients are compared with `formula`,
+    on every token.
     """
     for d, k in zip(draws, itertools.cycle((0.15, 0.3)), strict=False):
         batch = d.batch(L, 0.6)
@@ -448,13 +517,17 @@ def c10(L, name, draws, e):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of it.
     DFPO Eq. 18 (S); limits (D)
 
-    w~ = w - (A.w / ||A||^2) A has A.w~ = A.w - A.w = 0, and the same sum as w, because sum_i A_i = 0. For G = 2 and
-    A = (-a, a), w~_1 = w_1 + (w_2 - w_1)/2 is the mean: a group constant. On a zero-sum part S of the group there
-    remains sum_S w_i A_i - (A.w / ||A||^2) sum_S A_i^2 ("left"). Weights may turn negative and push winners down: with
-    A = (1,1,1,1,-1,-1,-1,-1) and w = (3,.1,...,.1), A.w / 8 = .3625, and three winners end at .1 - .3625 = -.2625.
+    w~ = w - (A.w / ||A||^2) A has A.w~ = A.w - A.w = 0, and the same sum as w, because sum_i A_i =
+    0. For G = 2 and A = (-a, a), w~_1 = w_1 + (w_2 - w_1)/2 is the mean: a group constant. On a
+    zero-sum part S of the group there remains sum_S w_i A_i - (A.w / ||A||^2) sum_S A_i^2 ("left").
+    Weights may turn negative and push winners down: with A = (1,1,1,1,-1,-1,-1,-1) and w =
+    (3,.1,...,.1), A.w / 8 = .3625, and three winners end at .1 - .3625 = -.2625.
     """
     if name == "adv_orthogonal":
-        w, A = (torch.tensor([x], dtype=torch.float64) for x in ([3, *[0.1] * 7], [1, 1, 1, 1, -1, -1, -1, -1]))
+        w, A = (
+            torch.tensor([x], dtype=torch.float64)
+            for x in ([3, *[0.1] * 7], [1, 1, 1, 1, -1, -1, -1, -1])
+        )
         e.equal([-0.2625] * 3, L.adv_orthogonal(w, A)[0, 1:4])
         e.equal(w, L.adv_orthogonal(w, 0 * A))
     for d in draws:
@@ -482,8 +555,8 @@ def c11(L, name, draws, e):
     """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
     DFPO Eq. 17 and 18 (D)
 
-    With all s_i = 1 the minimum is 1, and A.s = sum_i A_i = 0, so nothing is projected away: every token gets
-    c = A_i / L. "left" is the mean |c - A_i / L| once the ratios differ.
+    With all s_i = 1 the minimum is 1, and A.s = sum_i A_i = 0, so nothing is projected away: every
+    token gets c = A_i / L. "left" is the mean |c - A_i / L| once the ratios differ.
     """
     for d, spread in itertools.product(draws, (0.0, 0.6)):
         batch = d.batch(L, spread)
@@ -499,14 +572,15 @@ def c12(L, name, draws, e):
     """Without the stop-gradient both transforms leave a term at a shared token, although sum_i w~_i A_i = 0.
     DFPO (words S, formula D)
 
-    J = (1/G) sum_i w~_i(theta) A_i l_i, l_i = sum_t log pi, has two derivatives. That of l_i gives sum_i w~_i A_i = 0.
-    That of w~ gives, with d s_j / dlogp_{j,t} = s_j / T_j for the geometric ratio,
+    J = (1/G) sum_i w~_i(theta) A_i l_i, l_i = sum_t log pi, has two derivatives. That of l_i gives
+    sum_i w~_i A_i = 0. That of w~ gives, with d s_j / dlogp_{j,t} = s_j / T_j for the geometric
+    ratio,
 
       Min-Replace, j* = argmin_j s_j:                  (1/G) (s_{j*} / T_{j*}) sum_i A_i l_i
       Adv-Orthogonal, P = I - A A^T / ||A||^2:         (1/G) (A*l)^T P (s/T)
 
-    Neither is 0 ("left"). Checked: both losses as they are cancel; with a weight built on the module's own
-    sequence_ratio and not detached, exactly this is left.
+    Neither is 0 ("left"). Checked: both losses as they are cancel; with a weight built on the
+    module's own sequence_ratio and not detached, exactly this is left.
     """
     for d in draws:
         e.equal([0] * len(d.shared), d.node_sums(getattr(L, name)(d.batch(L, 0.6))))
@@ -523,7 +597,9 @@ def c12(L, name, draws, e):
                 j = min(rows, key=s_i.__getitem__)
                 predicted.append(s_i[j] / d.T[j] * sum(Al[i] for i in rows))
             else:
-                along = sum(d.adv[i] * s_i[i] / d.T[i] for i in rows) / (sum(d.adv[i] ** 2 for i in rows) or 1)
+                along = sum(d.adv[i] * s_i[i] / d.T[i] for i in rows) / (
+                    sum(d.adv[i] ** 2 for i in rows) or 1
+                )
                 predicted.append(sum(Al[i] * (s_i[i] / d.T[i] - along * d.adv[i]) for i in rows))
         e.equal(predicted, d.node_sums(-(w * A * l_i).sum() / d.N))
         e.left(predicted)
@@ -533,12 +609,13 @@ def c13(L, name, draws, e):
     """A step eta g moves a token by KL = (eta^2/2) g^T F(h) g + O(eta^3): halving eta divides the remainder by 8.
     DFPO Prop. 3.1 (S); kernel (D)
 
-    At eta = 0, KL(pi_{theta + eta g}(.|h) || pi_theta(.|h)) has no constant and no linear term (it is a minimum), and
-    its second derivative is the Fisher matrix F(h). So whatever a shared token is left with makes its distribution
-    drift, though no reward asks for it; where the condition holds it stays where it is. g is the loss's own ascent
-    direction, off-policy. Compared for dr_grpo, outside the clip range: 8 and the sum of |remainder| at eta = 1e-3 over
-    that at 5e-4; for grpo_symmetric and dfpo_min: 0 and the drift itself. The KL is positive only if g is outside ker
-    F(h): to add one number to all logits of h is a step, but no drift; checked too.
+    At eta = 0, KL(pi_{theta + eta g}(.|h) || pi_theta(.|h)) has no constant and no linear term (it
+    is a minimum), and its second derivative is the Fisher matrix F(h). So whatever a shared token
+    is left with makes its distribution drift, though no reward asks for it; where the condition
+    holds it stays where it is. g is the loss's own ascent direction, off-policy. Compared for
+    dr_grpo, outside the clip range: 8 and the sum of |remainder| at eta = 1e-3 over that at 5e-4;
+    for grpo_symmetric and dfpo_min: 0 and the drift itself. The KL is positive only if g is outside
+    ker F(h): to add one number to all logits of h is a step, but no drift; checked too.
     """
     remainder = {1e-3: 0.0, 5e-4: 0.0}
     for d in draws[::3]:
@@ -554,7 +631,10 @@ def c13(L, name, draws, e):
                 second_order = eta**2 / 2 * float(g.flatten() @ F @ g.flatten())
                 remainder[eta] += abs(kl(d.policy.step(g, eta), d.policy, h) - second_order)
             shift = d.policy.phi(h).expand_as(g)
-            e.equal([0, 0], [shift.flatten() @ F @ shift.flatten(), kl(d.policy.step(shift, 0.5), d.policy, h)])
+            e.equal(
+                [0, 0],
+                [shift.flatten() @ F @ shift.flatten(), kl(d.policy.step(shift, 0.5), d.policy, h)],
+            )
     if name == "dr_grpo":
         e.equal(8, remainder[1e-3] / remainder[5e-4], tolerance=0.1)
 
@@ -563,14 +643,15 @@ def c14(L, name, draws, e):
     """Equal rewards do not give d log(pi(y_a)/pi(y_b)) = eta c (k_a - k_b): equal k can still drive two answers apart.
     DFPO Cor. 3.2, Eq. 5 (S); exact formula and counterexample (D)
 
-    To first order a function f of theta changes by eta <grad f, g>; take f = log pi(y_a) - log pi(y_b). Equal rewards
-    mean g = A (k_a grad log pi(y_a) + k_b grad log pi(y_b)) with weights k. Write n_a, n_b for the squared norms of the
-    two gradients and x for their inner product: the change is eta A (k_a n_a - k_b n_b + (k_b - k_a) x). That is Eq. 5
-    with c = A (n - x) if n_a = n_b = n: equal norms are enough (theory.md asks for x = 0 as well; then c = A n). For
-    p = (.4, .4, .2) that gives c = 1, though x = -.44; checked, and with disjoint parameters. With unequal norms take
-    p = (.6, .3, .1) and k_a = k_b = 1/2: g = ((e_a - p) + (e_b - p))/2 = (-.1, .2, -.1), so g_a - g_b = -.3: the
-    likelier answer loses, though k_a = k_b and Eq. 5 says 0 ("left"). Checked as well, to one decimal: halving eta
-    divides the remainder by 4.
+    To first order a function f of theta changes by eta <grad f, g>; take f = log pi(y_a) - log
+    pi(y_b). Equal rewards mean g = A (k_a grad log pi(y_a) + k_b grad log pi(y_b)) with weights k.
+    Write n_a, n_b for the squared norms of the two gradients and x for their inner product: the
+    change is eta A (k_a n_a - k_b n_b + (k_b - k_a) x). That is Eq. 5 with c = A (n - x) if n_a =
+    n_b = n: equal norms are enough (theory.md asks for x = 0 as well; then c = A n). For p = (.4,
+    .4, .2) that gives c = 1, though x = -.44; checked, and with disjoint parameters. With unequal
+    norms take p = (.6, .3, .1) and k_a = k_b = 1/2: g = ((e_a - p) + (e_b - p))/2 = (-.1, .2, -.1),
+    so g_a - g_b = -.3: the likelier answer loses, though k_a = k_b and Eq. 5 says 0 ("left").
+    Checked as well, to one decimal: halving eta divides the remainder by 4.
     """
 
     def log_odds(policy: Policy, prompts, answers) -> Tensor:
@@ -601,7 +682,9 @@ def c14(L, name, draws, e):
         e.equal(n * (k[0] - k[1]), slope(disjoint, [(0,), (1,)], [(1,), (1,)], k)[0])
     e.equal(4, round(remainder[1e-3] / remainder[5e-4], 1))
     W = torch.tensor([[0.4], [0.4], [0.2]], dtype=torch.float64).log().requires_grad_()
-    e.equal(0.7 - 0.1, slope(Policy(W, tabular([x]), 1), [x, x], [(0,), (1,)], [0.7, 0.1])[0])  # equal norms
+    e.equal(
+        0.7 - 0.1, slope(Policy(W, tabular([x]), 1), [x, x], [(0,), (1,)], [0.7, 0.1])[0]
+    )  # equal norms
     W = torch.tensor([[0.6], [0.3], [0.1]], dtype=torch.float64).log().requires_grad_()
     measured, _ = slope(Policy(W, tabular([x]), 1), [x, x], [(0,), (1,)], [0.5, 0.5])
     e.equal(-0.3, measured)
@@ -619,19 +702,25 @@ def visitors(d: Draw, *cs: Tensor) -> Iterator[tuple[list, ...]]:
     for visits in d.tree.values():
         used = [(i, t) for i, t in visits if d.adv[i]]
         if used:
-            yield used, [d.adv[i] for i, _ in used], *([c[i][t] / d.adv[i] for i, t in used] for c in numbers)
+            yield (
+                used,
+                [d.adv[i] for i, _ in used],
+                *([c[i][t] / d.adv[i] for i, t in used] for c in numbers),
+            )
 
 
 def c15(L, name, draws, e):
     """A node gets credit, wbar sum A_i, plus tax, |S_v| Cov(w, A), which is 0 for every A only if w is constant on it.
     learning tax (D)
 
-    Over the answers S_v through a node, sum w_i A_i = wbar sum A_i + sum (w_i - wbar) A_i, and the second sum is
-    |S_v| Cov(w, A). The first is what these answers earned more than their siblings: credit. The second depends on who
-    else shares the prefix and on what comes after it, not on this token: tax. A constant w has w_i - wbar = 0. For any
-    other, the advantages A = w - wbar are taxed with ||w - wbar||^2 > 0 ("left", over sum |c|). learning_tax is
-    compared as a whole, node by node (what the node gets, less its credit), for constant w, and for that worst A;
-    prefix_nodes with a dictionary of prefixes; and dfpo_min, whose weight is one constant, with 0 at every node.
+    Over the answers S_v through a node, sum w_i A_i = wbar sum A_i + sum (w_i - wbar) A_i, and the
+    second sum is |S_v| Cov(w, A). The first is what these answers earned more than their siblings:
+    credit. The second depends on who else shares the prefix and on what comes after it, not on this
+    token: tax. A constant w has w_i - wbar = 0. For any other, the advantages A = w - wbar are
+    taxed with ||w - wbar||^2 > 0 ("left", over sum |c|). learning_tax is compared as a whole, node
+    by node (what the node gets, less its credit), for constant w, and for that worst A;
+    prefix_nodes with a dictionary of prefixes; and dfpo_min, whose weight is one constant, with 0
+    at every node.
     """
     for d in draws:
         if name == "prefix_nodes":
@@ -662,7 +751,9 @@ def c15(L, name, draws, e):
         e.equal(0, L.learning_tax(d.fill((2 + d.noise) * d.rows(A)), A, d.nodes, d.mask))
         w = d.randn(d.N)
         worst = (w.view(-1, d.G) - w.view(-1, d.G).mean(1, keepdim=True)).flatten()
-        first = torch.arange(d.mask.shape[1]).expand(d.mask.shape) == 0  # a token that the whole group shares
+        first = (
+            torch.arange(d.mask.shape[1]).expand(d.mask.shape) == 0
+        )  # a token that the whole group shares
         predicted = sum(x * x for x in worst.tolist()) / sum(abs(x) for x in (w * worst).tolist())
         e.equal(predicted, L.learning_tax(d.fill(d.rows(w * worst)), worst, d.nodes, first))
         e.left(predicted)
@@ -672,29 +763,37 @@ def c16(L, name, draws, e):
     """Off-policy only plain-product, unclipped sequence weights are unbiased: cancellation is paid for with bias.
     exact enumeration (D)
 
-    E_old[s f(y)] = E_theta[f(y)] for the plain product s. With groups from the old policy and A_i = R_i - mean_j R_j,
-    E[s_i A_i grad log pi(y_i)] = (1 - 1/G) grad J - (1/G) sum_{j != i} E[s_i grad log pi(y_i)] E[R_j], and the last sum
-    is 0, because E_theta[grad log pi] = 0. On-policy s = 1, and every method with a constant normaliser has this mean
-    (over L). Off-policy the geometric root, the clip, the minimum over the group and the projection on A each break
-    E_old[s f] = E_theta[f]. Here all groups of 3 of a toy with 7 answers are enumerated, for 6 toys.
-    "left" is |E g - unbiased| / |unbiased|, off-policy; the table of the price shows the mean cosine with grad J and
-    L |E g| / |grad J|, before and after the projection of C17.
+    E_old[s f(y)] = E_theta[f(y)] for the plain product s. With groups from the old policy and A_i =
+    R_i - mean_j R_j, E[s_i A_i grad log pi(y_i)] = (1 - 1/G) grad J - (1/G) sum_{j != i} E[s_i grad
+    log pi(y_i)] E[R_j], and the last sum is 0, because E_theta[grad log pi] = 0. On-policy s = 1,
+    and every method with a constant normaliser has this mean (over L). Off-policy the geometric
+    root, the clip, the minimum over the group and the projection on A each break E_old[s f] =
+    E_theta[f]. Here all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is
+    |E g - unbiased| / |unbiased|, off-policy; the table of the price shows the mean cosine with
+    grad J and L |E g| / |grad J|, before and after the projection of C17.
     """
     prices = []
     for world in (d.all_groups for d in draws[::4]):
         unbiased = (1 - 1 / world.G) * world.exact / world.max_tokens
-        on, off = (world.batch(L, off_policy, token_mean=name == "dapo") for off_policy in (False, True))
+        on, off = (
+            world.batch(L, off_policy, token_mean=name == "dapo") for off_policy in (False, True)
+        )
         if name == "sequence_ratio":
             product, geometric = (
-                ascent(-(L.sequence_ratio(off, kind) * off.adv[:, 0]).mean() / world.max_tokens, world.policy.W)
+                ascent(
+                    -(L.sequence_ratio(off, kind) * off.adv[:, 0]).mean() / world.max_tokens,
+                    world.policy.W,
+                )
                 for kind in ("product", "geometric")
             )
             e.equal(unbiased, product)
             e.left((geometric - unbiased).norm() / unbiased.norm())
             continue
         loss_on, loss_off = (getattr(L, name)(batch, **WIDER.get(name, {})) for batch in (on, off))
-        projected = losses.exchangeable(loss_off, off.logp, off.adv[:, 0], world.nodes, world.mask)
-        g_on, g_off, g_projected = (ascent(loss, world.policy.W) for loss in (loss_on, loss_off, projected))
+        projected = losses.project(loss_off, off.logp, off.adv[:, 0], world.nodes, world.mask)
+        g_on, g_off, g_projected = (
+            ascent(loss, world.policy.W) for loss in (loss_on, loss_off, projected)
+        )
         if NORMALISER[name] == "constant":
             e.equal(unbiased, g_on)
         e.left((g_off - unbiased).norm() / unbiased.norm())
@@ -705,28 +804,35 @@ def c16(L, name, draws, e):
         e.cells = torch.tensor(prices).view(-1, 6).mean(0).tolist()
 
 
-def project(L, d: Draw, batch, loss: Tensor) -> Tensor:
-    return L.exchangeable(loss, batch.logp, torch.tensor(d.adv, dtype=torch.float64), d.nodes, d.mask)
+def projected(L, d: Draw, batch, loss: Tensor) -> Tensor:
+    return L.project(loss, batch.logp, torch.tensor(d.adv, dtype=torch.float64), d.nodes, d.mask)
 
 
 def projections(L, draws) -> Iterator[tuple]:
     """Method after method, each on its own tree: the draw, its batch and loss, the coefficients before and after.
 
-    The losses are the reference's: these claims are about `exchangeable` alone.
+    The losses are the reference's: these claims are about `project` alone.
     """
     methods = [(name, {}) for name in ALL] + [("grpo", {"kl": 0.1})]
     for d, (name, hyper) in zip(draws, itertools.cycle(methods), strict=False):
         batch = d.batch(losses, 0.6)
         loss = getattr(losses, name)(batch, **hyper)
-        yield d, batch, loss, coefficients(loss, batch), coefficients(project(L, d, batch, loss), batch)
+        yield (
+            d,
+            batch,
+            loss,
+            coefficients(loss, batch),
+            coefficients(projected(L, d, batch, loss), batch),
+        )
 
 
 def c17a(L, name, draws, e):
     """The node-mean projection of any loss has no tax at any node, fully shared or not.
     node-mean projection (D, ours)
 
-    Replace w_{i,t} by its mean wbar_v over the visitors of its node, and ascend (1/N) sum c'.detach() log pi with
-    c' = wbar_v A_i. Answers with A_i = 0 have no w; they keep their c and count nowhere.
+    Replace w_{i,t} by its mean wbar_v over the visitors of its node, and ascend (1/N) sum
+    c'.detach() log pi with c' = wbar_v A_i. Answers with A_i = 0 have no w; they keep their c and
+    count nowhere.
 
       (a) w' is constant on S_v, so Cov(w', A) = 0.
       (b) The credit wbar_v sum A_i stays: the mean of a constant is the constant.
@@ -736,7 +842,8 @@ def c17a(L, name, draws, e):
       (e) Where the whole group shares, c' = mean(w) A_i: a group constant, with the mean for the minimum.
       (f) Exchangeable methods have nothing to remove.
 
-    Min-Replace has (a) but throws the clip away; Adv-Orthogonal has neither (a) nor (d). For the bias see C16's table.
+    Min-Replace has (a) but throws the clip away; Adv-Orthogonal has neither (a) nor (d). For the
+    bias see C16's table.
     """
     for d, _, _, _, after in projections(L, draws):
         for _, A, w in visitors(d, after):
@@ -760,10 +867,10 @@ def c17c(L, name, draws, e):
     for d, batch, loss, before, after in projections(L, draws):
         for _, _, w, w_after in visitors(d, before, after):
             e.equal(sum(w), sum(w_after))
-        e.equal(after, coefficients(project(L, d, batch, project(L, d, batch, loss)), batch))
+        e.equal(after, coefficients(projected(L, d, batch, projected(L, d, batch, loss)), batch))
         other = losses.gspo(batch)
-        mixed = 2 * coefficients(project(L, d, batch, other), batch) - 3 * after
-        e.equal(mixed, coefficients(project(L, d, batch, 2 * other - 3 * loss), batch))
+        mixed = 2 * coefficients(projected(L, d, batch, other), batch) - 3 * after
+        e.equal(mixed, coefficients(projected(L, d, batch, 2 * other - 3 * loss), batch))
 
 
 def c17d(L, name, draws, e):
@@ -776,7 +883,7 @@ def c17d(L, name, draws, e):
             if len(visits) == 1:
                 kept[visits[0]] = True
         e.equal(before[kept], after[kept])
-        nothing = L.exchangeable(loss, batch.logp, torch.zeros(d.N).double(), d.nodes, d.mask)
+        nothing = L.project(loss, batch.logp, torch.zeros(d.N).double(), d.nodes, d.mask)
         e.equal(before, coefficients(nothing, batch))
 
 
@@ -799,22 +906,29 @@ def c17f(L, name, draws, e):
     for d, method in itertools.product(draws, ("reinforce", "grpo_symmetric", "dfpo_min")):
         batch = d.batch(losses, 0.6)
         loss = getattr(losses, method)(batch)
-        e.equal(coefficients(loss, batch), coefficients(project(L, d, batch, loss), batch))
+        e.equal(coefficients(loss, batch), coefficients(projected(L, d, batch, loss), batch))
 
 
 def c17g(L, name, draws, e):
     """Nodes merged by their last k tokens: still no tax at any node, merged or not; each merged node keeps its credit.
     node-mean projection, merged nodes (D, ours); derivation: C17a
 
-    A node of the prefix tree lies within one merged node, on which w' is constant: so w' is constant there, too. But
-    its credit, wbar sum A_i, is now taken at the merged mean: it stays for the merged node only, and a token that one
-    answer alone reached gives up its own weight to others like it ("left": the change of a prefix node's credit).
+    A node of the prefix tree lies within one merged node, on which w' is constant: so w' is
+    constant there, too. But its credit, wbar sum A_i, is now taken at the merged mean: it stays for
+    the merged node only, and a token that one answer alone reached gives up its own weight to
+    others like it ("left": the change of a prefix node's credit).
     """
-    for (d, batch, loss, before, _), k in zip(projections(L, draws), itertools.cycle((1, 2, 3)), strict=False):
+    for (d, batch, loss, before, _), k in zip(
+        projections(L, draws), itertools.cycle((1, 2, 3)), strict=False
+    ):
         nodes = L.prefix_nodes(d.tokens, d.mask, d.G, k)
         A = torch.tensor(d.adv, dtype=torch.float64)
-        after = coefficients(L.exchangeable(loss, batch.logp, A, nodes, d.mask), batch)
-        merged, weights, weights_after = {}, (before / A[:, None]).tolist(), (after / A[:, None]).tolist()
+        after = coefficients(L.project(loss, batch.logp, A, nodes, d.mask), batch)
+        merged, weights, weights_after = (
+            {},
+            (before / A[:, None]).tolist(),
+            (after / A[:, None]).tolist(),
+        )
         for i, y in enumerate(d.answers):
             for t in range(len(y)) if d.adv[i] else ():
                 merged.setdefault((i // d.G, ((None,) * k + y[: t + 1])[-k:]), []).append((i, t))
@@ -827,7 +941,12 @@ def c17g(L, name, draws, e):
 
 
 # What is left at a fully shared token, regime by regime: 0 nothing, x something.
-REGIMES = ("on-policy, equal T_i", "on-policy, unequal T_i", "off-policy, inside the clip", "off-policy, outside it")
+REGIMES = (
+    "on-policy, equal T_i",
+    "on-policy, unequal T_i",
+    "off-policy, inside the clip",
+    "off-policy, outside it",
+)
 AUDIT = {
     "reinforce": "0000",
     "grpo": "0x0x",
@@ -841,7 +960,7 @@ AUDIT = {
     "token_grpo": "000x",
     "lopti_low": "000x",
     "lopti_high": "000x",
-    "exchangeable": "0000",
+    "project": "0000",
 }
 
 
@@ -849,10 +968,11 @@ def audit(L, name, draws, e):
     """What each method leaves at a token that the whole group shares, in four regimes.
     C2..C12 and C17 together (D)
 
-    The mean over all draws of |sum_i c_i| / sum_i |c_i| at fully shared nodes: 0 = the answers cancel, 1 = all push the
-    same way. Off-policy the answers of a group are equally long, so that C8 does not mix in. GSPO gets the clip range
-    0.2/0.28: its own is made for long answers; lopti_high gets eta 0, so that it takes every token. The row
-    "exchangeable" puts one method after another through the projection of C17.
+    The mean over all draws of |sum_i c_i| / sum_i |c_i| at fully shared nodes: 0 = the answers
+    cancel, 1 = all push the same way. Off-policy the answers of a group are equally long, so that
+    C8 does not mix in. GSPO gets the clip range 0.2/0.28: its own is made for long answers;
+    lopti_high gets eta 0, so that it takes every token. The row "project" puts one method after
+    another through the projection of C17.
     """
     methods = itertools.cycle(ALL)
     for k, (spread, offset) in enumerate(((0, 0), (0, 0), (0.15, 0), (0.3, 0.35))):
@@ -860,10 +980,10 @@ def audit(L, name, draws, e):
         for d in draws:
             if d.equal_lengths == (k == 1):
                 continue
-            source, method = (losses, next(methods)) if name == "exchangeable" else (L, name)
+            source, method = (losses, next(methods)) if name == "project" else (L, name)
             batch = d.batch(source, spread, offset)
             loss = getattr(source, method)(batch, **WIDER.get(method, {}))
-            c = coefficients(project(L, d, batch, loss) if name == "exchangeable" else loss, batch)
+            c = coefficients(projected(L, d, batch, loss) if name == "project" else loss, batch)
             for _, rows, t in d.at_shared():
                 size = float(c[list(rows), t].abs().sum())
                 left += [abs(float(c[list(rows), t].sum())) / size] if size else []

@@ -1,4 +1,5 @@
-"""What runs leave, read back: curves, what they come to, and honest statistics over seeds. Standard library only.
+"""What runs leave, read back: curves, what they come to, and honest statistics over seeds. Standard
+library only.
 
     python curves.py RUN ...   the table of run directories, or of all in a directory of them, such as runs/compare
 
@@ -29,8 +30,8 @@ from cli import Parser, fail
 KAPPA, TAIL, SMOOTH = 0.8, 10, 5
 # Fields of a config that do not make it another experiment.
 APART = ("seed", "name", "out", "resume", "starts", "threads", "device", "micro_rows", "save_every")
-# A colour per method in every picture: Okabe and Ito's, safe for the colour-blind, and a grey. Shared by methods that
-# are seldom drawn together; line style and marker tell those apart.
+# A colour per method in every picture: Okabe and Ito's, safe for the colour-blind, and a grey.
+# Shared by methods that are seldom drawn together; line style and marker tell those apart.
 PALETTE = {
     "#000000": "reinforce ar-lopti",
     "#E69F00": "grpo",
@@ -44,7 +45,23 @@ PALETTE = {
 }
 COLOURS = {method: colour for colour, methods in PALETTE.items() for method in methods.split()}
 MARKERS = "osv^D<>pX"
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+T_975 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+)
 
 
 @dataclass
@@ -59,7 +76,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return bool(self.lines) and self.lines[-1]["step"] == self.config.get("steps", self.lines[-1]["step"])
+        return bool(self.lines) and self.lines[-1]["step"] == self.config.get(
+            "steps", self.lines[-1]["step"]
+        )
 
     @property
     def evaluations(self) -> list[dict]:
@@ -67,20 +86,27 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The method, with +ex or +exK where it is projected."""
+        """The method, with +proj or +projK where it is projected."""
         config = self.config
-        return config["method"] + (f"+ex{config.get('context') or ''}" if config.get("exchangeable") else "")
+        return config["method"] + (
+            f"+proj{config.get('context') or ''}" if config.get("project") else ""
+        )
 
 
 def read_run(folder: str | Path) -> Run:
-    """Raises ValueError, saying what is wrong, where the folder holds no run. A cut-off last line is left out."""
+    """Raises ValueError, saying what is wrong, where the folder holds no run. A cut-off last line
+    is left out."""
     lines, metrics = [], Path(folder) / "metrics.jsonl"
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["config"]
-        texts = metrics.read_text().splitlines() if metrics.exists() else []  # a run in its warm start has none yet
+        texts = (
+            metrics.read_text().splitlines() if metrics.exists() else []
+        )  # a run in its warm start has none yet
         config["method"], config["seed"]
     except (OSError, ValueError, LookupError, TypeError):
-        raise ValueError(f"{folder} is not a run; expected run directories, such as runs/*") from None
+        raise ValueError(
+            f"{folder} is not a run; expected run directories, such as runs/*"
+        ) from None
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
@@ -103,10 +129,16 @@ def read_runs(paths: list[str]) -> list[Run]:
 
 
 def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
-    """label -> seed -> run. A label is the method, and whatever else the groups differ in. Raises ValueError."""
+    """label -> seed -> run. A label is the method, and whatever else the groups differ in. Raises
+    ValueError."""
     if not runs:
         raise ValueError("there is no finished run among these")
-    shared = set.intersection(*(set(run.config) for run in runs)) - {*APART, "method", "exchangeable", "context"}
+    shared = set.intersection(*(set(run.config) for run in runs)) - {
+        *APART,
+        "method",
+        "project",
+        "context",
+    }
     differ = [k for k in sorted(shared) if len({json.dumps(run.config[k]) for run in runs}) > 1]
     groups: dict[str, dict[int, Run]] = {}
     for run in runs:
@@ -120,10 +152,16 @@ def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
 
 
 def plain(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else " ".join(value) if isinstance(value, list) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else " ".join(value)
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
-# ---------------------------------------------------------------- what a run comes to
+# ---------------- what a run comes to
 
 
 def mean(values) -> float:
@@ -133,7 +171,8 @@ def mean(values) -> float:
 
 
 def steps_to(rewards: list[float], kappa: float) -> int:
-    """First step (1 ...) whose mean with the 4 before it reaches kappa; one more than there are if none does."""
+    """First step (1 ...) whose mean with the 4 before it reaches kappa; one more than there are if
+    none does."""
     for t in range(SMOOTH, len(rewards) + 1):
         if sum(rewards[t - SMOOTH : t]) / SMOOTH >= kappa:
             return t
@@ -141,18 +180,22 @@ def steps_to(rewards: list[float], kappa: float) -> int:
 
 
 def jitter(rewards: list[float]) -> float:
-    return mean(abs(c - 2 * b + a) for a, b, c in zip(rewards, rewards[1:], rewards[2:], strict=False))
+    return mean(
+        abs(c - 2 * b + a) for a, b, c in zip(rewards, rewards[1:], rewards[2:], strict=False)
+    )
 
 
 def shares(line: dict, kind: str) -> dict[str, float]:
-    """The probabilities of the openers (forms), made to add up to 1; empty where one is not a number."""
+    """The probabilities of the openers (forms), made to add up to 1; empty where one is not a
+    number."""
     found = {k: v for k, v in line.items() if k.startswith(kind + " ")}
     total = sum(found.values())
     return {k: v / total for k, v in found.items()} if total > 0 else {}
 
 
 def moved(first: dict, now: dict, kind: str) -> float:
-    """KL(now || first) between two evaluations, in nats; nan where one of them lacks an opener (form)."""
+    """KL(now || first) between two evaluations, in nats; nan where one of them lacks an opener
+    (form)."""
     p, q = shares(now, kind), shares(first, kind)
     if not p or p.keys() != q.keys():
         return math.nan
@@ -191,7 +234,7 @@ def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
     }
 
 
-# ---------------------------------------------------------------- statistics over seeds
+# ---------------- statistics over seeds
 
 
 def quantile(n: int) -> float:
@@ -210,8 +253,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 def bootstrap(differences: list[float], draws: int = 10_000) -> tuple[float, float, float]:
     """Mean of the pairs' differences, and the 95 % interval of that mean over resampled pairs.
 
-    Plain percentiles of so few pairs would cover 85 % (5 pairs) or 90 % (10): they are taken further out, as Student's
-    t and the factor n/(n-1) ask for (Hesterberg 2015, the expanded percentile interval).
+    Plain percentiles of so few pairs would cover 85 % (5 pairs) or 90 % (10): they are taken
+    further out, as Student's t and the factor n/(n-1) ask for (Hesterberg 2015, the expanded
+    percentile interval).
     """
     values, rng = [v for v in differences if math.isfinite(v)], random.Random(0)
     n = len(values)
@@ -226,14 +270,24 @@ def digits(name: str) -> int:
     return 1 if name.startswith("Steps") else 0 if name == "k tokens" else 3
 
 
-def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pairs: tuple | None = None) -> str:
-    """Both tables, in Markdown, of all columns or `only` those named; pairs: (label, base) of the differences to show.
+def table(
+    groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pairs: tuple | None = None
+) -> str:
+    """Both tables, in Markdown, of all columns or `only` those named; pairs: (label, base) of the
+    differences to show.
 
     Raises ValueError for a run without a step.
     """
-    found = {label: {seed: outcome(run, kappa) for seed, run in runs.items()} for label, runs in groups.items()}
+    found = {
+        label: {seed: outcome(run, kappa) for seed, run in runs.items()}
+        for label, runs in groups.items()
+    }
     everything = [o for runs in found.values() for o in runs.values()]
-    columns = [c for c in everything[0] if (c in only or not only) and any(math.isfinite(o[c]) for o in everything)]
+    columns = [
+        c
+        for c in everything[0]
+        if (c in only or not only) and any(math.isfinite(o[c]) for o in everything)
+    ]
 
     def row(first: str, seeds, cells) -> str:
         return f"| {first} | {seeds} | {' | '.join('' if 'nan' in x else x for x in cells)} |"
@@ -242,31 +296,54 @@ def table(groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pair
         values = [o[c] for o in outcomes if not math.isnan(o[c])]
         middle, half = interval(values)
         some = f" ({len(values)})" if len(values) < len(outcomes) else ""
-        return f"{middle:.{digits(c)}f}" + (f" +- {half:.{digits(c)}f}" if math.isfinite(half) else "") + some
+        return (
+            f"{middle:.{digits(c)}f}"
+            + (f" +- {half:.{digits(c)}f}" if math.isfinite(half) else "")
+            + some
+        )
 
     def less(c: str, label: str, base: str, seeds: list[int]) -> str:
         pairs = [found[label][s][c] - found[base][s][c] for s in seeds]
         pairs = [x for x in pairs if math.isfinite(x)]
         middle, low, high = (f"{x:+.{digits(c)}f}" for x in bootstrap(pairs))
         star = "*" if len(pairs) >= 5 and (float(low) > 0 or float(high) < 0) else ""
-        return f"{middle} [{low}, {high}]{star}" + (f" ({len(pairs)})" if len(pairs) < len(seeds) else "")
+        return f"{middle} [{low}, {high}]{star}" + (
+            f" ({len(pairs)})" if len(pairs) < len(seeds) else ""
+        )
 
     rule = "|---|" + "---:|" * (len(columns) + 1)
     lines = [row("method", "seeds", columns), rule]
-    lines += [row(label, len(runs), [means(c, runs.values()) for c in columns]) for label, runs in found.items()]
+    lines += [
+        row(label, len(runs), [means(c, runs.values()) for c in columns])
+        for label, runs in found.items()
+    ]
     base, *others = found
     rows = []
     for label, base in pairs if pairs is not None else [(label, base) for label in others]:
         seeds = sorted(found.get(label, {}).keys() & found.get(base, {}).keys())
         if len(seeds) > 1:
-            rows.append(row(f"{label} less {base}", len(seeds), [less(c, label, base, seeds) for c in columns]))
-    return "\n".join(lines + ["", row("paired by seed", "seeds", columns), rule] * bool(rows) + rows)
+            rows.append(
+                row(
+                    f"{label} less {base}",
+                    len(seeds),
+                    [less(c, label, base, seeds) for c in columns],
+                )
+            )
+    return "\n".join(
+        lines + ["", row("paired by seed", "seeds", columns), rule] * bool(rows) + rows
+    )
 
 
 def main(argv: list[str] | None = None):
-    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="runs, or directories of runs")
-    parser.add_argument("--base", metavar="ROW", help="the row that the others are compared with (default: the first)")
+    parser.add_argument(
+        "--base",
+        metavar="ROW",
+        help="the row that the others are compared with (default: the first)",
+    )
     options = parser.parse_args(argv)
     try:
         runs = read_runs(options.runs)

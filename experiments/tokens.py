@@ -1,4 +1,5 @@
-"""Training reward at equal numbers of generated tokens: python bench/tokens.py BUDGETS RUN ...
+"""Training reward at equal numbers of generated tokens: python experiments/tokens.py BUDGETS RUN
+...
 
 BUDGETS: thousands of tokens, with commas, such as 50,100,200. Corrections count like any other token. A run's reward at
 a budget is the mean of the 5 steps around it. One row a method and learning rate: mean over its seeds +- half the 95 %
@@ -12,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from curves import Run, interval, read_runs  # noqa: E402
+from experiments.curves import Run, interval, read_runs  # noqa: E402
 
 
 def rewards_at(run: Run, budgets: list[float]) -> tuple[str, int, list[float]]:
@@ -22,7 +23,9 @@ def rewards_at(run: Run, budgets: list[float]) -> tuple[str, int, list[float]]:
         cost.append(spent + generated / 2)  # the middle of the step
         spent += generated
     if max(budgets) * 1000 > spent:
-        raise ValueError(f"{run.folder} generated {spent} tokens, fewer than {max(budgets):g} thousand")
+        raise ValueError(
+            f"{run.folder} generated {spent} tokens, fewer than {max(budgets):g} thousand"
+        )
     found = []
     for budget in budgets:
         at = min(range(len(steps)), key=lambda i: abs(cost[i] - 1000 * budget))
@@ -34,7 +37,10 @@ def rewards_at(run: Run, budgets: list[float]) -> tuple[str, int, list[float]]:
 
 def line(name: str, runs: list[list[float]]) -> str:
     columns = [*zip(*runs, strict=True), [statistics.mean(run) for run in runs]]
-    cells = ["{:.3f} +- {:.3f}".format(*interval(list(column))).replace(" +- nan", "") for column in columns]
+    cells = [
+        "{:.3f} +- {:.3f}".format(*interval(list(column))).replace(" +- nan", "")
+        for column in columns
+    ]
     return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
 
 

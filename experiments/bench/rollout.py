@@ -1,4 +1,5 @@
-"""Our rollout against transformers' generate(), same model, same sampling: python bench/rollout.py [--cases a b] ...
+"""Our rollout against transformers' generate(), same model, same sampling: python
+experiments/bench/rollout.py [--cases a b] ...
 
 a: the toy's shape. b: GSM8K's on a CPU. c: Qwen2.5-0.5B's architecture with random weights, for --device cuda (not run
 yet). An answer ends where a fixed draw of geometric lengths, cut at the cap, says: an output layer in front of the
@@ -13,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from bench.timing import ratio, turns
-from model import autocast, rollout
+from experiments.bench.timing import ratio, turns
+from llm.policy import autocast, rollout
 
 EOS, GROUP = 1, 8
 
@@ -44,7 +45,8 @@ CASES = {
 
 
 class Ends(nn.Module):
-    """An output layer that ends answer i at its lengths[i]-th token. Its rows: all answers, or those not yet ended."""
+    """An output layer that ends answer i at its lengths[i]-th token. Its rows: all answers, or
+    those not yet ended."""
 
     def __init__(self, head: nn.Module, lengths: Tensor):
         super().__init__()
@@ -62,13 +64,24 @@ class Ends(nn.Module):
 
 def architecture(case: Case):
     if case.width == 896:
-        shape = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=case.layers, num_attention_heads=14)
-        config = Qwen2Config(vocab_size=case.vocab, num_key_value_heads=2, tie_word_embeddings=True, **shape)
+        shape = dict(
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=case.layers,
+            num_attention_heads=14,
+        )
+        config = Qwen2Config(
+            vocab_size=case.vocab, num_key_value_heads=2, tie_word_embeddings=True, **shape
+        )
         return Qwen2ForCausalLM(config)
-    shape = dict(n_layer=case.layers, n_embd=case.width, n_head=4, activation_function="gelu_pytorch_tanh")
+    shape = dict(
+        n_layer=case.layers, n_embd=case.width, n_head=4, activation_function="gelu_pytorch_tanh"
+    )
     shape |= dict(n_positions=max(1024, case.prompt + case.cap))
     shape |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # we never drop out; TRL would
-    return GPT2LMHeadModel(GPT2Config(vocab_size=case.vocab, bos_token_id=None, eos_token_id=EOS, **shape))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=case.vocab, bos_token_id=None, eos_token_id=EOS, **shape)
+    )
 
 
 def build(case: Case, device: str):
@@ -76,7 +89,12 @@ def build(case: Case, device: str):
     model = architecture(case)
     model.generation_config.update(eos_token_id=EOS, pad_token_id=0)
     gen = torch.Generator().manual_seed(0)
-    lengths = torch.empty(case.prompts * GROUP).geometric_(1 / case.mean, generator=gen).long().clamp(max=case.cap)
+    lengths = (
+        torch.empty(case.prompts * GROUP)
+        .geometric_(1 / case.mean, generator=gen)
+        .long()
+        .clamp(max=case.cap)
+    )
     prompts = torch.randint(2, case.vocab, (case.prompts, case.prompt), generator=gen).tolist()
     return model.to(device).eval(), prompts, lengths.to(device)
 
@@ -93,14 +111,22 @@ def theirs(model, prompts: list[list[int]], cap: int, seed: int, processors=()) 
     sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=GROUP)
     sampling |= dict(logits_processor=[*processors], max_new_tokens=cap)
     with autocast(model.device):
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **sampling)[:, ids.shape[1] :]
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **sampling)[
+            :, ids.shape[1] :
+        ]
 
 
 def floor(model, case: Case, lengths: Tensor) -> float:
-    """Seconds to read bf16 weights once a step, and each answer's bf16 keys and values once a token."""
+    """Seconds to read bf16 weights once a step, and each answer's bf16 keys and values once a
+    token."""
     config, size = model.config, sum(p.numel() for p in model.parameters())
     head = config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", config.num_attention_heads) * head
+    per_token = (
+        2
+        * config.num_hidden_layers
+        * getattr(config, "num_key_value_heads", config.num_attention_heads)
+        * head
+    )
     cached = (case.prompt * lengths + lengths * (lengths + 1) // 2).sum().item()
     x = torch.empty(2**28, dtype=torch.uint8, device=model.device)
     copy = median(turns({"copy": x.clone}, 10, model.device.type)["copy"])
@@ -125,7 +151,9 @@ def compare(case: Case, rounds: int, device: str) -> tuple[dict, int, int]:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=["a", "b"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cap", type=int, help="another cap, for a quick look")
@@ -135,8 +163,13 @@ def main(argv: list[str] | None = None):
         case = replace(CASES[name], cap=args.cap or CASES[name].cap)
         seconds, tokens, longest = compare(case, args.rounds, args.device)
         times = ", ".join(f"{side} {median(x):.3f} s" for side, x in seconds.items())
-        print(f"{name}: {case.prompts * GROUP} answers, {tokens} tokens, longest {longest}: {times},", end=" ")
-        print(f"theirs / ours {ratio(seconds['theirs'], seconds['ours']):.2f} (median of {args.rounds})")
+        print(
+            f"{name}: {case.prompts * GROUP} answers, {tokens} tokens, longest {longest}: {times},",
+            end=" ",
+        )
+        print(
+            f"theirs / ours {ratio(seconds['theirs'], seconds['ours']):.2f} (median of {args.rounds})"
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python train.py --method grpo,gspo,dfpo-min --seeds 5 [any other flag of train.py]
 
-NAME+ex is the method under --exchangeable, NAME+exK also under --context K. As many runs go at once as there are cores
+NAME+proj is the method under --project, NAME+projK also under --context K. As many runs go at once as there are cores
 (on a GPU one), each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"), with what it printed
 in .logs beside it. The same command again goes on where it was cut off. At the end: the table of curves.py. Every flag
 but the method is the same for all, so choose learning rates first, on other seeds.
@@ -30,14 +30,16 @@ from tqdm import tqdm
 
 from cli import Parser, fail
 from config import Config, parse
-from curves import APART, grouped, read_run, table
+from experiments.curves import APART, grouped, read_run, table
 
 
 def wanted(argv: list[str]) -> bool:
     """Whether these arguments of train.py ask for more than one run."""
     values = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--method"]
     values += [a.partition("=")[2] for a in argv if a.startswith("--method=")]
-    return any(a.partition("=")[0] == "--seeds" for a in argv) or any("," in v or "+" in v for v in values)
+    return any(a.partition("=")[0] == "--seeds" for a in argv) or any(
+        "," in v or "+" in v for v in values
+    )
 
 
 def runs_of(argv: list[str]) -> dict[Path, list[str]]:
@@ -56,13 +58,13 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
     folder, found = Path(given.out) / given.name, {}
     smaller = ["--micro-rows", given.micro_rows] if given.micro_rows else []
     for variant in given.method.split(","):
-        method, _, context = variant.partition("+ex")
+        method, _, context = variant.partition("+proj")
         if variant != method and not re.fullmatch(r"([1-9][0-9]*)?", context):
-            fail(f"--method {variant}: expected NAME, NAME+ex or NAME+exK with K from 1")
+            fail(f"--method {variant}: expected NAME, NAME+proj or NAME+projK with K from 1")
         for seed in range(given.seed, given.seed + given.seeds):
             args = ["--method", method, "--seed", str(seed), "--out", str(folder), *smaller, *rest]
             args += ["--starts", given.starts or str(folder / ".starts")]
-            args += ["--exchangeable"] if variant != method else []
+            args += ["--project"] if variant != method else []
             args += ["--context", context] if context else []
             run = folder / f"{variant}-s{seed}"
             if run in found:
@@ -75,19 +77,23 @@ def runs_of(argv: list[str]) -> dict[Path, list[str]]:
 
 
 def go_on(run: Path, asked: Config, smaller: list[str]) -> list[str]:
-    """The arguments that finish an unfinished run; none if it is finished. One made with other flags is refused."""
+    """The arguments that finish an unfinished run; none if it is finished. One made with other
+    flags is refused."""
     try:
         made = read_run(run)
     except ValueError:
         fail(f"{run} is in the way: it is no run; remove it, or choose another --name")
     for key, value in json.loads(json.dumps(asdict(asked))).items():
         if key not in APART and (was := made.config.get(key)) != value:
-            fail(f"{run} was made with {key} {was}, not {value}; another experiment needs another --name")
+            fail(
+                f"{run} was made with {key} {was}, not {value}; another experiment needs another --name"
+            )
     return [] if made.finished else ["--resume", str(run), *smaller]
 
 
 def one(train: Callable, run: Path, args: list[str]) -> str:
-    """A run, in a process of its own, which prints into a file. Returns what went wrong, if anything."""
+    """A run, in a process of its own, which prints into a file. Returns what went wrong, if
+    anything."""
     log = run.parent / ".logs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush(), sys.stderr.flush()
@@ -99,7 +105,13 @@ def one(train: Callable, run: Path, args: list[str]) -> str:
         if end.code:
             sys.stdout.flush(), sys.stderr.flush()
             lines = log.read_text().strip().splitlines()
-            return end.code if isinstance(end.code, str) else lines[-1] if lines else f"exit code {end.code}"
+            return (
+                end.code
+                if isinstance(end.code, str)
+                else lines[-1]
+                if lines
+                else f"exit code {end.code}"
+            )
     except KeyboardInterrupt:
         return "interrupted"
     except Exception as error:  # one run's misfortune, such as a full GPU, is not the others'
@@ -130,7 +142,9 @@ def at_once(config: Config) -> int:
     """How many runs there are cores for; on a GPU, or where a run takes all cores, one."""
     if config.device != "cpu" and torch.cuda.is_available() or not config.threads:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, cores // config.threads)
 
 
@@ -144,7 +158,9 @@ def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> lis
     with ProcessPoolExecutor(workers, mp_context=context, initializer=leave_with_parent) as pool:
         try:
             while left or futures:
-                while left and len(futures) < workers:  # not all at once: the pool's queue cannot be taken back
+                while (
+                    left and len(futures) < workers
+                ):  # not all at once: the pool's queue cannot be taken back
                     run = next(iter(left))
                     futures[run] = pool.submit(one, train, run, left.pop(run))
                 time.sleep(0.2)
@@ -160,10 +176,14 @@ def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> lis
                         problems += [f"{run}: {future.result()}"] if future.result() else []
                         tqdm.write(f"{run}: {made(run)} steps")
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs finish their step and save; the pool waits for them
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # the runs finish their step and save; the pool waits for them
             sys.exit("stopped; the same command goes on from here")
         except BrokenProcessPool:
-            sys.exit("error: a run's process was killed, perhaps for memory; the same command goes on from here")
+            sys.exit(
+                "error: a run's process was killed, perhaps for memory; the same command goes on from here"
+            )
     return problems
 
 
