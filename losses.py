@@ -686,7 +686,9 @@ class Method:
         None  # (N, T) advantages, OldPolicy -> (N, T) advantages; once per rollout batch
     )
     needs_hidden: bool = False  # whether credit reads OldPolicy.hidden and OldPolicy.head
-    repair: bool = False  # whether wrong answers are corrected in a second rollout: shaped rewards, OldPolicy.kept_mask
+    # (N,) rewards, (N,) bool repaired -> (N,) shaped rewards; wrong answers are then corrected in a
+    # second rollout, which also fills OldPolicy.kept_mask
+    repair: Callable[..., Tensor] | None = None
 
 
 METHODS: dict[str, Method] = {
@@ -704,7 +706,7 @@ METHODS: dict[str, Method] = {
     "advantage-reweighting": Method((token_grpo,), credit=advantage_reweighting),
     "lopti": Method((lopti_low, lopti_high)),
     "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
-    "ibpo": Method((grpo,), credit=ibpo, repair=True),
+    "ibpo": Method((grpo,), credit=ibpo, repair=shaped_rewards),
 }
 
 

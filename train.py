@@ -1,49 +1,59 @@
-"""Group-relative RL for a language model: the training loop, from the first update to main.
+"""Group-relative RL for a language model, as one script that reads from top to bottom.
 
-update -> evaluate -> warm start -> training step -> main, in this order. The policy (loading, rollout, scoring) is in
-model.py, the knobs in config.py, the methods in losses.py, the tasks in toy/arithmetic.py and gsm8k.py; runs.py writes
-what a run leaves. `python train.py` needs no GPU and no download; `python train.py --help` lists every knob.
+config -> main -> sample -> score -> learn -> update -> diagnose -> evaluate -> warm start
+
+A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
+compared with the others to its prompt. A loss of losses.py says what that means for every token.
+
+`python train.py` needs no GPU and no download; `python train.py --help` lists every flag. To follow
+a step, this file and losses.py are enough: llm/policy.py loads the model and makes sampling and
+scoring fast, llm/runs.py keeps the files of a run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from cli import fail
-from config import Config, hyperparameters, parse, pick
-from experiments.compare import compare, wanted
-from llm.gsm8k import GSM8K
-from llm.policy import Rows, apart, load_model, make_rows, pieces, rng, rollout, score, score_all
+from llm import bind, fail, given_flags
+from llm.policy import (
+    ROUNDING,
+    Policy,
+    Rows,
+    length_buckets,
+    make_rows,
+    output_logits,
+    read_prompts,
+    token_log_probs,
+)
 from llm.runs import (
-    LOGS,
-    default_name,
-    lock,
-    new_run,
-    newest_checkpoint,
-    record,
-    restore,
+    Run,
+    adamw,
+    open_run,
     save,
-    start_file,
+    save_start,
+    saved_config,
+    start_policy,
     stop_at_bad_numbers,
     summary,
-    write_config,
 )
 from losses import (
     METHODS,
     Batch,
+    Method,
     OldPolicy,
     group_advantages,
     k3,
@@ -51,548 +61,698 @@ from losses import (
     learning_tax,
     prefix_nodes,
     project,
-    shaped_rewards,
     token_coefficients,
 )
-from toy.arithmetic import Arithmetic
 
-# ---------------- update
-
-
-def adamw(model, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+# ---------------- config: every knob, its default (the toy) and its meaning
 
 
-def update(
-    model, optimizer, loss_fn, rows: Rows, batch: Batch, config: Config
-) -> tuple[Tensor, float]:
-    """One optimiser step. Returns the token coefficients (N, T) and the gradient norm.
+def knob(default, help: str, choices: tuple | None = None):
+    """A field that is a flag: HfArgumentParser hands its metadata on to argparse."""
+    metadata = {"help": help} | ({"choices": choices} if choices else {})
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
-    The loss is taken on the whole batch as a function of its (N, T) log-probs, a small matrix; its
-    gradient there is then carried through the model, in pieces of micro_rows unless the batch's
-    graph is at hand. So any loss, however it couples the rows, has exactly the gradient of the
-    unsplit batch, and the token coefficients that the meter wants are there for free.
+
+@dataclass
+class Config:
+    task: str = knob("arithmetic", "what to learn", ("arithmetic", "gsm8k"))
+    method: str = knob("grpo", "which loss of losses.py", tuple(METHODS))
+    hyper: list[str] = knob([], "hyperparameters of the method: NAME=VALUE ..., as in eps_high=0.3")
+    project: bool = knob(False, "project the loss: no learning tax on shared tokens (claim C17)")
+    model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
+    layers: int = knob(1, "layers of the scratch model")
+    width: int = knob(64, "hidden size of the scratch model, a multiple of 8")
+    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
+    skip_bad_lines: bool = knob(False, "leave out malformed lines of the data, and say how many")
+    train_items: int = knob(0, "train on so many problems, the shortest solutions first; 0: all")
+    threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
+    device: str = knob("auto", "where the model lives", ("auto", "cpu", "cuda"))
+    seed: int = knob(0, "seed of everything random")
+    warm_steps: int = knob(700, "supervised steps on the task's demonstrations before RL")
+    warm_rows: int = knob(64, "demonstrations per supervised step")
+    warm_lr: float = knob(6e-3, "learning rate of the supervised steps")
+    steps: int = knob(60, "rollout batches; 0: only the warm start")
+    prompts: int = knob(32, "prompts per rollout batch")
+    group_size: int = knob(8, "G, answers per prompt")
+    max_tokens: int = knob(26, "L, the longest answer in tokens")
+    temperature: float = knob(1.0, "sampling temperature, also inside every log-prob")
+    epochs: int = knob(1, "passes over a rollout batch")
+    minibatches: int = knob(4, "optimiser batches per epoch, of whole groups; 1: one for all")
+    micro_rows: int = knob(64, "rows whose activations are held at once: memory, not results")
+    lr: float = knob(1e-3, "learning rate of AdamW")
+    schedule: str = knob("linear", "learning rate over the run", ("constant", "linear"))
+    grad_clip: float = knob(1.0, "largest gradient norm")
+    repair_references: int = knob(1, "siblings shown beside a wrong answer to be corrected (ibpo)")
+    reference: bool = knob(True, "keep the start policy, for the KL to it (memory: one more model)")
+    eval_every: int = knob(20, "steps between evaluations, each with a checkpoint")
+    eval_items: int = knob(200, "held-out items per evaluation")
+    eval_samples: int = knob(4, "k of pass@k: samples per held-out item")
+    out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
+    resume: str = knob("", "a run directory to resume; only --steps and --micro-rows may change")
+
+    @cached_property
+    def chosen_method(self) -> Method:
+        """The method with its hyperparameters. ValueError for what it does not take."""
+        if bad := [text for text in self.hyper if "=" not in text]:
+            raise ValueError(f"{bad[0]}: NAME=VALUE is expected, such as eps_high=0.3")
+        chosen = dict(text.split("=", 1) for text in self.hyper)
+        return bind(self.method, chosen, self.reference)
+
+
+# Where GSM8K's defaults differ from the toy's, above: a model of the hub, and one from scratch.
+GSM8K_HUB = {
+    **dict(model="Qwen/Qwen2.5-0.5B-Instruct", threads=0, warm_steps=0, steps=200, prompts=16),
+    **dict(max_tokens=512, minibatches=1, micro_rows=8, lr=1e-6, eval_samples=1),
+}
+GSM8K_SCRATCH = {
+    **dict(layers=2, width=128, train_items=32, max_tokens=48, warm_steps=45, warm_rows=16),
+    **dict(warm_lr=3e-3, minibatches=1, lr=5e-4, eval_every=30, eval_samples=1),
+}
+ONE_OR_MORE = (
+    "layers",
+    "warm_rows",
+    "prompts",
+    "max_tokens",
+    "epochs",
+    "minibatches",
+    "micro_rows",
+)
+ONE_OR_MORE += ("repair_references", "eval_every", "eval_items", "eval_samples")
+LOWEST = {"group_size": 2, "temperature": 1e-3, "grad_clip": 1e-12} | dict.fromkeys(ONE_OR_MORE, 1)
+
+
+def parse(argv: list[str]) -> Config:
+    """Flags -> Config. A mistake ends here in one line, before anything heavy is imported."""
+    presets = {"--task gsm8k": GSM8K_HUB, "--task gsm8k --model scratch": GSM8K_SCRATCH}
+    given = given_flags(Config, __doc__.splitlines()[0], presets, argv)
+    for key in ("data", "model"):  # a resumed run may start in another directory
+        if given.get(key, "scratch") != "scratch" and Path(given[key]).exists():
+            given[key] = str(Path(given[key]).resolve())
+    preset = {}
+    if "resume" in given:
+        preset = saved_config(given, Config())
+    elif given.get("task") == "gsm8k":
+        preset = GSM8K_SCRATCH if given.get("model") == "scratch" else GSM8K_HUB
+    config = Config(**preset | given)
+    check(config)
+    now = time.strftime("%Y%m%d-%H%M%S")
+    config.out = config.out or f"runs/{config.task}-{config.method}-s{config.seed}-{now}"
+    return config
+
+
+def check(config: Config):
+    """Refuse what cannot work."""
+    for name, value in vars(config).items():
+        low = LOWEST.get(name, 0)
+        if isinstance(value, (int, float)) and not low <= value < math.inf:
+            flag = "--" + name.replace("_", "-")
+            fail(f"{flag} {value}: must be a finite number, at least {low}")
+    try:
+        assert config.chosen_method
+    except ValueError as error:
+        fail(f"--hyper: {error}")
+    if config.prompts % config.minibatches:
+        fail(f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}")
+    if config.width % 8:
+        fail(f"--width {config.width}: must be a multiple of 8")
+    if config.project and any(text.startswith("kl=") for text in config.hyper):
+        fail("--project would average the KL term away with the rest; it goes without --hyper kl")
+    if (shown := config.repair_references) >= config.group_size:
+        fail(f"--repair-references {shown}: an answer has --group-size - 1 siblings")
+    if config.data and config.task != "gsm8k":
+        fail(f"--data {config.data}: only --task gsm8k reads data")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch finds no CUDA device; accepted: auto, cpu")
+    if len(Path(config.out).name.encode()) > 200 or "\0" in config.out:
+        fail(f"--out {config.out[:20]!r}...: a name of at most 200 bytes is accepted")
+    if config.out and not config.resume and Path(config.out).exists():
+        fail(f"--out {config.out} exists; choose another, or --resume it")
+
+
+# ---------------- main: one step after another
+
+
+def main(argv: list[str] | None = None):
+    config = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        train(config)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        less = "--micro-rows (also beside --resume), --prompts, --max-tokens, --warm-rows"
+        fail(f"{reason}; what helps: less of {less}; --no-reference")
+
+
+def train(config: Config):
+    """A whole run, or what is left of a resumed one."""
+    torch.set_num_threads(config.threads or os.cpu_count())
+    task = load_task(config)
+    with open_run(config, task) as run:
+        if not run.steps_done:
+            begin(run, task, config)
+        policy, reference = run.policy, start_policy(run, task, config)
+        batches = prompt_batches(task, config)
+        run.finish_step_on_interrupt()
+        left = range(run.steps_done + 1, config.steps + 1)
+        for step in tqdm(left, "RL", initial=run.steps_done, total=config.steps, disable=None):
+            clock = [time.perf_counter()]
+            answers = sample(policy, task, batches[step - 1], step, config)  # 1. G to each prompt
+            clock.append(time.perf_counter())
+            scored = score(policy, reference, answers, config)  # 2. log-probs, advantages, credit
+            clock.append(time.perf_counter())
+            try:
+                updates = learn(policy, run.optimizer, scored, step, config)  # 3. loss -> gradient
+            except FloatingPointError as error:
+                stop_at_bad_numbers(run.folder, step, error)
+            metrics = diagnose(policy, answers, scored, updates, config)
+            clock.append(time.perf_counter())
+            metrics |= {"step": step, "lr": run.optimizer.param_groups[0]["lr"]}
+            names = ("rollout_s", "score_s", "update_s")
+            metrics |= {k: b - a for k, a, b in zip(names, clock, clock[1:], strict=False)}
+            last = step == config.steps
+            evaluation = None
+            if last or step % config.eval_every == 0:
+                evaluation = evaluate(policy, task, config)
+            record(run.folder, metrics, evaluation, show=last)
+            if evaluation or run.interrupted:
+                save(run, step)  # 4. evaluate, record, save
+            if run.interrupted:
+                break
+    command = f"python {os.path.relpath(__file__)}"
+    if run.interrupted and not last:
+        return print(f"stopped after step {step}; resume with: {command} --resume {run.folder}")
+    other = "grpo" if config.method == "dfpo-min" else "dfpo-min"
+    print(f"\n{summary(run.folder)}\n\neverything is in {run.folder}; ", end="")
+    print(f"try next: {command} --method {other}, or --help")
+
+
+def begin(run: Run, task, config: Config):
+    """What a new run does before its first step: the warm start, and an evaluation."""
+    method = config.chosen_method
+    size = sum(p.numel() for p in run.policy.model.parameters())
+    print(f"{config.method} on {config.task}, {size:,} parameters, into {run.folder}")
+    supervised = f"{config.warm_steps} supervised steps on the task's own demonstrations"
+    if not config.warm_steps:
+        supervised = "none, the model is taken as it is"
+    print(f"1. warm start: {supervised}")
+    updates = config.epochs * config.minibatches * len(method.passes)
+    each = f"{config.prompts} prompts x {config.group_size} answers, {updates} update(s)"
+    print(f"2. reinforcement learning: {config.steps} steps of {each}; ", end="")
+    print("only the final answer is rewarded", flush=True)
+    try:
+        warm_start(run.policy, task, config)
+    except KeyboardInterrupt:
+        if not config.resume:
+            shutil.rmtree(run.folder)  # there is nothing to resume
+        raise
+    save_start(run, config)
+    record(run.folder, {"step": 0}, evaluate(run.policy, task, config), show=True)
+
+
+def load_task(config: Config):
+    """The task object: .train and .test items, .encode, .reward, .repair."""
+    from llm.gsm8k import GSM8K
+    from toy.arithmetic import Arithmetic
+
+    try:
+        if config.task == "gsm8k":
+            task = GSM8K(config.data or None, config.skip_bad_lines)
+        else:
+            task = Arithmetic()
+    except ValueError as error:
+        fail(str(error))
+    if config.train_items:
+        task.train = sorted(task.train, key=lambda item: len(item.demo))[: config.train_items]
+    return task
+
+
+def rng(*key) -> torch.Generator:
+    """A generator for each use and step, so that a resumed run has no random state to restore."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def prompt_batches(task, config: Config) -> list[list]:
+    """The items of every step: one permutation of the training split after another."""
+    items, n = [], len(task.train)
+    for epoch in range(math.ceil(config.steps * config.prompts / n)):
+        order = torch.randperm(n, generator=rng(config.seed, "order", epoch)).tolist()
+        items += [task.train[i] for i in order]
+    return [items[i : i + config.prompts] for i in range(0, len(items), config.prompts)]
+
+
+# ---------------- 1. sample: G answers to each prompt, rewarded at their end
+
+
+@dataclass
+class Answers:
+    """N answers; the G answers to one prompt stand in a row."""
+
+    step: int
+    items: list  # N, the problem of each answer
+    texts: list[str]  # N
+    rows: Rows  # their prompts, tokens (N, T) and mask (N, T)
+    logp: Tensor  # (N, T) as the sampler saw them
+    rewards: Tensor  # (N,) 1 = correct
+    shaped: Tensor  # (N,) what is compared: the rewards, for repaired answers with a bonus
+    generated: int  # tokens, those of corrections included
+    repaired: Tensor | None = None  # (N,) bool: wrong, and its correction is right (ibpo)
+    kept_mask: Tensor | None = None  # (N, T) bool: tokens that a right correction kept (ibpo)
+
+
+def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answers:
+    """The policy answers each item G times; only a whole answer is rewarded."""
+    gen, copies = rng(config.seed, "sample", step), range(config.group_size)
+    prompts = [ids for ids in task.encode(policy.tokenizer, items) for _ in copies]
+    items = [item for item in items for _ in copies]
+    rows, logp = generate(policy, prompts, config.max_tokens, config.temperature, gen)
+    texts = decode(policy, rows)
+    rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
+    rewards = torch.tensor(rewards, device=logp.device)
+    answers = Answers(step, items, texts, rows, logp, rewards, rewards, int(rows.mask.sum()))
+    if config.chosen_method.repair:
+        correct(policy, task, answers, config, gen)
+    return answers
+
+
+@torch.no_grad()
+def generate(
+    policy: Policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen
+) -> tuple[Rows, Tensor]:
+    """Sample an answer to each of N prompts, token by token; temperature 0 is greedy.
+
+    Nothing but the temperature shapes the distribution, whatever the model's own generation config
+    says: no top-p, no top-k, no penalty. Answers that have ended leave the batch.
+    Returns the rows, and the log-probs of their tokens (N, T).
     """
-    leaf = batch.logp.detach().requires_grad_()
-    loss = loss_fn(replace(batch, logp=leaf))
-    coefficients = token_coefficients(loss, leaf)
-    optimizer.zero_grad()
-    if batch.logp.requires_grad:
-        batch.logp.backward(-coefficients / len(leaf))
-    else:
-        for piece in pieces(rows, config.micro_rows):
-            logp, _ = score_all(
-                model, rows[piece], config.temperature, config.micro_rows, grad=True
-            )
-            logp.backward(-coefficients[piece] / len(leaf))
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
-    if not (math.isfinite(norm) and math.isfinite(loss.item())):
-        bad = FloatingPointError(f"loss {loss.item()}, gradient norm {norm}")
-        bad.batch = vars(rows) | vars(replace(batch, logp=leaf.detach()))
-        raise bad
-    if (
-        coefficients.any()
-    ):  # with nothing to learn, the optimiser's momentum must not move the weights either
-        optimizer.step()
-    return coefficients, norm
+    model, device, n = policy.model, policy.model.device, len(prompts)
+    uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
+    tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
+    mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
+    logps = torch.zeros(n, max_tokens, device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        alive = torch.arange(n, device=device)  # the answers that are still in the batch
+        cache, hidden, attention = read_prompts(model, prompts).of(alive)
+        for t in range(max_tokens):
+            logp = (output_logits(model, hidden) / (temperature or 1.0)).log_softmax(-1)
+            if temperature:  # invert the distribution function: a row's draw is its own
+                cdf = logp.double().exp().cumsum(-1)
+                token = torch.searchsorted(cdf, uniform[alive, t, None] * cdf[:, -1:], right=True)
+                token = token.squeeze(1).clamp(max=logp.shape[1] - 1)
+            else:
+                token = logp.argmax(-1)
+            tokens[alive, t] = token
+            mask[alive, t] = True
+            logps[alive, t] = logp.gather(1, token[:, None]).squeeze(1)
+            goes_on = ~torch.isin(token, policy.eos)
+            if t + 1 == max_tokens or not goes_on.any():
+                break
+            if not goes_on.all():
+                cache.reorder_cache(goes_on.nonzero().squeeze(1))
+                alive, token, attention = alive[goes_on], token[goes_on], attention[goes_on]
+            attention = torch.cat([attention, attention.new_ones(len(alive), 1)], 1)
+            hidden = model.base_model(
+                token[:, None],
+                attention_mask=attention.long(),
+                position_ids=attention.sum(1, keepdim=True) - 1,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+    return Rows(prompts, tokens[:, : t + 1], mask[:, : t + 1]), logps[:, : t + 1]
 
 
-def learn(
-    model, optimizer, config: Config, hyper: dict, rows: Rows, batch: Batch, advantages: Tensor, gen
-) -> dict:
-    """All optimiser steps on one rollout batch: epochs x minibatches x passes. Returns their mean
-    diagnostics."""
-    nodes = prefix_nodes(rows.tokens, rows.mask, config.group_size)
-    merged = (
-        prefix_nodes(rows.tokens, rows.mask, config.group_size, config.context)
-        if config.context
-        else nodes
-    )
-    groups = torch.arange(len(rows.tokens), device=rows.tokens.device).view(-1, config.group_size)
-    seen = []
+def decode(policy: Policy, rows: Rows) -> list[str]:
+    """Texts without their EOS. Other special tokens stay visible, so no verifier overlooks them."""
+    shown = (rows.mask & ~torch.isin(rows.tokens, policy.eos)).tolist()
+    pairs = zip(rows.tokens.tolist(), shown, strict=True)
+    ids = [[token for token, keep in zip(*pair, strict=True) if keep] for pair in pairs]
+    return policy.tokenizer.batch_decode(ids)
+
+
+def correct(policy: Policy, task, answers: Answers, config: Config, gen):
+    """IBPO's second rollout: the policy corrects each of its wrong answers, shown beside siblings.
+
+    Right siblings come first. Fills in what the corrections say about the answers.
+    """
+    rewards, G, problems = answers.rewards, config.group_size, []
+    wrong = (rewards == 0).nonzero().flatten()
+    for i in wrong.tolist():
+        siblings = [i - i % G + (i + k) % G for k in range(1, G)]
+        siblings.sort(key=lambda j: rewards[j].item() != 1)
+        shown = [answers.texts[j] for j in siblings[: config.repair_references]]
+        problems.append(task.repair(answers.items[i], answers.texts[i], shown))
+    answers.repaired = torch.zeros_like(rewards, dtype=torch.bool)
+    answers.kept_mask = torch.zeros_like(answers.rows.mask)
+    if problems:
+        prompts = task.encode(policy.tokenizer, problems)
+        fixed, _ = generate(policy, prompts, config.max_tokens, config.temperature, gen)
+        pairs = zip(decode(policy, fixed), wrong.tolist(), strict=True)
+        right = [task.reward(text, answers.items[i]) == 1 for text, i in pairs]
+        answers.repaired[wrong] = torch.tensor(right, device=rewards.device)
+        first = answers.rows[wrong]
+        kept = kept_tokens(first.tokens, first.mask, fixed.tokens, fixed.mask)
+        answers.kept_mask[wrong] = kept & answers.repaired[wrong, None]
+        answers.generated += int(fixed.mask.sum())
+    answers.shaped = config.chosen_method.repair(rewards, answers.repaired)
+
+
+# ---------------- 2. score: log-probs, advantages, credit
+
+
+@dataclass
+class Scored:
+    """What learning needs to know about N answers."""
+
+    rows: Rows
+    batch: Batch  # as the old policy sees it: logp is logp_old
+    logp: Tensor  # (N, T) the same, differentiable where the first update takes the whole batch
+    entropy: Tensor  # (N, T)
+    advantages: Tensor  # (N,) A_i, before any credit rule
+    nodes: Tensor  # (N, T) of the groups' prefix trees
+
+    def __getitem__(self, index: Tensor) -> Scored:
+        tensors = [x[index] for x in (self.logp, self.entropy, self.advantages, self.nodes)]
+        return Scored(self.rows[index], self.batch[index], *tensors)
+
+
+def score(policy: Policy, reference: Policy | None, answers: Answers, config: Config) -> Scored:
+    """Compare the answers of a group, once: advantages and credit stay fixed for all updates."""
+    rows, method, G = answers.rows, config.chosen_method, config.group_size
+    with torch.set_grad_enabled(config.minibatches == 1):
+        logp, entropy, hidden = log_probs(policy, rows, config, method.needs_hidden)  # (N, T) ...
+    old, ref = logp.detach(), None
+    gap = (old - answers.logp)[rows.mask].abs()
+    gap = gap.max() if gap.device.type == "cpu" else gap.mean()
+    if gap > ROUNDING[gap.device.type]:  # a nan, which only broken weights give, is left to update
+        raise AssertionError(f"scored and sampled log-probs differ by {gap}: not on-policy")
+    if reference is not None:
+        with torch.no_grad():
+            ref = log_probs(reference, rows, config)[0]  # (N, T)
+    advantages = group_advantages(answers.shaped, G, method.scale)  # (N,)
+    adv = advantages[:, None].expand_as(old).masked_fill(~rows.mask, 0.0)  # (N, T)
+    if method.credit:
+        facts = OldPolicy(rows.tokens, rows.mask, old, answers.rewards, G, config.temperature)
+        facts.gen = rng(config.seed, "credit", answers.step)
+        facts.kept_mask = answers.kept_mask
+        if method.needs_hidden:
+            facts.hidden, facts.head = hidden, policy.model.get_output_embeddings().weight.detach()
+        adv = method.credit(adv, facts)
+    batch = Batch(old, old, adv, rows.mask, G, config.max_tokens, ref)
+    nodes = prefix_nodes(rows.tokens, rows.mask, G)
+    return Scored(rows, batch, logp, entropy, advantages, nodes)
+
+
+def log_probs(
+    policy: Policy, rows: Rows, config: Config, keep_hidden: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log pi of the answers' tokens (differentiable) and entropies of pi: (N, T), 0 on padding.
+
+    With keep_hidden also the hidden states that predict the tokens, (N, T, d). With more rows than
+    micro_rows the forward pass keeps no activations; backward makes them again, bucket by bucket.
+    """
+    model, T = policy.model, rows.mask.shape[1]
+
+    def score_bucket(bucket: Tensor) -> list[Tensor]:
+        mask, tokens = rows.mask[bucket], rows.tokens[bucket]  # (n, T)
+        width = int(mask.sum(1).max())
+        cache, before, attention = prompts.of(bucket)
+        hidden = before[:, None]  # (n, 1, d) predicts the first tokens
+        if width > 1:
+            attention = torch.cat([attention, mask[:, : width - 1]], 1).long()
+            rest = model.base_model(
+                tokens[:, : width - 1],
+                attention_mask=attention,
+                position_ids=(attention.cumsum(1) - 1)[:, 1 - width :],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+            hidden = torch.cat([hidden, rest], 1)  # (n, width, d)
+        hidden = hidden[mask[:, :width]]  # (M, d)
+        flat = [*token_log_probs(model, hidden, tokens[mask], config.temperature)]  # (M,), (M,)
+        flat += [hidden.detach()] if keep_hidden else []
+        return [x.new_zeros(len(mask), T, *x.shape[1:]).index_put((mask,), x) for x in flat]
+
+    many = len(rows.prompts) > config.micro_rows and torch.is_grad_enabled()
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    call = again if many else lambda function, *inputs: function(*inputs)
+    device = rows.mask.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        prompts = call(lambda: read_prompts(model, rows.prompts))
+        buckets = length_buckets(rows.mask, config.micro_rows)
+        parts = [call(score_bucket, bucket) for bucket in buckets]
+    back = torch.cat(buckets).argsort()
+    logp, entropy, *hidden = (torch.cat(part)[back] for part in zip(*parts, strict=True))
+    return logp, entropy, hidden[0] if keep_hidden else None
+
+
+# ---------------- 3. learn: epochs x minibatches x passes
+
+
+@dataclass
+class Update:
+    """What an optimiser step did."""
+
+    index: Tensor  # (n,) its rows of the rollout batch
+    which_pass: int
+    coefficients: Tensor  # (n, T)
+    grad_norm: float
+
+
+def learn(policy: Policy, optimizer, scored: Scored, step: int, config: Config) -> list[Update]:
+    """All optimiser steps on one rollout batch. The first is on-policy, the others are not."""
+    gen, updates = rng(config.seed, "learn", step), []
+    if config.schedule == "linear":
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * (1 - (step - 1) / config.steps)
+    groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)
     for _ in range(config.epochs):
-        order = torch.randperm(len(groups), generator=gen).to(groups.device)
-        for index in groups[order].view(config.minibatches, -1):  # whole groups
-            part, adv, mask = batch[index], advantages[index], batch.mask[index]
-            for method_pass in METHODS[config.method].passes:
+        order = torch.randperm(len(groups), generator=gen)
+        for minibatch in groups[order].view(config.minibatches, -1):  # whole groups
+            index = minibatch.to(scored.nodes.device)
+            for which_pass, loss_fn in enumerate(config.chosen_method.passes):
+                part = scored[index]
+                if updates or config.minibatches > 1:
+                    part.logp, _, _ = log_probs(policy, part.rows, config)  # (n, T) with its graph
+                if updates:  # before the first one the ratio is 1, and not 1 up to rounding
+                    part.batch = replace(part.batch, logp=part.logp.detach())
+                c, norm = update(optimizer, loss_fn, part, config)
+                updates.append(Update(index, which_pass, c, norm))
+    return updates
 
-                def loss_fn(b: Batch, method_pass=method_pass, adv=adv, index=index) -> Tensor:
-                    loss = method_pass(b, **pick(hyper, method_pass))
-                    return (
-                        project(loss, b.logp, adv, merged[index], b.mask)
-                        if config.project
-                        else loss
-                    )
 
-                if seen:  # the weights may have moved
-                    fits = len(index) <= config.micro_rows
-                    logp, _ = score_all(
-                        model, rows[index], config.temperature, config.micro_rows, grad=fits
-                    )
-                    part = replace(part, logp=logp)
-                c, norm = update(model, optimizer, loss_fn, rows[index], part, config)
-                start = (
-                    part.logp_old.clone().requires_grad_()
-                )  # tokens outside this pass have c = 0 there too
-                live = token_coefficients(loss_fn(replace(part, logp=start)), start) != 0
-                counted = mask & (part.adv != 0) & live
-                seen.append({"grad_norm": norm})
-                if counted.any():  # a batch of equal-reward groups has nothing to clip or to tax
-                    seen[-1]["clip_share"] = ((counted & (c == 0)).sum() / counted.sum()).item()
-                    seen[-1]["tax"] = learning_tax(c, adv, nodes[index], mask)
-    found = {key: [m[key] for m in seen if key in m] for key in ("grad_norm", "clip_share", "tax")}
-    return {key: sum(values) / max(1, len(values)) for key, values in found.items()}
+def update(optimizer, loss_fn, part: Scored, config: Config) -> tuple[Tensor, float]:
+    """One optimiser step. Returns the token coefficients (n, T) and the norm of the gradient.
+
+    The loss is a function of the (n, T) log-probs, a small matrix. Its coefficients
+    c = -n dLoss/dlogp say what it does to every token, and are then carried back through the model.
+    So any loss, however it couples the answers of a group, has its exact gradient.
+    """
+    leaf = part.batch.logp.clone().requires_grad_()  # (n, T)
+    loss = loss_fn(replace(part.batch, logp=leaf))
+    if config.project:
+        loss = project(loss, leaf, part.advantages, part.nodes, part.batch.mask)
+    c = token_coefficients(loss, leaf)  # (n, T)
+    optimizer.zero_grad()
+    part.logp.backward(-c / len(c))
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(weights, config.grad_clip).item()
+    if not math.isfinite(norm) or not math.isfinite(loss.item()):
+        error = FloatingPointError(f"loss {loss.item()}, gradient norm {norm}")
+        error.batch = vars(part.rows) | vars(part.batch)
+        raise error
+    if c.any():  # without a signal, the optimiser's momentum must not move the weights either
+        optimizer.step()
+    return c, norm
+
+
+# ---------------- diagnose: what is logged of a step, beside the algorithm
+
+
+def diagnose(
+    policy: Policy, answers: Answers, scored: Scored, updates: list[Update], config: Config
+) -> dict[str, float]:
+    """The metrics of a step, in nats, tokens and shares of 1."""
+    batch, rewards, mask = scored.batch, answers.rewards, scored.rows.mask
+    groups, tokens = answers.shaped.view(-1, config.group_size), mask.sum()
+    ended = (torch.isin(scored.rows.tokens, policy.eos) & mask).any(1)  # (N,)
+    metrics = {
+        "reward": rewards.mean(),
+        "equal_groups": (groups.amax(1) == groups.amin(1)).float().mean(),
+        "length": tokens / len(rewards),
+        "truncated": 1 - ended.float().mean(),
+        "entropy": scored.entropy.sum() / tokens,
+        "tokens": tokens,
+        "generated": answers.generated,
+    }
+    if batch.logp_ref is not None:
+        metrics["kl_start"] = k3(batch).sum() / tokens
+    if answers.repaired is not None:
+        metrics["shaped_reward"] = answers.shaped.mean()
+        metrics["repair_rate"] = answers.repaired.sum() / (rewards == 0).sum().clamp(min=1)
+    plain = scored.advantages[:, None] * mask  # (N, T)
+    if config.chosen_method.credit and plain.any():
+        metrics["reshaped"] = (batch.adv != plain).sum() / (plain != 0).sum()
+        metrics["adv_left"] = batch.adv.abs().sum() / plain.abs().sum()
+
+    # NTHR's Delta(x), over the whole step: how much likelier did correct answers become?
+    probe = ((rewards == 1) & (scored.advantages != 0)).nonzero().squeeze(1)[:32]
+    if len(probe):
+        with torch.no_grad():
+            now, _, _ = log_probs(policy, scored.rows[probe], config)
+        metrics["delta"] = (now - batch.logp_old[probe]).sum(1).mean()
+
+    live = []  # by pass: the tokens that have a gradient at ratio 1
+    for loss_fn in config.chosen_method.passes:
+        leaf = batch.logp_old.clone().requires_grad_()
+        live.append(token_coefficients(loss_fn(replace(batch, logp=leaf)), leaf) != 0)
+    clipped, tax = [], []
+    for made in updates:
+        i, c = made.index, made.coefficients
+        counted = live[made.which_pass][i] & (batch.adv[i] != 0)
+        if counted.any():  # a batch of equal-reward groups has nothing to clip or to tax
+            clipped.append(((c == 0) & counted).sum() / counted.sum())
+            tax.append(learning_tax(c, scored.advantages[i], scored.nodes[i], mask[i]))
+    metrics["clip_share"] = sum(clipped) / max(1, len(clipped))
+    metrics["tax"] = sum(tax) / max(1, len(tax))
+    metrics["grad_norm"] = sum(made.grad_norm for made in updates) / len(updates)
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def record(folder: Path, metrics: dict, evaluation: tuple | None = None, show: bool = False):
+    """A line of metrics.jsonl; of an evaluation also a line on the screen, and answers to read."""
+    evaluated, lines = evaluation or ({}, [])
+    try:
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics | evaluated) + "\n")
+        if evaluated:
+            with open(folder / "samples.txt", "a") as file:
+                file.write("\n  ".join([f"step {metrics['step']}", *lines]) + "\n")
+    except OSError as error:
+        resume = f"resume from its last checkpoint with --resume {folder}"
+        sys.exit(f"error: {folder} cannot be written ({error.strerror}); {resume}")
+    if evaluated:
+        keys = ("reward", "repair_rate", "entropy", "tax")
+        shown = {key: metrics[key] for key in keys if key in metrics} | evaluated
+        text = "  ".join(f"{key} {value:.3f}" for key, value in shown.items())
+        tqdm.write(f"step {metrics['step']}: {text}")
+        for line in lines if show else ():
+            tqdm.write("    " + line)
 
 
 # ---------------- evaluate
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k answers is right) from n answers: 1 - C(n-c, k) /
-    C(n, k)."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def decode(tokenizer, rows: Rows, eos: Tensor) -> list[str]:
-    """The answers without their EOS; any other special token stays visible, so that no verifier
-    overlooks it."""
-    keep = (rows.mask & ~torch.isin(rows.tokens, eos)).tolist()
-    kept = [
-        [i for i, k in zip(*row, strict=True) if k]
-        for row in zip(rows.tokens.tolist(), keep, strict=True)
-    ]
-    return tokenizer.batch_decode(kept)
-
-
-def encode(tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-
-
-def evaluate(model, tokenizer, eos: Tensor, task, config: Config) -> tuple[dict, list[str]]:
-    """Held-out greedy accuracy, sampled accuracy and pass@k, exact prefix probabilities; and a few
-    answers to read."""
-    items, k, lines = task.test[: config.eval_items], config.eval_samples, []
-    gen = rng(config.seed, "evaluate")
-    greedy, sampled = [], []
+@torch.no_grad()
+def evaluate(policy: Policy, task, config: Config) -> tuple[dict[str, float], list[str]]:
+    """Held-out greedy accuracy, sampled accuracy and pass@k; and three answers to read."""
+    items, k = task.test[: config.eval_items], config.eval_samples
+    gen, lines = rng(config.seed, "evaluate"), []
+    greedy, sampled = [], []  # rewards
     at_once = max(1, config.prompts * config.group_size // k)
-    for i in range(0, len(items), at_once):
-        some = items[i : i + at_once]
-        prompts = task.encode(tokenizer, some)
-        for copies, temperature, scores in ((1, 0.0, greedy), (k, config.temperature, sampled)):
-            rows, _ = rollout(model, prompts, copies, config.max_tokens, temperature, eos, gen)
-            texts = decode(tokenizer, rows, eos)
-            rewards = [task.reward(text, some[j // copies]) for j, text in enumerate(texts)]
-            scores += rewards
-            if temperature and len(lines) < 3:
-                shown = [
-                    (some[j].prompt, texts[j * k], rewards[j * k]) for j in range(min(3, len(some)))
-                ]
-                lines = [
-                    " / ".join(f"{prompt} -> {text}  [{r:g}]".splitlines())
-                    for prompt, text, r in shown
-                ]
+    for start in range(0, len(items), at_once):
+        some = items[start : start + at_once]
+        prompts = task.encode(policy.tokenizer, some)
+        for copies, temperature, rewards in ((1, 0.0, greedy), (k, config.temperature, sampled)):
+            asked = [item for item in some for _ in range(copies)]
+            repeated = [prompt for prompt in prompts for _ in range(copies)]
+            rows, _ = generate(policy, repeated, config.max_tokens, temperature, gen)
+            texts = decode(policy, rows)
+            new = [task.reward(text, item) for text, item in zip(texts, asked, strict=True)]
+            rewards += new
+            if temperature and not lines:
+                for j in range(0, min(3, len(some)) * k, k):
+                    line = f"{asked[j].prompt} -> {texts[j]}  [{new[j]:g}]"
+                    lines.append(" / ".join(line.splitlines()))
     right = [sum(r == 1 for r in sampled[j : j + k]) for j in range(0, len(sampled), k)]
     metrics = {
         "greedy": sum(greedy) / len(greedy),
         "sampled": sum(sampled) / len(sampled),
         f"pass@{k}": sum(pass_at_k(k, c, k) for c in right) / len(right),
     }
-    if (
-        hasattr(task, "prefixes") and config.model == "scratch"
-    ):  # with another tokenizer a text has several encodings
-        metrics |= prefix_probabilities(model, tokenizer, task, items[:32], config, eos.device)
-    return metrics, lines
+    return metrics | prefix_probabilities(policy, task, items[:32], config), lines
 
 
-def prefix_probabilities(
-    model, tokenizer, task, items: list, config: Config, device: torch.device
-) -> dict:
-    """Mean over items of the policy's exact probability that an answer begins with one of a named
-    set of prefixes."""
-    found = [
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate from n answers of P(one of k is right): 1 - C(n-correct, k) / C(n, k)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def prefix_probabilities(policy: Policy, task, items: list, config: Config) -> dict[str, float]:
+    """The policy's exact probability, mean over items, that an answer has one of some beginnings.
+
+    Only for a task that names such beginnings, and its own tokenizer: elsewhere a text has several
+    encodings, and the probability of one of them is not that of the text.
+    """
+    if not hasattr(task, "prefixes"):
+        return {}
+    if policy.tokenizer.get_vocab() != task.make_tokenizer().get_vocab():
+        return {}
+    asked = [
         (name, item, text)
         for item in items
         for name, texts in task.prefixes(item).items()
         for text in texts
     ]
-    names, asked, texts = zip(*found, strict=True)
-    rows = make_rows(task.encode(tokenizer, asked), encode(tokenizer, texts), device)
-    logp, _ = score_all(model, rows, config.temperature, config.micro_rows)
+    names, owners, texts = zip(*asked, strict=True)
+    answers = policy.tokenizer([*texts], add_special_tokens=False)["input_ids"]
+    prompts = task.encode(policy.tokenizer, owners)
+    rows = make_rows(prompts, answers, policy.model.device)
+    logp, _, _ = log_probs(policy, rows, config)
     total = dict.fromkeys(names, 0.0)
     for name, p in zip(names, logp.sum(1).exp().tolist(), strict=True):
         total[name] += p / len(items)
     return total
 
 
-# ---------------- main
+# ---------------- warm start
 
 
-def warm_start(model, tokenizer, task, config: Config, eos: Tensor):
-    """Supervised steps on the task's demonstrations, so that RL has something to find."""
-    if (kept := start_file(config)) and kept.exists():
-        try:
-            return model.load_state_dict(torch.load(kept, map_location="cpu", weights_only=True))
-        except Exception:  # torch, pickle and zip each have a class of their own for a damaged file
-            print(f"{kept} is damaged; it is made again")
-    optimizer = adamw(model, config.warm_lr)
-    end = [eos[0].item() if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
-    for step in tqdm(range(config.warm_steps), desc="warm start", disable=None):
+def warm_start(policy: Policy, task, config: Config):
+    """Supervised steps on the task's demonstrations, so that RL has something to find.
+
+    Where the method corrects wrong answers, 30 % of the demonstrations are corrections, if the task
+    has any: a policy that never saw a correction makes none.
+    """
+    optimizer, tokenizer = adamw(policy.model, config.warm_lr), policy.tokenizer
+    end = int(policy.eos[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    repairs = 0
+    if config.chosen_method.repair and hasattr(task, "correction"):
+        repairs = round(0.3 * config.warm_rows)
+    for step in tqdm(range(config.warm_steps), "warm start", disable=None):
         for group in optimizer.param_groups:
             group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
-        picks = torch.randint(
-            len(task.train), (config.warm_rows,), generator=rng(config.seed, "warm", step)
-        ).tolist()
-        repairs = round(config.warm_rows * config.repair_demos)
-        items = [
-            task.correction(task.train[i], config.repair_references)
-            if j < repairs
-            else task.train[i]
-            for j, i in enumerate(picks)
-        ]
-        demos = [demo + end for demo in encode(tokenizer, [item.demo for item in items])]
-        rows = make_rows(task.encode(tokenizer, items), demos, eos.device)
-        logp, _ = score(model, rows, 1.0)
-        loss = -logp.sum() / rows.mask.sum()
+        gen = rng(config.seed, "warm", step)
+        picks = torch.randint(len(task.train), (config.warm_rows,), generator=gen).tolist()
+        items = [task.train[i] for i in picks]
+        for j in range(repairs):
+            items[j] = task.correction(items[j], config.repair_references)
+        demos = tokenizer([item.demo for item in items], add_special_tokens=False)["input_ids"]
+        prompts = task.encode(tokenizer, items)
+        width = max(map(len, prompts)) + max(map(len, demos)) + 1
+        ids = torch.zeros(len(items), width, dtype=torch.long)
+        labels = torch.full_like(ids, -100)  # what transformers leaves out of its mean
+        for row, (prompt, demo) in enumerate(zip(prompts, demos, strict=True)):
+            text = torch.tensor([*prompt, *demo, end])
+            ids[row, : len(text)] = text
+            labels[row, len(prompt) : len(text)] = text[len(prompt) :]
+        device = policy.model.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            # Padding stands behind a text, where a causal model does not look.
+            loss = policy.model(ids.to(device), labels=labels.to(device)).loss
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         if not math.isfinite(norm):
             fail(
-                f"--warm-lr {config.warm_lr}: the warm start diverged at its step {step + 1} (gradient norm {norm})"
+                f"--warm-lr {config.warm_lr}: the warm start diverged at its step {step + 1} "
+                f"(gradient norm {norm})"
             )
         optimizer.step()
-    if kept:
-        torch.save(model.state_dict(), part := kept.with_suffix(f".{os.getpid()}"))
-        part.rename(kept)  # another process may be making the same one
-
-
-def next_items(task, config: Config, step: int) -> list:
-    """The prompts of a step: walk through one permutation of the training split after another."""
-    n, items = len(task.train), []
-    for i in range((step - 1) * config.prompts, step * config.prompts):
-        if i % n == 0 or not items:
-            order = torch.randperm(n, generator=rng(config.seed, "order", i // n)).tolist()
-        items.append(task.train[order[i % n]])
-    return items
-
-
-def correct(
-    model,
-    tokenizer,
-    eos,
-    task,
-    config: Config,
-    items: list,
-    texts: list[str],
-    rows: Rows,
-    rewards,
-    gen,
-):
-    """A second rollout: the policy corrects each of its wrong answers, shown next to siblings,
-    right ones first.
-
-    items, texts, rewards: of the N answers in rows. Returns which answers it repaired (N,) bool,
-    which of their tokens the repair kept (N, T) bool, and how many tokens it generated.
-    """
-    G, repaired, kept = (
-        config.group_size,
-        torch.zeros_like(rewards, dtype=torch.bool),
-        torch.zeros_like(rows.mask),
-    )
-    wrong, problems = (rewards == 0).nonzero().flatten().tolist(), []
-    for i in wrong:
-        siblings = [i - i % G + (i + k) % G for k in range(1, G)]
-        chosen = sorted(siblings, key=lambda j: rewards[j].item() != 1)[: config.repair_references]
-        problems.append(task.repair(items[i], texts[i], [texts[j] for j in chosen]))
-    if not wrong:
-        return repaired, kept, 0
-    fixed, _ = rollout(
-        model, task.encode(tokenizer, problems), 1, config.max_tokens, config.temperature, eos, gen
-    )
-    scores = [
-        task.reward(text, items[i])
-        for i, text in zip(wrong, decode(tokenizer, fixed, eos), strict=True)
-    ]
-    wrong = torch.tensor(wrong, device=rewards.device)
-    repaired[wrong] = torch.tensor(scores, device=rewards.device) == 1
-    stays = kept_tokens(rows.tokens[wrong], rows.mask[wrong], fixed.tokens, fixed.mask)
-    kept[wrong] = stays & repaired[wrong, None]
-    return repaired, kept, fixed.mask.sum().item()
-
-
-def train_step(
-    model,
-    reference,
-    tokenizer,
-    optimizer,
-    eos: Tensor,
-    task,
-    config: Config,
-    hyper: dict,
-    step: int,
-) -> dict:
-    """Rollout, reward, score, learn. Returns the step's metrics."""
-    gen, clock = rng(config.seed, "step", step), [time.perf_counter()]
-    if config.schedule == "linear":
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * (1 - (step - 1) / config.steps)
-    method, scoring = METHODS[config.method], (config.temperature, config.micro_rows)
-    items = next_items(task, config, step)
-    prompts = task.encode(tokenizer, items)
-    rows, sampled = rollout(
-        model, prompts, config.group_size, config.max_tokens, config.temperature, eos, gen
-    )
-    texts, items = (
-        decode(tokenizer, rows, eos),
-        [item for item in items for _ in range(config.group_size)],
-    )
-    rewards = torch.tensor(
-        [task.reward(*pair) for pair in zip(texts, items, strict=True)], device=eos.device
-    )  # (N,)
-    shaped, kept, extra, credited = rewards, None, 0, {}
-    if method.repair:
-        repaired, kept, extra = correct(
-            model, tokenizer, eos, task, config, items, texts, rows, rewards, gen
-        )
-        shaped = shaped_rewards(rewards, repaired, config.repair_bonus, config.repair_weight)
-        credited["shaped_reward"] = shaped.mean().item()
-        credited["repair_rate"] = (repaired.sum() / (rewards == 0).sum().clamp(min=1)).item()
-    clock.append(time.perf_counter())
-
-    used_whole = (
-        config.minibatches == 1 and len(rows.tokens) <= config.micro_rows
-    )  # the first update has its graph
-    logp, entropy, *hidden = score_all(
-        model, rows, *scoring, method.needs_hidden, grad=used_whole
-    )  # (N, T), (N, T, d)
-    logp_old, logp_ref = logp.detach(), None
-    assert not (off := apart(rows, sampled, logp)), (
-        f"scored and sampled log-probs differ by {off}: not on-policy"
-    )
-    if reference is not None:
-        logp_ref, _ = score_all(reference, rows, *scoring)
-    advantages = group_advantages(shaped, config.group_size, method.scale)  # (N,)
-    adv = advantages[:, None].expand_as(logp_old).masked_fill(~rows.mask, 0.0)
-    if method.credit is not None:
-        old = OldPolicy(
-            rows.tokens,
-            rows.mask,
-            logp_old,
-            rewards,
-            config.group_size,
-            config.temperature,
-            gen=gen,
-            kept_mask=kept,
-        )
-        if method.needs_hidden:
-            old = replace(old, hidden=hidden[0], head=model.get_output_embeddings().weight.detach())
-        plain, adv = adv, method.credit(adv, old, **pick(hyper, method.credit))
-        del old, hidden
-        if plain.any():
-            credited["reshaped"] = ((adv != plain).sum() / (plain != 0).sum()).item()
-            credited["adv_left"] = (adv.abs().sum() / plain.abs().sum()).item()
-    batch = Batch(logp, logp_old, adv, rows.mask, config.group_size, config.max_tokens, logp_ref)
-    clock.append(time.perf_counter())
-
-    diagnostics = learn(model, optimizer, config, hyper, rows, batch, advantages, gen)
-    grouped, tokens = shaped.view(-1, config.group_size), rows.mask.sum()
-    ended = torch.isin(rows.tokens, eos).logical_and(rows.mask).any(1)
-    # As NTHR's Delta(x), but over the whole step: how much likelier it made 32 of its correct
-    # answers in mixed groups.
-    probe = ((rewards == 1) & (advantages != 0)).nonzero().squeeze(1)[:32]
-    if len(probe):
-        change = score_all(model, rows[probe], *scoring)[0] - logp_old[probe]
-        diagnostics["delta"] = change.sum(1).mean().item()
-    clock.append(time.perf_counter())
-    metrics = {
-        "step": step,
-        "reward": rewards.mean().item(),
-        "equal_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
-        "length": (tokens / len(rewards)).item(),
-        "truncated": 1 - ended.float().mean().item(),
-        "entropy": (entropy.sum() / tokens).item(),
-        **({} if reference is None else {"kl_start": (k3(batch).sum() / tokens).item()}),
-        **credited,
-        **diagnostics,
-        "lr": optimizer.param_groups[0]["lr"],
-        "tokens": tokens.item(),
-        "generated": tokens.item() + extra,
-        "tokens_per_s": (tokens.item() + extra) / (clock[-1] - clock[0]),
-    }
-    times = [b - a for a, b in zip(clock, clock[1:], strict=False)]
-    return metrics | dict(zip(("rollout_s", "score_s", "update_s"), times, strict=True))
-
-
-def check_context(model, tokenizer, task, config: Config, warm: bool):
-    """Refuse prompts that with their answer, or before a warm start their demonstration, exceed the
-    model's context."""
-    limit = getattr(model.config, "max_position_embeddings", math.inf)
-    longest = max(map(len, task.encode(tokenizer, [*task.train, *task.test[: config.eval_items]])))
-    if METHODS[config.method].repair:  # the longest correction problem, in answers of max_tokens
-        shown = config.repair_references
-        around = max(
-            map(
-                len,
-                task.encode(
-                    tokenizer, [task.repair(item, "", [""] * shown) for item in task.train]
-                ),
-            )
-        )
-        longest = max(longest, around + (1 + shown) * config.max_tokens)
-    demo = max(map(len, encode(tokenizer, [item.demo for item in task.train]))) + 1 if warm else 0
-    if longest + max(config.max_tokens, demo) > limit:
-        answer = (
-            f"--max-tokens {config.max_tokens}"
-            if config.max_tokens >= demo
-            else f"longest demonstration {demo}"
-        )
-        fail(f"longest prompt {longest} + {answer} exceed the model's context of {limit} tokens")
-
-
-def start_run(config: Config, task, device: torch.device):
-    """A new run directory with a warm-started model, or an old one as its newest checkpoint has
-    it."""
-    run = Path(config.resume or Path(config.out) / (config.name or default_name(config)))
-    held = found = state = None
-    if config.resume:
-        held = lock(run)
-        found, state = newest_checkpoint(run)
-        if not found:
-            print(f"{run} holds no complete checkpoint: it begins anew")
-    if found and state["step"] >= config.steps:
-        fail(
-            f"{run} has already made {state['step']} of {config.steps} steps; nothing is left to do"
-        )
-    model, tokenizer, eos = load_model(config, task, device, str(found or config.model))
-    check_context(model, tokenizer, task, config, warm=config.warm_steps > 0 and not found)
-    start = (
-        run / "start" if config.warm_steps else config.model
-    )  # the policy that the KL is measured from
-    if not config.resume:
-        new_run(run, config, device)
-        held = lock(run)
-    if not found:
-        for name in LOGS:
-            (run / name).write_text("")
-        print(
-            f"{config.method} on {config.task}, {sum(p.numel() for p in model.parameters()):,} parameters, into {run}"
-        )
-        supervised = f"{config.warm_steps} supervised steps on the task's own demonstrations"
-        print(
-            f"1. warm start: {supervised if config.warm_steps else 'none, the model is taken as it is'}"
-        )
-        updates = config.epochs * config.minibatches * len(METHODS[config.method].passes)
-        each = f"{config.prompts} prompts x {config.group_size} answers, {updates} update(s)"
-        print(
-            f"2. reinforcement learning: {config.steps} steps of {each}; only the final answer is rewarded",
-            flush=True,
-        )
-        try:
-            warm_start(model, tokenizer, task, config, eos)
-        except KeyboardInterrupt:
-            if not config.resume:
-                shutil.rmtree(run)  # nothing to go on from
-            raise
-        if config.reference and config.warm_steps:
-            try:
-                model.save_pretrained(start)
-                tokenizer.save_pretrained(start)
-            except Exception as error:  # a full disk, see runs.save
-                sys.exit(
-                    f"error: the start policy cannot be written ({str(error).splitlines()[0]}); make room, start anew"
-                )
-    elif config.reference and config.warm_steps and not start.is_dir():
-        fail(f"--resume {run}: start/, the policy that the KL is measured from, is missing")
-    reference = load_model(config, task, device, str(start))[0] if config.reference else None
-    optimizer = adamw(model, config.lr)
-    done = restore(run, optimizer, state) if found else 0
-    if config.resume:
-        write_config(
-            run, config, device
-        )  # --steps may be new; nothing is written before all is known to fit
-    return run, held, model, reference, tokenizer, optimizer, eos, done
-
-
-def main(argv: list[str] | None = None):
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    argv = sys.argv[1:] if argv is None else argv
-    if wanted(argv):
-        return compare(argv, main)
-    config = parse(argv)
-    try:
-        make_run(config)
-    except torch.OutOfMemoryError as error:
-        less = "--micro-rows (also beside --resume), --prompts, --max-tokens, --warm-rows"
-        fail(f"{str(error).partition('. ')[0]}; what helps: less of {less}; --no-reference")
-
-
-def make_run(config: Config):
-    """From the start, or a resumed run's last checkpoint, to the end."""
-    hyper = hyperparameters(config)
-    torch.set_num_threads(config.threads or os.cpu_count())
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    try:
-        task = (
-            GSM8K(config.data or None, config.skip_bad_lines)
-            if config.task == "gsm8k"
-            else Arithmetic()
-        )
-    except ValueError as error:
-        fail(str(error))
-    if config.train_items:
-        task.train = sorted(task.train, key=lambda item: len(item.demo))[: config.train_items]
-    run, held, model, reference, tokenizer, optimizer, eos, done = start_run(config, task, device)
-    if not done:
-        record(run, {"step": 0}, *evaluate(model, tokenizer, eos, task, config), show=True)
-    stop = []  # Ctrl-C: finish the step, save, leave; a second one leaves at once
-    previous = signal.signal(
-        signal.SIGINT, lambda *_: stop.append(1) if not stop else sys.exit(130)
-    )
-    bar = tqdm(
-        range(done + 1, config.steps + 1),
-        initial=done,
-        total=config.steps,
-        desc=config.method,
-        disable=None,
-    )
-    for step in bar:
-        try:
-            metrics = train_step(
-                model, reference, tokenizer, optimizer, eos, task, config, hyper, step
-            )
-        except FloatingPointError as error:
-            stop_at_bad_numbers(run, step, error)
-        bar.set_postfix(
-            {k: f"{metrics[k]:.3g}" for k in ("reward", "entropy", "length", "tax", "tokens_per_s")}
-        )
-        last, stopping = step == config.steps, bool(stop)
-        due = step % config.eval_every == 0 or last
-        record(
-            run, metrics, *(evaluate(model, tokenizer, eos, task, config) if due else ()), show=last
-        )
-        if step % config.save_every == 0 or last or stopping:
-            save(run, step, model, tokenizer, optimizer)
-        if stopping and not last:
-            break
-    bar.close()
-    held.close()
-    signal.signal(signal.SIGINT, previous)
-    if stopping and not last:
-        return print(
-            f"stopped after step {step}; go on with: python {os.path.relpath(__file__)} --resume {run}"
-        )
-    summary(run)
-    other = "grpo" if config.method == "dfpo-min" else "dfpo-min"
-    print(
-        f"\neverything is in {run}; try next: python {os.path.relpath(__file__)} --method {other}, or --help"
-    )
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        fail("interrupted before the first step; there is nothing to go on from, start again")
+        fail("interrupted before the first step; there is nothing to resume, start again")

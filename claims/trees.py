@@ -1,8 +1,8 @@
 """Random prefix trees: what the claims are checked on.
 
-A group of answers to one prompt is a tree: answers that begin alike share their first nodes, and there their gradients
-add up. The policy is tabular (every history has logits of its own), so the gradient's part at a node belongs to that
-node alone. Padding holds garbage on purpose.
+A group of answers to one prompt is a tree. Answers that begin alike share their first nodes, and
+there their gradients add up. The policy is tabular: every history has logits of its own, so the
+gradient's part at a node belongs to that node alone. Padding holds garbage on purpose.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
 
 
 class Draw:
-    """A random prefix tree: 1 to 3 prompts with G answers each, which share their first token or two.
+    """A random prefix tree: 1 to 3 prompts with G answers each.
 
-    Token t of answer i leads to the node (prompt number, prefix); `tree` lists the visits (i, t) of
-    every node.
+    The answers to a prompt share their first token or two. Token t of answer i leads to the node
+    (prompt number, prefix); `tree` lists the visits (i, t) of every node.
     """
 
     def __init__(self, seed: int, index: int, group_size: int | None = None):
@@ -36,50 +36,42 @@ class Draw:
         self.G = group_size or 2 + 7 * index % 15  # 2 to 16, all of them in 15 draws
         self.equal_lengths = index % 3 == 0
         self.max_tokens = rng.randint(8, 12)
-        self.vocabulary, self.longest = rng.randint(3, 5), rng.randint(4, 6)
-        self._answers(
-            rng, prompts=1 + index // 2 % 3, a_zero=index % 4 == 2, a_zero_group=index % 2 == 1
-        )
-        self._tree(rng)
-        histories = sorted(
-            {
-                x + y[:t]
-                for x, y in zip(self.prompts, self.answers, strict=True)
-                for t in range(len(y))
-            }
-        )
+        self.vocabulary = rng.randint(3, 5)
+        self.longest = rng.randint(4, 6)
+        self._grow_answers(rng, index)
+        self._build_tree(rng)
+        histories = set()
+        for x, y in zip(self.prompts, self.answers, strict=True):
+            histories |= {x + y[:t] for t in range(len(y))}
         W = self.randn(self.vocabulary, len(histories)).requires_grad_()
-        self.policy = Policy(W, tabular(histories), self.longest)
+        self.policy = Policy(W, tabular(sorted(histories)), self.longest)
         self.logp = pad_columns(self.policy.log_probs(self.prompts, self.answers)[0], (0, 1))
         self.logp_ref = self.logp.detach() + 0.5 * self.randn(*self.mask.shape)
-        self.shared = [
-            node for node, visits in self.tree.items() if len(visits) == self.G
-        ]  # by the whole group
+        # the nodes that the whole group shares
+        self.shared = [node for node, visits in self.tree.items() if len(visits) == self.G]
         self.scores = [self.policy.grad_log_prob((p, *y[:-1]), y[-1]) for p, y in self.shared]
 
-    def _answers(self, rng: random.Random, prompts: int, a_zero: bool, a_zero_group: bool) -> None:
-        """Also the advantages: they sum to zero in each group; sometimes one of them is 0, or a whole group's."""
+    def _grow_answers(self, rng: random.Random, index: int) -> None:
+        """Answers and advantages. Advantages sum to zero in each group; in some draws one of them
+        is 0, in others those of a whole group are."""
         self.prompts, self.answers, self.adv = [], [], []
-        for p in range(prompts):
+        for p in range(1 + index // 2 % 3):
             start = [rng.randrange(1, self.vocabulary) for _ in range(rng.randint(1, 2))]
             for _ in range(self.G):
-                length = (
-                    self.longest
-                    if self.equal_lengths
-                    else rng.randint(len(start) + 1, self.longest)
-                )
+                length = self.longest
+                if not self.equal_lengths:
+                    length = rng.randint(len(start) + 1, self.longest)
                 middle = [rng.randrange(1, self.vocabulary) for _ in range(length - len(start) - 1)]
                 self.prompts.append((p,))
                 self.answers.append((*start, *middle, EOS))
-            size, some = float(not (a_zero_group and p == 1)), self.G - (a_zero and self.G > 2)
+            size = 0.0 if index % 2 == 1 and p == 1 else 1.0
+            some = self.G - (index % 4 == 2 and self.G > 2)
             x = [size * rng.gauss(0, 1) for _ in range(some)]
             self.adv += [v - sum(x) / some for v in x] + [0.0] * (self.G - some)
-        self.N, self.T = len(self.answers), [len(y) for y in self.answers]
-        self.tokens_in_use = sum(
-            self.T[i] for i in range(self.N) if any(self.adv[j] for j in self.group(i))
-        )
+        self.N = len(self.answers)
+        self.T = [len(y) for y in self.answers]
 
-    def _tree(self, rng: random.Random) -> None:
+    def _build_tree(self, rng: random.Random) -> None:
         self.tree = defaultdict(list)
         for i, y in enumerate(self.answers):
             for t in range(len(y)):
@@ -90,15 +82,20 @@ class Draw:
         self.tokens = junk.masked_scatter(self.mask, tokens[mask])
         self.nodes = torch.full(self.mask.shape, -1)
         self.noise = torch.zeros(self.mask.shape, dtype=torch.float64)
-        for number, visits in zip(
-            rng.sample(range(len(self.tree)), len(self.tree)), self.tree.values(), strict=True
-        ):
+        numbers = rng.sample(range(len(self.tree)), len(self.tree))
+        for number, visits in zip(numbers, self.tree.values(), strict=True):
             at = tuple(zip(*visits, strict=True))
-            self.nodes[at], self.noise[at] = number, rng.uniform(-1, 1)
+            self.nodes[at] = number
+            self.noise[at] = rng.uniform(-1, 1)
 
     @cached_property
     def all_groups(self) -> AllGroups:
         return AllGroups(self.seed)
+
+    @cached_property
+    def tokens_in_use(self) -> int:
+        """The tokens of the groups in which some advantage is not 0."""
+        return sum(self.T[i] for i in range(self.N) if any(self.adv[j] for j in self.group(i)))
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -108,13 +105,18 @@ class Draw:
         return torch.as_tensor(x, dtype=torch.float64)[:, None].expand(self.mask.shape)
 
     def fill(self, x: Tensor, garbage: float = GARBAGE) -> Tensor:
+        """x, with garbage on the padding. (N, T) -> (N, T)."""
         return torch.where(self.mask, x, garbage)
 
     def log_ratio(self, spread: float, offset: float = 0.0) -> Tensor:
-        """log(pi/pi_old), the same at every visit of a node; |log r| lies in offset .. offset + spread. (N, T)."""
+        """log(pi/pi_old), the same at every visit of a node. (N, T).
+
+        |log r| lies between offset and offset + spread.
+        """
         return spread * self.noise + offset * self.noise.sign()
 
     def batch(self, module, spread: float = 0.0, offset: float = 0.0, adv=None):
+        """These answers as the Batch of a module; adv is (N,) or (N, T), the draw's own if None."""
         adv = self.adv if adv is None else adv
         return module.Batch(
             logp=self.fill(self.logp),
@@ -133,53 +135,52 @@ class Draw:
     def at_shared(self, spread: float = 0.0, offset: float = 0.0) -> list[tuple[float, range, int]]:
         """(ratio, the group's rows, t) of every node that the whole group shares."""
         ratio = self.log_ratio(spread, offset).exp().tolist()
-        return [
-            (ratio[i][t], self.group(i), t) for i, t in (self.tree[node][0] for node in self.shared)
-        ]
+        first_visits = [self.tree[node][0] for node in self.shared]
+        return [(ratio[i][t], self.group(i), t) for i, t in first_visits]
 
     def node_sums(self, loss: Tensor) -> Tensor:
-        """Sum of the coefficients at every fully shared node, read off the gradient with respect to W.
+        """Sum of the coefficients at every fully shared node, read off the gradient in W.
 
-        Features are one-hot: the gradient's column of that history is the sum times grad log pi /
-        N, in closed form.
+        Features are one-hot. So the gradient's column of a history is that sum times
+        grad log pi / N, and grad log pi is known in closed form.
         """
         g = self.N * ascent(loss, self.policy.W)
         return torch.stack([(g * score).sum() / (score * score).sum() for score in self.scores])
 
     def sequence_ratios(self, spread: float, kind: str = "geometric") -> list[float]:
-        log_r = [
-            sum(row[:T_i]) for row, T_i in zip(self.log_ratio(spread).tolist(), self.T, strict=True)
-        ]
-        return [
-            math.exp(x / T_i if kind == "geometric" else x)
-            for x, T_i in zip(log_r, self.T, strict=True)
-        ]
+        """s_i of every answer, in plain Python."""
+        ratios = []
+        for row, T_i in zip(self.log_ratio(spread).tolist(), self.T, strict=True):
+            log_s = sum(row[:T_i])
+            ratios.append(math.exp(log_s / T_i if kind == "geometric" else log_s))
+        return ratios
 
 
 class AllGroups:
-    """Every group of 3 answers to one prompt of a toy with 7 answers, under two policies: expectations, not samples."""
+    """Every group of 3 answers to one prompt of a toy with 7 answers, under two policies.
 
-    G, max_tokens, x = 3, 2, (0,)
+    What is computed from it is an expectation, not an estimate from samples.
+    """
+
+    G = 3
+    max_tokens = 2
+    x = (0,)
 
     def __init__(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
         W, step, R = torch.randn(3, 3, 3, generator=generator, dtype=torch.float64)
-        self.policy = Policy(
-            W.requires_grad_(), tabular(all_histories(self.x, 3, self.max_tokens)), self.max_tokens
-        )
+        phi = tabular(all_histories(self.x, 3, self.max_tokens))
+        self.policy = Policy(W.requires_grad_(), phi, self.max_tokens)
         self.old = self.policy.step(step, 0.5)
-        reward = {
-            y: r
-            for (y, _), r in zip(self.policy.answers(self.x), R.flatten().tolist(), strict=False)
-        }
+        answers = [y for y, _ in self.policy.answers(self.x)]
+        reward = dict(zip(answers, R.flatten().tolist(), strict=False))
         self.exact = self.policy.grad_expected_reward(self.x, reward.__getitem__)
         self.groups = list(itertools.combinations_with_replacement(reward, self.G))
         rows = [y for group in self.groups for y in group]
         self.logp, self.mask = self.policy.log_probs([self.x] * len(rows), rows)
         self.logp_old = self.old.log_probs([self.x] * len(rows), rows)[0]
-        adv = torch.tensor(
-            [[reward[y] for y in group] for group in self.groups], dtype=torch.float64
-        )
+        rewards = [[reward[y] for y in group] for group in self.groups]
+        adv = torch.tensor(rewards, dtype=torch.float64)
         self.adv = adv - adv.mean(1, keepdim=True)  # (groups, G)
         ids: dict[tuple, int] = {}
         self.nodes = torch.full(self.mask.shape, -1)
@@ -188,40 +189,37 @@ class AllGroups:
                 self.nodes[i, t] = ids.setdefault((i // self.G, y[: t + 1]), len(ids))
 
     def batch(self, module, off_policy: bool, token_mean: bool = False):
-        """All groups at once. Losses are homogeneous in A, so each group's A carries its probability.
+        """All groups at once. Losses are homogeneous in A, so each group's A carries its odds.
 
-        A token-mean's normaliser is random; it is taken for a batch of very many groups.
+        A token mean has a random denominator; here it is that of a batch of very many groups.
         """
         p = dict((self.old if off_policy else self.policy).answers(self.x))
-        orders = [len(set(itertools.permutations(group))) for group in self.groups]
-        odds = [
-            n * math.prod(p[y] for y in group) for n, group in zip(orders, self.groups, strict=True)
-        ]
-        odds = torch.tensor(odds, dtype=torch.float64)[:, None]
+        odds = []
+        for group in self.groups:
+            orders = len(set(itertools.permutations(group)))
+            odds.append([orders * math.prod(p[y] for y in group)])
+        odds = torch.tensor(odds, dtype=torch.float64)  # (groups, 1)
         counted = torch.ones_like(odds)
         if token_mean:
-            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True) * (self.adv != 0).any(
-                1, keepdim=True
-            )
-        adv = (
-            (self.adv * odds * counted.sum() / (odds * counted).sum())
-            .view(-1, 1)
-            .expand(self.mask.shape)
-        )
+            in_use = (self.adv != 0).any(1, keepdim=True)
+            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True) * in_use
+        adv = self.adv * odds * counted.sum() / (odds * counted).sum()
+        adv = adv.view(-1, 1).expand(self.mask.shape)
         logp_old = self.logp_old if off_policy else self.logp.detach()
         return module.Batch(self.logp.clone(), logp_old, adv, self.mask, self.G, self.max_tokens)
 
 
 def ascent(loss: Tensor, variable: Tensor) -> Tensor:
-    """-dLoss/dvariable, with a plain word for what is no loss."""
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise TypeError(
-            f"a loss is a scalar tensor, not {tuple(loss.shape) if isinstance(loss, Tensor) else loss!r}"
-        )
+    """-dLoss/dvariable. Raises TypeError, in plain words, for what is no loss."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"a loss is a scalar tensor, not {loss!r}")
+    if loss.dim():
+        raise TypeError(f"a loss is a scalar tensor, not {tuple(loss.shape)}")
     if not loss.requires_grad:
         raise TypeError("the loss does not depend on logp")
     return -torch.autograd.grad(loss, variable, retain_graph=True)[0]
 
 
 def coefficients(loss: Tensor, batch) -> Tensor:
+    """c = -N dLoss/dlogp. (N, T)."""
     return len(batch.logp) * ascent(loss, batch.logp)

@@ -1,16 +1,17 @@
 """2. The cancellation, by hand (10 minutes, pencil first).
 
-Aim: see with your own eyes that a token shared by all answers learns nothing, and when it does.
+Aim: see with your own eyes when a token that all answers share learns nothing.
 
-G answers begin with the same token. Its importance ratio is rho = pi(a|h) / pi_old(a|h), the same number for all of
-them, because the history is the same. The token-factorised objective without length normaliser and clip is
+G answers begin with the same token. Its importance ratio is rho = pi(a|h) / pi_old(a|h). That is
+the same number for all of them, because the history is the same. The token-factorised objective
+without length normaliser and clip is
 
     J = (1/G) sum_i sum_t r_{i,t} A_i
 
 What factor stands before grad log pi(a|h) of the shared token in grad J? (grad r = r grad log pi.)
 
-Hint: only the terms of that token have this gradient; add up its G visitors. Expected: X2 holds, for centred
-advantages (then it is 0) and for others (then it is not).
+Hint: only the terms of that token have this gradient; add up its G visitors. Expected: X2 holds,
+for centred advantages (then the factor is 0) and for others (then it is not).
 """
 
 

@@ -1,14 +1,16 @@
 """3. GRPO's gate (15 minutes).
 
-Aim: clipping does not merely stop an update; whom it stops depends on who won.
+Aim: see that clipping does not merely stop an update. Whom it stops depends on who won.
 
     J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
 
-For which (r, A) does a token still have a gradient? Draw the four cases: winner or loser, r too large or too small.
-Then take a token that a winner and a loser share, with r = 1.5: what is left of its two coefficients?
+For which (r, A) does a token still have a gradient? Draw the four cases: winner or loser, r too
+large or too small. Then take a token that a winner and a loser share, with r = 1.5. What is left of
+its two coefficients?
 
-Hint: a min takes the smaller of two lines; where it takes the flat one, the gradient is 0. Expected: X3 holds. The
-second function is claim C6: it explains the 1.000 in the README's last column.
+Hint: a min takes the smaller of two lines. Where it takes the flat one, the gradient is 0.
+Expected: X3 holds. The second function is claim C6. It explains the 1.000 that
+`python verify.py --only AUDIT` prints in its last column.
 """
 
 

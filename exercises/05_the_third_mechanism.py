@@ -1,14 +1,14 @@
 """5. Length, the third mechanism (15 minutes).
 
-Aim: GRPO averages over the tokens of each answer first. That alone breaks the cancellation, with no off-policyness
-at all: nothing is clipped and every ratio is 1.
+Aim: see what GRPO's average over the tokens of each answer does. It alone breaks the cancellation,
+fully on-policy: nothing is clipped, and every ratio is 1.
 
     J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})
 
 a) What is left at a token that all G answers share, as the factor before grad log pi?
-b) Lengths differ in practice, yet it *can* cancel: find lengths and advantages for a group of four,
-sum A = 0,
-   lengths not all equal, no A equal to 0, with nothing left. (It is an accident: why?)
+b) Lengths differ in practice, yet the token *can* cancel. Find lengths and advantages for a group
+   of four with nothing left: sum A = 0, lengths not all equal, and no A equal to 0. (It is an
+   accident: why?)
 
 Hint: two pairs for b). Expected: X5 holds.
 """

@@ -1,7 +1,7 @@
-"""What the exercises ask beyond the contract of losses.py: X2..X10, claims like those of
-../claims.py.
+"""X2 to X10: what the exercises ask beyond the contract of losses.py.
 
-`L` is the file under test. Measured is what the student wrote; predicted comes from autograd through losses.py.
+These are claims like those of ../claims/. Measured is what the student wrote. Predicted comes from
+autograd, through losses.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 import losses
-from claims.cancellation import UNCLIPPED, WIDER
+from claims import Claim
+from claims.formulas import UNCLIPPED, WIDER
 from claims.trees import ascent, coefficients
 
 
@@ -22,108 +23,110 @@ def one_token(ratio: float, advantages: list[float], **named) -> losses.Batch:
     """G answers that are the same token, which has the ratio given."""
     logp = torch.full((len(advantages), 1), -1.0, dtype=torch.float64, requires_grad=True)
     adv = torch.tensor(advantages, dtype=torch.float64)[:, None]
-    ratio = torch.tensor(ratio, dtype=torch.float64)
-    return losses.Batch(
-        logp, logp.detach() - ratio.log(), adv, logp < 0, len(advantages), 1, **named
-    )
+    logp_old = logp.detach() - torch.tensor(ratio, dtype=torch.float64).log()
+    return losses.Batch(logp, logp_old, adv, logp < 0, len(advantages), 1, **named)
 
 
-def x2(L, name, draws, e):
+def x2(module, name, draws, evidence):
     """The shared token's gradient is (rho/G) sum_i A_i, which is 0 for centred advantages whatever
-    rho is. exercise 2 (D)
+    rho is.
 
-    grad r = r grad log pi, r = rho for all visitors. Compared with autograd through dr_grpo without
-    its clip.
+    Source: exercise 2 (D)
+
+    Each answer adds (1/G) A_i grad r at the shared token, and grad r = r grad log pi with r = rho
+    for all of them. The result is compared with autograd through dr_grpo without its clip.
     """
-    for d in draws:
+    for draw in draws:
         for shift in (0.0, 0.7):
-            adv, rho = [a + shift for a in d.adv[: d.G]], 0.5 + abs(float(d.randn(1)))
+            adv = [a + shift for a in draw.adv[: draw.G]]
+            rho = 0.5 + abs(float(draw.randn(1)))
             batch = one_token(rho, adv)
-            e.equal(
-                coefficients(losses.dr_grpo(batch, **UNCLIPPED), batch).sum() / d.G,
-                L.shared_token_gradient(rho, adv),
-            )
+            c = coefficients(losses.dr_grpo(batch, **UNCLIPPED), batch)
+            evidence.equal(c.sum() / draw.G, module.shared_token_gradient(rho, adv))
 
 
-def x3(L, name, draws, e):
+def x3(module, name, draws, evidence):
     """The gate is shut for winners above the range and for losers below it; so one side of a shared
-    token is left. exercise 3 (D)
+    token is left.
 
-    Compared with autograd through dr_grpo. The sum at a shared token is claim C6.
+    Source: exercise 3 (D)
+
+    Claim C6 derives the sum at a shared token. Both functions are compared with autograd through
+    dr_grpo.
     """
-    for d in draws:
+    bounds = {"eps_low": 0.2, "eps_high": 0.25}
+    for draw in draws:
+        adv = draw.adv[: draw.G]
         for ratio in (0.5, 0.75, 0.85, 1.0, 1.15, 1.3, 2.0):
-            adv, bounds = d.adv[: d.G], {"eps_low": 0.2, "eps_high": 0.25}
             batch = one_token(ratio, adv)
             c = coefficients(losses.dr_grpo(batch, **bounds), batch)[:, 0].tolist()
-            if name == "gate_is_open":
-                for a, x in zip(adv, c, strict=True):
-                    said = bool(L.gate_is_open(ratio, a, **bounds))
-                    ask(
-                        not a or said == (x != 0),
-                        f"r = {ratio}, A = {a:.2f}, range 0.8 to 1.25: you say {said}",
-                    )
-                    e.equal(0, 0)
-            else:
-                e.equal(sum(c), L.left_at_a_shared_token(ratio, adv, **bounds))
+            if name == "left_at_a_shared_token":
+                evidence.equal(sum(c), module.left_at_a_shared_token(ratio, adv, **bounds))
+                continue
+            for a, x in zip(adv, c, strict=True):
+                said = bool(module.gate_is_open(ratio, a, **bounds))
+                message = f"r = {ratio}, A = {a:.2f}, range 0.8 to 1.25: you say {said}"
+                ask(not a or said == (x != 0), message)
+                evidence.equal(0, 0)
 
 
-def x5(L, name, draws, e):
+def x5(module, name, draws, evidence):
     """The mean over each answer's tokens leaves (1/G) sum_i A_i / T_i, which is 0 only by accident
-    if lengths differ. exercise 5 (D)
+    if lengths differ.
 
-    Claim C8. The accident: A_i/T_i must sum to zero although A_i already does; lengths know nothing
-    of rewards.
+    Source: exercise 5 (D)
+
+    This is claim C8. It is an accident because the A_i / T_i must sum to zero although the A_i
+    already do, and lengths know nothing of rewards.
     """
     if name == "an_accident":
-        lengths, adv = L.an_accident()
+        lengths, adv = module.an_accident()
         ask(len(lengths) == len(adv) == 4, "four lengths and four advantages are asked for")
-        ask(
-            len(set(lengths)) > 1 and min(lengths) >= 1,
-            "the lengths must be at least 1, and not all equal",
-        )
+        differ = len(set(lengths)) > 1 and min(lengths) >= 1
+        ask(differ, "the lengths must be at least 1, and not all equal")
         ask(all(abs(a) > 1e-3 for a in adv), "no advantage may be 0")
         ask(abs(sum(adv)) < 1e-9, f"the advantages sum to {sum(adv):g}, not to 0")
-        left = sum(a / T for a, T in zip(adv, lengths, strict=True))
-        e.equal(0, left)
-        return ask(abs(left) < 1e-9, f"sum A/T is {left:g}, not 0")
-    for d in draws:
-        batch = d.batch(losses)
-        c = coefficients(losses.grpo(batch), batch)
-        rows = range(d.G)
-        e.equal(
-            c[rows, 0].sum() / d.G,
-            L.left_by_the_length([d.T[i] for i in rows], [d.adv[i] for i in rows]),
-        )
+        left = sum(a / T_i for a, T_i in zip(adv, lengths, strict=True))
+        evidence.equal(0, left)
+        ask(abs(left) < 1e-9, f"sum A/T is {left:g}, not 0")
+        return
+    for draw in draws:
+        batch = draw.batch(losses)
+        c = coefficients(losses.grpo(batch), batch)[: draw.G, 0]
+        measured = module.left_by_the_length(draw.T[: draw.G], draw.adv[: draw.G])
+        evidence.equal(c.sum() / draw.G, measured)
 
 
-def x7(L, name, draws, e):
+def x7(module, name, draws, evidence):
     """Adv-Orthogonal cancels on the whole group only: a pair with A_i + A_j = 0 can be left with
-    w~_i A_i + w~_j A_j. exercise 7 (D)
+    w~_i A_i + w~_j A_j.
 
-    Claim C10: w~_i - w~_j is not 0 in general, since the projection subtracts 2 kappa A_i between
-    the two.
+    Source: exercise 7 (D)
+
+    This is claim C10. The pair is left with (w~_i - w~_j) A_i. With k = A.w / ||A||^2 the
+    projection subtracts k A_i from w_i and k A_j = -k A_i from w_j. So it changes the difference of
+    the two weights by 2 k A_i, and the result is not 0 in general.
     """
-    w, adv, (i, j) = L.blind_spot()
-    ask(
-        len(w) == len(adv) == 4 and i != j,
-        "four weights, four advantages and two places are asked for",
-    )
+    w, adv, (i, j) = module.blind_spot()
+    complete = len(w) == len(adv) == 4 and i != j
+    ask(complete, "four weights, four advantages and two places are asked for")
     ask(abs(sum(adv)) < 1e-9, f"the advantages sum to {sum(adv):g}, not to 0")
     ask(abs(adv[i] + adv[j]) < 1e-9, f"the pair's advantages sum to {adv[i] + adv[j]:g}, not to 0")
-    new = losses.adv_orthogonal(torch.tensor([w]).double(), torch.tensor([adv]).double())[
-        0
-    ].tolist()
-    left = new[i] * adv[i] + new[j] * adv[j]
+    weights, advantages = (torch.tensor([x], dtype=torch.float64) for x in (w, adv))
+    transformed = losses.adv_orthogonal(weights, advantages)[0].tolist()
+    left = transformed[i] * adv[i] + transformed[j] * adv[j]
     ask(abs(left) > 0.1, f"the pair is left with {left:.3g}: it cancels, or nearly")
-    e.equal(0, 0)
+    evidence.equal(0, 0)
 
 
-def x9(L, name, draws, e):
+def x9(module, name, draws, evidence):
     """Equal weights k do not leave the odds of equal-reward answers alone: k_a n_a - k_b n_b + (k_b
-    - k_a) x does. exercise 9 (D)
+    - k_a) x does.
 
-    Claim C14. Eq. 5 is right if n_a = n_b. Compared with autograd in one softmax.
+    Source: exercise 9 (D)
+
+    This is claim C14. Eq. 5 is right if n_a = n_b. Both functions are compared with autograd in one
+    softmax.
     """
 
     def slope(z, k_a, k_b):
@@ -132,31 +135,33 @@ def x9(L, name, draws, e):
         return (ascent(-(logp[0] - logp[1]), z) * g).sum()
 
     if name == "counterexample":
-        p = torch.tensor(L.counterexample(), dtype=torch.float64)
+        p = torch.tensor(module.counterexample(), dtype=torch.float64)
         ask(len(p) == 3 and bool((p > 0).all()), "three positive probabilities are asked for")
-        e.equal(1, p.sum())
+        evidence.equal(1, p.sum())
         change = slope(p.log().requires_grad_(), 0.5, 0.5).item()
-        return ask(
-            abs(change) > 0.1,
-            f"with these the log-odds change by {change:.3g} per eta: more than 0.1 is asked for",
-        )
-    for d in draws:
-        z, (k_a, k_b) = d.randn(4).requires_grad_(), d.randn(2).tolist()
+        message = f"with these the log-odds change by {change:.3g} per eta"
+        ask(abs(change) > 0.1, f"{message}: more than 0.1 is asked for")
+        return
+    for draw in draws:
+        z = draw.randn(4).requires_grad_()
+        k_a, k_b = draw.randn(2).tolist()
         a, b = (ascent(-z.log_softmax(-1)[i], z) for i in (0, 1))
         products = [float(x) for x in (a @ a, b @ b, a @ b)]
-        e.equal(slope(z, k_a, k_b), L.change_of_log_odds(k_a, k_b, *products))
+        evidence.equal(slope(z, k_a, k_b), module.change_of_log_odds(k_a, k_b, *products))
 
 
-def x10(L, name, draws, e):
+def x10(module, name, draws, evidence):
     """Your weights have no tax at any node, and the expected update is nearer to the gradient than
-    Min-Replace's. exercise 10 (open)
+    Min-Replace's.
 
-    A weight that is constant within a group has no tax (C15). Which constant, decides the bias
+    Source: exercise 10 (open)
+
+    A weight that is constant within a group has no tax (C15). Which constant it is decides the bias
     (C16).
     """
 
     def yours(s, adv):
-        return L.weight(s, adv).detach()
+        return module.weight(s, adv).detach()
 
     entries = {
         "yours": lambda batch: losses._dfpo(batch, "geometric", yours),
@@ -165,23 +170,45 @@ def x10(L, name, draws, e):
         "adv_orthogonal": losses.dfpo_orthogonal,
         "gspo": lambda batch: losses.gspo(batch, **WIDER["gspo"]),
     }
-    found = {}
+    results = {}
     for key, loss in entries.items():
-        taxes, cosines = [], []
-        for d in draws:
-            batch = d.batch(losses, 0.6)
-            A = torch.tensor(d.adv, dtype=torch.float64)
-            taxes.append(losses.learning_tax(coefficients(loss(batch), batch), A, d.nodes, d.mask))
-        for world in (d.all_groups for d in draws[::4]):
-            batch = world.batch(losses, off_policy=True)
-            g = ascent(loss(batch), world.policy.W)
-            cosines.append(float((g * world.exact).sum() / g.norm() / world.exact.norm()))
-        found[key] = [sum(taxes) / len(taxes), sum(cosines) / len(cosines)]
-    e.cells = [[key, *values] for key, values in found.items()]
-    (tax, cosine), theirs = found["yours"], found["min_replace"][1]
-    e.equal(0, tax)
-    ask(
-        tax < 1e-9,
-        f"your weights have a tax of {tax:.3g}: what is your weight at a node that only some answers visit?",
-    )
-    ask(cosine > theirs, f"no tax, but your cosine is {cosine:.4f} and Min-Replace's {theirs:.4f}")
+        tax = mean_tax(loss, draws)
+        cosine = mean_cosine(loss, draws)
+        results[key] = (tax, cosine)
+        evidence.rows.append([key, f"{tax:.3f}", f"{cosine:.4f}"])
+    tax, cosine = results["yours"]
+    their_cosine = results["min_replace"][1]
+    evidence.equal(0, tax)
+    message = f"your weights have a tax of {tax:.3g}"
+    ask(tax < 1e-9, f"{message}: what is your weight at a node that only some answers visit?")
+    message = f"no tax, but your cosine is {cosine:.4f} and Min-Replace's {their_cosine:.4f}"
+    ask(cosine > their_cosine, message)
+
+
+def mean_tax(loss, draws) -> float:
+    taxes = []
+    for draw in draws:
+        batch = draw.batch(losses, 0.6)
+        A = torch.tensor(draw.adv, dtype=torch.float64)
+        c = coefficients(loss(batch), batch)
+        taxes.append(losses.learning_tax(c, A, draw.nodes, draw.mask))
+    return sum(taxes) / len(taxes)
+
+
+def mean_cosine(loss, draws) -> float:
+    """Between the exact gradient and the expected off-policy update, over some toys."""
+    cosines = []
+    for world in (draw.all_groups for draw in draws[::4]):
+        g = ascent(loss(world.batch(losses, off_policy=True)), world.policy.W)
+        cosines.append(float((g * world.exact).sum() / g.norm() / world.exact.norm()))
+    return sum(cosines) / len(cosines)
+
+
+EXERCISES = (  # about functions that only exercises/ asks for
+    Claim("X2", x2, ("shared_token_gradient",)),
+    Claim("X3", x3, ("gate_is_open", "left_at_a_shared_token")),
+    Claim("X5", x5, ("left_by_the_length", "an_accident")),
+    Claim("X7", x7, ("blind_spot",)),
+    Claim("X9", x9, ("counterexample", "change_of_log_odds")),
+    Claim("X10", x10, ("weight",)),
+)

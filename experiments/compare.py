@@ -1,201 +1,230 @@
-"""Several methods and seeds, run and compared.
+"""Train several methods on several seeds, and compare them.
 
-    python train.py --method grpo,gspo,dfpo-min --seeds 5 [any other flag of train.py]
+    python -m experiments.compare --method grpo,gspo+proj,dfpo-min --seeds 5
 
-NAME+proj is the method under --project, NAME+projK also under --context K. As many runs go at once as there are cores
-(on a GPU one), each in a directory of its own, OUT/NAME/METHOD-sSEED (--name: default "compare"), with what it printed
-in .logs beside it. The same command again goes on where it was cut off. At the end: the table of curves.py. Every flag
-but the method is the same for all, so choose learning rates first, on other seeds.
+Any other flag of train.py holds for all runs. NAME+proj is the method NAME under --project. Each
+run is a process of train.py with a directory of its own, OUT/METHOD-sSEED, and a log in OUT/.logs.
+As many run at once as there are cores; on a GPU, one. Runs of one seed share their warm start,
+OUT/start-sSEED. Methods that repair their answers have another one, OUT/start-repair-sSEED, because
+their warm start contains corrections. The same command resumes what was cut off. At the end stands
+the table of curves.py. Choose the learning rates first, on other seeds.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
+import argparse
 import os
-import re
+import shlex
 import signal
+import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from cli import Parser, fail
-from config import Config, parse
-from experiments.curves import APART, grouped, read_run, table
+from experiments import fail
+from experiments.curves import INCIDENTAL, format_table, group_runs, read_run
+from losses import METHODS
+from train import Config, parse
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+# The settings that change a warm start, next to the seed and to whether the method repairs.
+WARM = ("task", "model", "layers", "width", "data", "skip_bad_lines", "train_items")
+WARM += ("warm_steps", "warm_rows", "warm_lr", "repair_references")
 
 
-def wanted(argv: list[str]) -> bool:
-    """Whether these arguments of train.py ask for more than one run."""
-    values = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--method"]
-    values += [a.partition("=")[2] for a in argv if a.startswith("--method=")]
-    return any(a.partition("=")[0] == "--seeds" for a in argv) or any(
-        "," in v or "+" in v for v in values
+@dataclass
+class Job:
+    """A run of train.py, or a warm start that runs share: one of 0 steps."""
+
+    folder: Path
+    config: Config
+    args: list[str]  # what train.py is called with; empty if there is nothing left to do
+    start: Path | None = None  # the folder of its warm start
+
+    @property
+    def log(self) -> Path:
+        return self.folder.parent / ".logs" / f"{self.folder.name}.log"
+
+    def count_lines(self) -> int:
+        """Of its metrics: as many as its steps, and one more for step 0."""
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and those that are for train.py."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.error = fail
+    parser.add_argument("--method", default="grpo", help="methods, with commas between them")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--out", default="runs/compare", help="directory of the comparison")
+    options, others = parser.parse_known_args(argv)
+    if options.seeds < 1:
+        fail(f"--seeds {options.seeds}: must be at least 1")
+    return options, others
 
 
-def runs_of(argv: list[str]) -> dict[Path, list[str]]:
-    """Run directory -> the arguments of train.py that make it, all of them checked."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--method", default=Config.method)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=Config.seed)
-    parser.add_argument("--name", default="compare")
-    parser.add_argument("--out", default=Config.out)
-    parser.add_argument("--starts", default="")
-    parser.add_argument("--micro-rows", default="")
-    given, rest = parser.parse_known_args(argv)
-    if given.seeds < 1:
-        fail(f"--seeds {given.seeds}: must be at least 1")
-    folder, found = Path(given.out) / given.name, {}
-    smaller = ["--micro-rows", given.micro_rows] if given.micro_rows else []
-    for variant in given.method.split(","):
-        method, _, context = variant.partition("+proj")
-        if variant != method and not re.fullmatch(r"([1-9][0-9]*)?", context):
-            fail(f"--method {variant}: expected NAME, NAME+proj or NAME+projK with K from 1")
-        for seed in range(given.seed, given.seed + given.seeds):
-            args = ["--method", method, "--seed", str(seed), "--out", str(folder), *smaller, *rest]
-            args += ["--starts", given.starts or str(folder / ".starts")]
-            args += ["--project"] if variant != method else []
-            args += ["--context", context] if context else []
-            run = folder / f"{variant}-s{seed}"
-            if run in found:
-                fail(f"--method {given.method}: {variant} stands there twice")
-            asked = parse(args)
-            if run.is_dir():
-                args = go_on(run, asked, smaller)
-            found[run] = args + ["--name", run.name] if args and not run.is_dir() else args
-    return found
+def plan(argv: list[str], starts: str | None = None) -> dict[Path, Job]:
+    """Folder -> job, of the runs that argv asks for and of their warm starts.
+
+    Ends the program, in one line, over arguments that some run would refuse. starts: where the
+    warm starts are, if not beside the runs.
+    """
+    options, others = read_options(argv)
+    jobs: dict[Path, Job] = {}
+    for variant in options.method.split(","):
+        method, plus, suffix = variant.partition("+")
+        if plus and suffix != "proj":
+            fail(f"--method {variant}: expected NAME or NAME+proj")
+        for seed in range(options.seed, options.seed + options.seeds):
+            folder = Path(options.out, f"{variant}-s{seed}")
+            if folder in jobs:
+                fail(f"--method {options.method}: {variant} stands there twice")
+            args = ["--method", method, "--seed", str(seed), *others]
+            args += ["--project"] if plus else []
+            config = parse(args)
+            start = None
+            if config.model == "scratch" and config.warm_steps:
+                repair = METHODS[method].repair and config.task == "arithmetic"
+                name = f"start-repair-s{seed}" if repair else f"start-s{seed}"
+                start = Path(starts or options.out, name)
+                jobs.setdefault(start, plan_run(start, [*args, "--steps", "0"]))
+                args = start_from(start, args, config)
+            jobs[folder] = plan_run(folder, args, start)
+    return jobs
 
 
-def go_on(run: Path, asked: Config, smaller: list[str]) -> list[str]:
-    """The arguments that finish an unfinished run; none if it is finished. One made with other
-    flags is refused."""
+def start_from(start: Path, args: list[str], before: Config) -> list[str]:
+    """Arguments of the run with the configuration `before`, but from this warm start.
+
+    --model decides which preset train.py takes, so the values of the old one are spelled out.
+    """
+    args = [*args, "--model", str(start.resolve() / "start"), "--warm-steps", "0"]
+    after = parse(args)
+    for name, value in asdict(before).items():
+        if name not in ("model", "warm_steps", "out") and value != getattr(after, name):
+            args += ["--" + name.replace("_", "-"), str(value)]
+    return args
+
+
+def plan_run(folder: Path, args: list[str], start: Path | None = None) -> Job:
+    """All of a run is left to do, or the rest, or nothing. One of other flags is refused."""
+    config = parse(args)
+    if not folder.is_dir():
+        return Job(folder, config, [*args, "--out", str(folder)], start)
     try:
-        made = read_run(run)
+        run = read_run(folder)
     except ValueError:
-        fail(f"{run} is in the way: it is no run; remove it, or choose another --name")
-    for key, value in json.loads(json.dumps(asdict(asked))).items():
-        if key not in APART and (was := made.config.get(key)) != value:
-            fail(
-                f"{run} was made with {key} {was}, not {value}; another experiment needs another --name"
-            )
-    return [] if made.finished else ["--resume", str(run), *smaller]
+        fail(f"{folder} is in the way: it is no run; remove it, or choose another --out")
+    for key, value in asdict(config).items():
+        matters = key in WARM if config.steps == 0 else key not in INCIDENTAL
+        if matters and run.config.get(key) != value:
+            was = f"{key} {run.config.get(key)}, not {value}"
+            fail(f"{folder} was made with {was}; another experiment needs another --out")
+    rest = ["--resume", str(folder), "--micro-rows", str(config.micro_rows)]
+    return Job(folder, config, [] if run.finished else rest, start)
 
 
-def one(train: Callable, run: Path, args: list[str]) -> str:
-    """A run, in a process of its own, which prints into a file. Returns what went wrong, if
-    anything."""
-    log = run.parent / ".logs" / f"{run.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush(), sys.stderr.flush()
-    with open(log, "a", buffering=1) as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+def make(jobs: Iterable[Job]) -> list[str]:
+    """Make what is not there yet, the warm starts first. Returns a line for each failure."""
+    runs = [job for job in jobs if job.config.steps]
+    left = [job for job in runs if job.args]
+    needed = {job.start for job in left}
+    starts = [job for job in jobs if job.args and job.folder in needed]
+    print(f"{len(runs)} runs; to do: {len(starts)} warm starts, {len(left)} runs", flush=True)
+    total = sum(job.config.steps + 1 for job in starts + left)
+    with tqdm(total=total, unit="step", disable=None) as bar:
+        failures = run_all(starts, bar)
+        failures |= run_all([job for job in left if job.start not in failures], bar)
+    return [f"{folder}: {reason}" for folder, reason in failures.items()]
+
+
+def run_all(jobs: list[Job], bar: tqdm) -> dict[Path, str]:
+    """Run the jobs as processes, several at once. Returns folder -> why it failed."""
+    most = count_at_once(jobs[0].config) if jobs else 0
+    waiting = list(jobs)
+    running: list[tuple[Job, subprocess.Popen]] = []
+    failures = {}
+    lines_done = bar.n
     try:
-        train(args)
-    except SystemExit as end:
-        if end.code:
-            sys.stdout.flush(), sys.stderr.flush()
-            lines = log.read_text().strip().splitlines()
-            return (
-                end.code
-                if isinstance(end.code, str)
-                else lines[-1]
-                if lines
-                else f"exit code {end.code}"
-            )
+        while waiting or running:
+            while waiting and len(running) < most:
+                job = waiting.pop(0)
+                running.append((job, launch(job)))
+            time.sleep(0.1)
+            for job, process in running:
+                if process.poll() is None:
+                    continue
+                lines = job.count_lines()
+                lines_done += lines
+                if process.returncode:
+                    failures[job.folder] = explain(job, process.returncode)
+                end = "failed" if process.returncode else f"{max(0, lines - 1)} steps"
+                tqdm.write(f"{job.folder}: {end}")
+            running = [pair for pair in running if pair[1].returncode is None]
+            bar.n = lines_done + sum(job.count_lines() for job, _ in running)
+            bar.set_postfix_str(" ".join(job.folder.name for job, _ in running))
     except KeyboardInterrupt:
-        return "interrupted"
-    except Exception as error:  # one run's misfortune, such as a full GPU, is not the others'
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}; see {log}"
-    return ""
+        # The processes are in our group and have the signal, too: each saves its step and ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for _, process in running:
+            process.wait()
+        bar.close()
+        sys.exit("stopped; the same command resumes")
+    return failures
 
 
-def leave_with_parent():
-    """In a worker: end when the process that started it is gone, however it went."""
-
-    def wait():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def made(run: Path) -> int:
-    """How many steps it has made, as far as its metrics say."""
+def launch(job: Job) -> subprocess.Popen:
+    command = [sys.executable, "-u", str(TRAIN), *job.args]
     try:
-        return max(0, (run / "metrics.jsonl").read_bytes().count(b"\n") - 1)
-    except OSError:
-        return 0
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(job.log, "a") as file:
+            print("$", shlex.join(command), file=file, flush=True)
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    except OSError as error:
+        fail(f"{job.log} cannot be written: {error.strerror}")
 
 
-def at_once(config: Config) -> int:
-    """How many runs there are cores for; on a GPU, or where a run takes all cores, one."""
+def explain(job: Job, code: int) -> str:
+    """The last line that a failed process wrote, and where the others are."""
+    last = job.log.read_text(errors="replace").strip().splitlines()[-1]
+    if code < 0:
+        last = f"killed by {signal.Signals(-code).name}, perhaps for memory"
+    return f"{last}; its log is {job.log}"
+
+
+def count_at_once(config: Config) -> int:
+    """How many runs there are cores for; one on a GPU, and where a run takes all cores."""
     if config.device != "cpu" and torch.cuda.is_available() or not config.threads:
         return 1
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return max(1, cores // config.threads)
 
 
-def make(runs: dict[Path, list[str]], train: Callable[[list[str]], None]) -> list[str]:
-    """Make the runs that have arguments, several at once. Returns what went wrong, run by run."""
-    left = {run: args for run, args in runs.items() if args}
-    print(f"{len(runs)} runs, {len(left)} of them to be made or finished", flush=True)
-    bars, problems, futures = {}, [], {}
-    workers = min(len(left), at_once(parse(next(iter(left.values()))))) if left else 1
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=leave_with_parent) as pool:
-        try:
-            while left or futures:
-                while (
-                    left and len(futures) < workers
-                ):  # not all at once: the pool's queue cannot be taken back
-                    run = next(iter(left))
-                    futures[run] = pool.submit(one, train, run, left.pop(run))
-                time.sleep(0.2)
-                for run, future in list(futures.items()):
-                    if run.is_dir() and run not in bars:
-                        total = json.loads((run / "config.json").read_text())["config"]["steps"]
-                        bars[run] = tqdm(total=total, desc=run.name, disable=None, leave=False)
-                    if run in bars:
-                        bars[run].update(made(run) - bars[run].n)
-                    if future.done():
-                        futures.pop(run)
-                        bars.pop(run, tqdm(disable=True)).close()
-                        problems += [f"{run}: {future.result()}"] if future.result() else []
-                        tqdm.write(f"{run}: {made(run)} steps")
-        except KeyboardInterrupt:
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # the runs finish their step and save; the pool waits for them
-            sys.exit("stopped; the same command goes on from here")
-        except BrokenProcessPool:
-            sys.exit(
-                "error: a run's process was killed, perhaps for memory; the same command goes on from here"
-            )
-    return problems
-
-
-def compare(argv: list[str], train: Callable[[list[str]], None]):
-    """Make the runs that argv asks for and are not there yet, then print their table."""
-    runs = runs_of(argv)
-    if problems := make(runs, train):
-        sys.exit("error: " + "\n       ".join(problems))
+def main(argv: list[str] | None = None):
+    jobs = plan(sys.argv[1:] if argv is None else argv).values()
+    if failures := make(jobs):
+        sys.exit("error: " + "\n       ".join(failures))
     try:
-        made = [read_run(run) for run in runs]
-        if left := [Path(run.folder).name for run in made if not run.finished]:
-            sys.exit(f"stopped: {', '.join(left)} unfinished; the same command goes on from here")
-        print("\n" + table(grouped(made)))
+        runs = [read_run(job.folder) for job in jobs if job.config.steps]
+        if unfinished := [Path(run.folder).name for run in runs if not run.finished]:
+            sys.exit(f"stopped: {', '.join(unfinished)} unfinished; the same command resumes")
+        print("\n" + format_table(group_runs(runs)))
     except ValueError as error:
         fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,37 +1,50 @@
-"""What runs leave, read back: curves, what they come to, and honest statistics over seeds. Standard
-library only.
+"""Read runs back: their curves, what they come to, and a comparison over seeds.
 
-    python curves.py RUN ...   the table of run directories, or of all in a directory of them, such as runs/compare
+    python -m experiments.curves RUN ...    run directories, or directories that hold some
 
-Runs that differ only in the seed are one row.
+Runs that differ only in the seed are one row: their mean, +- half its 95 % interval (Student's t).
+"(n)" marks a cell to which only n seeds contribute. The second table holds the differences to the
+first row. They are paired by seed, with the 95 % interval of a paired t test. A star marks an
+interval without 0, from 5 pairs on. One star in twenty is chance.
 
-reward: mean of the whole run; final: of its last 10 steps. Steps(k): the first step at which the mean of 5 steps was at
-least k; a run that never got there counts as one step more than it made. Jitter: mean size of the second difference of
-the reward curve (our definition; the DFPO paper's is not public). Drift: KL(now || start) in nats between the policy's
-exact opener (form) probabilities after and before RL. Lazy: share of steps that made correct answers less likely.
-Cells are means over seeds +- half the 95 % interval (Student's t). Then the differences to the first row, paired by
-seed, with the 95 % interval of 10,000 bootstrap samples of the pairs; * marks one that leaves out 0 (from 5 pairs on):
-of many stars, one in twenty is chance. "(n)": only n seeds have the quantity.
+    reward        mean over the whole run
+    final         mean over its last 10 steps
+    greedy        held-out accuracy of greedy answers, at the end
+    Steps(k)      first step at which the mean of 5 steps is at least k; if no step is, the number
+                  of steps + 1
+    jitter        mean size of the second difference of the reward curve (our definition, because
+                  that of DFPO's paper is not public)
+    entropy       of the next token in nats, mean over the last 10 steps
+    form entropy  of the solution forms in nats, at the end
+    drift         KL(after || before) in nats, of the exact opener (form) probabilities
+    tax           learning tax, mean over the run
+    clipped       share of tokens whose gradient the clip removes, mean over the run
+    lazy          share of the steps that made correct answers less likely
+    k tokens      thousands of tokens that were generated
+
+This file needs the standard library only.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import random
 import statistics
 import sys
-from argparse import RawDescriptionHelpFormatter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import Parser, fail
+from experiments import fail
 
-KAPPA, TAIL, SMOOTH = 0.8, 10, 5
-# Fields of a config that do not make it another experiment.
-APART = ("seed", "name", "out", "resume", "starts", "threads", "device", "micro_rows", "save_every")
+KAPPA = 0.8
+TAIL = 10
+SMOOTH = 5
+# Settings that do not make a run another experiment.
+INCIDENTAL = ("seed", "out", "resume", "threads", "device", "micro_rows")
 # A colour per method in every picture: Okabe and Ito's, safe for the colour-blind, and a grey.
-# Shared by methods that are seldom drawn together; line style and marker tell those apart.
+# Methods that are seldom drawn together share one; line style and marker tell them apart.
 PALETTE = {
     "#000000": "reinforce ar-lopti",
     "#E69F00": "grpo",
@@ -45,23 +58,11 @@ PALETTE = {
 }
 COLOURS = {method: colour for colour, methods in PALETTE.items() for method in methods.split()}
 MARKERS = "osv^D<>pX"
-T_975 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-)
+# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
+
+
+# ---------------- runs
 
 
 @dataclass
@@ -72,41 +73,37 @@ class Run:
 
     @property
     def steps(self) -> list[dict]:
-        return [line for line in self.lines if line.get("step") and "reward" in line]
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.lines) and self.lines[-1]["step"] == self.config.get(
-            "steps", self.lines[-1]["step"]
-        )
+        return [line for line in self.lines if line["step"] and "reward" in line]
 
     @property
     def evaluations(self) -> list[dict]:
         return [line for line in self.lines if "greedy" in line]
 
     @property
+    def finished(self) -> bool:
+        last = self.lines[-1]["step"] if self.lines else None
+        return last is not None and last == self.config.get("steps", last)
+
+    @property
     def name(self) -> str:
-        """The method, with +proj or +projK where it is projected."""
-        config = self.config
-        return config["method"] + (
-            f"+proj{config.get('context') or ''}" if config.get("project") else ""
-        )
+        return self.config["method"] + ("+proj" if self.config.get("project") else "")
 
 
 def read_run(folder: str | Path) -> Run:
-    """Raises ValueError, saying what is wrong, where the folder holds no run. A cut-off last line
-    is left out."""
-    lines, metrics = [], Path(folder) / "metrics.jsonl"
+    """Raises ValueError, saying what is wrong, where the folder holds no run.
+
+    A last line that was cut off is left out. A run that is still in its warm start has no line.
+    """
+    metrics = Path(folder) / "metrics.jsonl"
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["config"]
-        texts = (
-            metrics.read_text().splitlines() if metrics.exists() else []
-        )  # a run in its warm start has none yet
+        texts = metrics.read_text().splitlines() if metrics.exists() else []
         config["method"], config["seed"]
     except (OSError, ValueError, LookupError, TypeError):
         raise ValueError(
             f"{folder} is not a run; expected run directories, such as runs/*"
         ) from None
+    lines = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
@@ -119,31 +116,30 @@ def read_run(folder: str | Path) -> Run:
     return Run(str(folder), config, lines)
 
 
-def read_runs(paths: list[str]) -> list[Run]:
-    """Runs, and all runs of the directories that hold some. Raises ValueError."""
-    found = []
+def read_runs(paths: Iterable[str]) -> list[Run]:
+    """Runs, and all runs in directories of runs. Raises ValueError.
+
+    A warm start that several runs share (--steps 0) is no run to be compared.
+    """
+    folders = []
     for path in map(Path, paths):
-        inside = sorted(file.parent for file in path.glob("*/config.json")) if path.is_dir() else []
-        found += [path] if (path / "config.json").exists() or not inside else inside
-    return [read_run(folder) for folder in found]
+        inside = sorted(file.parent for file in path.glob("*/config.json"))
+        folders += inside if inside and not (path / "config.json").exists() else [path]
+    return [run for run in map(read_run, folders) if run.config.get("steps") != 0]
 
 
-def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
-    """label -> seed -> run. A label is the method, and whatever else the groups differ in. Raises
-    ValueError."""
+def group_runs(runs: list[Run]) -> dict[str, dict[int, Run]]:
+    """label -> seed -> run. A label is the method, and every other setting in which the groups
+    differ. Raises ValueError."""
     if not runs:
         raise ValueError("there is no finished run among these")
-    shared = set.intersection(*(set(run.config) for run in runs)) - {
-        *APART,
-        "method",
-        "project",
-        "context",
-    }
-    differ = [k for k in sorted(shared) if len({json.dumps(run.config[k]) for run in runs}) > 1]
+    shared = set.intersection(*(set(run.config) for run in runs))
+    settings = sorted(shared - {*INCIDENTAL, "method", "project"})
+    differing = [key for key in settings if len({show_setting(run, key) for run in runs}) > 1]
     groups: dict[str, dict[int, Run]] = {}
     for run in runs:
-        others = [(k, plain(run.config[k])) for k in differ]
-        label = ", ".join([run.name, *(f"{k} {value}" for k, value in others if value)])
+        others = [(key, show_setting(run, key)) for key in differing]
+        label = ", ".join([run.name, *(f"{key} {text}" for key, text in others if text)])
         seed = run.config["seed"]
         if seed in groups.setdefault(label, {}):
             raise ValueError(f"{run.folder} is a second run of {label} with seed {seed}")
@@ -151,28 +147,29 @@ def grouped(runs: list[Run]) -> dict[str, dict[int, Run]]:
     return groups
 
 
-def plain(value) -> str:
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else " ".join(value)
-        if isinstance(value, list)
-        else str(value)
-    )
+def show_setting(run: Run, key: str) -> str:
+    """A setting as text. A shared warm start is named without its seed, as compare/start."""
+    value = run.config[key]
+    if key == "model" and Path(value).name == "start":
+        start = Path(value).parent
+        return start.parent.name + "/" + start.name.removesuffix(f"-s{run.config['seed']}")
+    if isinstance(value, list):
+        return " ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ---------------- what a run comes to
 
 
-def mean(values) -> float:
+def mean(values: Iterable) -> float:
     """Of the finite ones; nan if there is none."""
-    found = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
-    return sum(found) / len(found) if found else math.nan
+    finite = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def steps_to(rewards: list[float], kappa: float) -> int:
-    """First step (1 ...) whose mean with the 4 before it reaches kappa; one more than there are if
-    none does."""
+    """First step (1 ...) whose mean with the 4 before it reaches kappa; if none does, one more than
+    there are."""
     for t in range(SMOOTH, len(rewards) + 1):
         if sum(rewards[t - SMOOTH : t]) / SMOOTH >= kappa:
             return t
@@ -180,53 +177,46 @@ def steps_to(rewards: list[float], kappa: float) -> int:
 
 
 def jitter(rewards: list[float]) -> float:
-    return mean(
-        abs(c - 2 * b + a) for a, b, c in zip(rewards, rewards[1:], rewards[2:], strict=False)
-    )
+    triples = zip(rewards, rewards[1:], rewards[2:], strict=False)
+    return mean(abs(c - 2 * b + a) for a, b, c in triples)
 
 
-def shares(line: dict, kind: str) -> dict[str, float]:
-    """The probabilities of the openers (forms), made to add up to 1; empty where one is not a
-    number."""
-    found = {k: v for k, v in line.items() if k.startswith(kind + " ")}
-    total = sum(found.values())
-    return {k: v / total for k, v in found.items()} if total > 0 else {}
+def probabilities(line: dict, kind: str) -> dict[str, float]:
+    """Of the openers (forms), made to add up to 1; empty where one of them is not a number."""
+    logged = {k: v for k, v in line.items() if k.startswith(kind + " ")}
+    total = sum(logged.values())
+    return {k: v / total for k, v in logged.items()} if total > 0 else {}
 
 
-def moved(first: dict, now: dict, kind: str) -> float:
-    """KL(now || first) between two evaluations, in nats; nan where one of them lacks an opener
+def drift(before: dict, after: dict, kind: str) -> float:
+    """KL(after || before) of two evaluations, in nats; nan where one of them lacks an opener
     (form)."""
-    p, q = shares(now, kind), shares(first, kind)
+    p = probabilities(after, kind)
+    q = probabilities(before, kind)
     if not p or p.keys() != q.keys():
         return math.nan
     return sum(p[k] * math.log(p[k] / q[k]) if q[k] > 0 else math.inf for k in p if p[k] > 0)
 
 
-def drift(run: Run, kind: str) -> float:
-    return moved(run.evaluations[0], run.evaluations[-1], kind)
-
-
 def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
     """Column -> value. Raises ValueError for a run without a step or an evaluation."""
-    steps, evaluations = run.steps, run.evaluations
-    if not steps or not evaluations:
+    steps = run.steps
+    if not steps or not run.evaluations:
         raise ValueError(f"{run.folder} has no finished step yet")
+    first = run.evaluations[0]
+    last = run.evaluations[-1]
     rewards = [m["reward"] for m in steps]
-    forms = shares(evaluations[-1], "form").values()
-
-    def late(key: str) -> float:
-        return mean(m.get(key) for m in steps[-TAIL:])
-
+    forms = probabilities(last, "form").values()
     return {
         "reward": mean(rewards),
-        "final": late("reward"),
-        "greedy": evaluations[-1]["greedy"],
+        "final": mean(rewards[-TAIL:]),
+        "greedy": last["greedy"],
         f"Steps({kappa:g})": steps_to(rewards, kappa),
         "jitter": jitter(rewards),
-        "entropy": late("entropy"),
+        "entropy": mean(m.get("entropy") for m in steps[-TAIL:]),
         "form entropy": -sum(p * math.log(p) for p in forms if p > 0) if forms else math.nan,
-        "opener drift": drift(run, "opener"),
-        "form drift": drift(run, "form"),
+        "opener drift": drift(first, last, "opener"),
+        "form drift": drift(first, last, "form"),
         "tax": mean(m.get("tax") for m in steps),
         "clipped": mean(m.get("clip_share") for m in steps),
         "lazy": mean(m["delta"] < 0 for m in steps if "delta" in m),
@@ -237,123 +227,97 @@ def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
 # ---------------- statistics over seeds
 
 
-def quantile(n: int) -> float:
-    """97.5 % quantile of Student's t with n-1 degrees of freedom."""
-    return T_975[n - 2] if n - 2 < len(T_975) else 1.96 + 2.56 / (n - 1)
+def quantile(freedom: int) -> float:
+    """97.5 % quantile of Student's t; above the table, its expansion in 1/freedom."""
+    if freedom <= len(T_975):
+        return T_975[freedom - 1]
+    return 1.960 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half the 95 % interval of Student's t; nan for the half of a single value."""
+    """Mean and half its 95 % interval (Student's t). A nan is left out; the half is nan for a
+    single value, and where a value is infinite."""
     values = [v for v in values if not math.isnan(v)]
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return sum(values) / len(values) if values else math.nan, math.nan
-    return mean(values), quantile(len(values)) * statistics.stdev(values) / len(values) ** 0.5
-
-
-def bootstrap(differences: list[float], draws: int = 10_000) -> tuple[float, float, float]:
-    """Mean of the pairs' differences, and the 95 % interval of that mean over resampled pairs.
-
-    Plain percentiles of so few pairs would cover 85 % (5 pairs) or 90 % (10): they are taken
-    further out, as Student's t and the factor n/(n-1) ask for (Hesterberg 2015, the expanded
-    percentile interval).
-    """
-    values, rng = [v for v in differences if math.isfinite(v)], random.Random(0)
     n = len(values)
-    if n < 2:
-        return mean(values), math.nan, math.nan
-    share = statistics.NormalDist().cdf(-quantile(n) * (n / (n - 1)) ** 0.5)
-    means = sorted(sum(rng.choices(values, k=n)) / n for _ in range(draws))
-    return mean(values), means[int(share * draws)], means[-1 - int(share * draws)]
+    if n < 2 or not all(map(math.isfinite, values)):
+        return sum(values) / n if n else math.nan, math.nan
+    return mean(values), quantile(n - 1) * statistics.stdev(values) / n**0.5
 
 
-def digits(name: str) -> int:
-    return 1 if name.startswith("Steps") else 0 if name == "k tokens" else 3
+def format_cell(values: list[float], places: int, paired: bool = False) -> str:
+    """Mean and interval of one value per seed, or of one difference per seed if they are paired."""
+    numbers = [v for v in values if (math.isfinite(v) if paired else not math.isnan(v))]
+    note = f" ({len(numbers)})" if len(numbers) < len(values) else ""
+    middle, half = interval(numbers)
+    if paired:
+        shown, low, high = (f"{x:+.{places}f}" for x in (middle, middle - half, middle + half))
+        star = "*" if len(numbers) >= 5 and (float(low) > 0 or float(high) < 0) else ""
+        return "" if math.isnan(half) else f"{shown} [{low}, {high}]{star}{note}"
+    spread = "" if math.isnan(half) else f" +- {half:.{places}f}"
+    return f"{middle:.{places}f}{spread}{note}" if numbers else ""
 
 
-def table(
-    groups: dict[str, dict[int, Run]], kappa: float = KAPPA, only=(), pairs: tuple | None = None
-) -> str:
-    """Both tables, in Markdown, of all columns or `only` those named; pairs: (label, base) of the
-    differences to show.
+def row(first: str, count: int | str, cells: Iterable[str]) -> str:
+    return f"| {first} | {count} | {' | '.join(cells)} |"
 
-    Raises ValueError for a run without a step.
+
+def format_table(groups: dict[str, dict[int, Run]], only=(), pairs=None) -> str:
+    """Both tables in Markdown, of all columns or `only` those named. Raises ValueError for a run
+    without a step.
+
+    pairs: (label, base) of the differences to show; none: each label minus the first.
     """
-    found = {
-        label: {seed: outcome(run, kappa) for seed, run in runs.items()}
-        for label, runs in groups.items()
+    outcomes = {
+        label: {seed: outcome(run) for seed, run in runs.items()} for label, runs in groups.items()
     }
-    everything = [o for runs in found.values() for o in runs.values()]
-    columns = [
-        c
-        for c in everything[0]
-        if (c in only or not only) and any(math.isfinite(o[c]) for o in everything)
-    ]
+    everything = [o for by_seed in outcomes.values() for o in by_seed.values()]
+    columns = [c for c in everything[0] if any(math.isfinite(o[c]) for o in everything)]
+    columns = [c for c in columns if c in only or not only]
 
-    def row(first: str, seeds, cells) -> str:
-        return f"| {first} | {seeds} | {' | '.join('' if 'nan' in x else x for x in cells)} |"
+    places = {c: 1 if c.startswith("Steps") else 0 if c == "k tokens" else 3 for c in columns}
 
-    def means(c: str, outcomes) -> str:
-        values = [o[c] for o in outcomes if not math.isnan(o[c])]
-        middle, half = interval(values)
-        some = f" ({len(values)})" if len(values) < len(outcomes) else ""
-        return (
-            f"{middle:.{digits(c)}f}"
-            + (f" +- {half:.{digits(c)}f}" if math.isfinite(half) else "")
-            + some
-        )
+    def heading(first: str) -> list[str]:
+        return [row(first, "seeds", columns), "|---|" + "---:|" * (len(columns) + 1)]
 
-    def less(c: str, label: str, base: str, seeds: list[int]) -> str:
-        pairs = [found[label][s][c] - found[base][s][c] for s in seeds]
-        pairs = [x for x in pairs if math.isfinite(x)]
-        middle, low, high = (f"{x:+.{digits(c)}f}" for x in bootstrap(pairs))
-        star = "*" if len(pairs) >= 5 and (float(low) > 0 or float(high) < 0) else ""
-        return f"{middle} [{low}, {high}]{star}" + (
-            f" ({len(pairs)})" if len(pairs) < len(seeds) else ""
-        )
-
-    rule = "|---|" + "---:|" * (len(columns) + 1)
-    lines = [row("method", "seeds", columns), rule]
-    lines += [
-        row(label, len(runs), [means(c, runs.values()) for c in columns])
-        for label, runs in found.items()
-    ]
-    base, *others = found
-    rows = []
-    for label, base in pairs if pairs is not None else [(label, base) for label in others]:
-        seeds = sorted(found.get(label, {}).keys() & found.get(base, {}).keys())
-        if len(seeds) > 1:
-            rows.append(
-                row(
-                    f"{label} less {base}",
-                    len(seeds),
-                    [less(c, label, base, seeds) for c in columns],
-                )
-            )
-    return "\n".join(
-        lines + ["", row("paired by seed", "seeds", columns), rule] * bool(rows) + rows
-    )
+    lines = heading("method")
+    for label, by_seed in outcomes.items():
+        cells = [format_cell([o[c] for o in by_seed.values()], places[c]) for c in columns]
+        lines.append(row(label, len(by_seed), cells))
+    differences = []
+    first, *others = outcomes
+    for label, base in pairs if pairs is not None else [(other, first) for other in others]:
+        ours = outcomes.get(label, {})
+        theirs = outcomes.get(base, {})
+        both = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+        if len(both) > 1:
+            cells = [format_cell([a[c] - b[c] for a, b in both], places[c], True) for c in columns]
+            differences.append(row(f"{label} minus {base}", len(both), cells))
+    if differences:
+        lines += ["", *heading("paired by seed"), *differences]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None):
-    parser = Parser(
-        description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.error = fail
     parser.add_argument("runs", nargs="+", metavar="RUN", help="runs, or directories of runs")
-    parser.add_argument(
-        "--base",
-        metavar="ROW",
-        help="the row that the others are compared with (default: the first)",
-    )
+    what = "the row that the others are compared with (default: the first)"
+    parser.add_argument("--base", metavar="ROW", help=what)
     options = parser.parse_args(argv)
     try:
         runs = read_runs(options.runs)
         for run in runs:
             if not run.finished:
                 print(f"left out: {run.folder} is unfinished", file=sys.stderr)
-        groups = grouped([run for run in runs if run.finished])
+        groups = group_runs([run for run in runs if run.finished])
         if options.base is not None and options.base not in groups:
             fail(f"--base {options.base}: there is no such row; there are {', '.join(groups)}")
-        print(table(dict(sorted(groups.items(), key=lambda item: item[0] != options.base))))
+        groups = dict(sorted(groups.items(), key=lambda item: item[0] != options.base))
+        print(format_table(groups))
     except ValueError as error:
         fail(str(error))
 

@@ -17,11 +17,6 @@ from decimal import Decimal
 from itertools import accumulate, repeat
 from pathlib import Path
 
-from datasets import load_dataset
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from tokenizers.pre_tokenizers import Digits, Sequence
-from transformers import PreTrainedTokenizerFast
-
 VOCAB_SIZE = 2048
 # A word is all that hangs on a digit, judged whole so that a piece of a malformed number never
 # counts. BEFORE reads on leftwards: point, currency, sign. [0-9] because \d takes any script's
@@ -118,6 +113,8 @@ class GSM8K:
             self.train, self.test = (read_items(file, skip_bad_lines) for file in files)
             return
         try:
+            from datasets import load_dataset
+
             hub = load_dataset("openai/gsm8k", "main")
         except Exception as e:  # network, hub and cache each fail in classes of their own
             raise ValueError(
@@ -155,12 +152,13 @@ class GSM8K:
             f"{item.prompt}\n\nA first answer:\n{answer}{others}\n\n{wish}", item.answer, ""
         )
 
-    def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        """Byte-level BPE learnt on the training split, each digit a token of its own;
-        deterministic."""
-        bpe = (
-            ByteLevelBPETokenizer()
-        )  # its alphabet is all 256 bytes, so that any text can be encoded
+    def make_tokenizer(self):
+        """Byte-level BPE learnt on the training split, each digit a token; deterministic."""
+        from tokenizers import ByteLevelBPETokenizer, Tokenizer
+        from tokenizers.pre_tokenizers import Digits, Sequence
+        from transformers import PreTrainedTokenizerFast
+
+        bpe = ByteLevelBPETokenizer()  # its alphabet is all 256 bytes: any text can be encoded
         bpe.pre_tokenizer = Sequence([Digits(individual_digits=True), bpe.pre_tokenizer])
         texts = (item.plain() + item.demo for item in self.train)
         bpe.train_from_iterator(

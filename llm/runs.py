@@ -1,209 +1,264 @@
-"""A run directory: config.json, metrics.jsonl, samples.txt, checkpoints/ with all that a resumed
-run needs."""
+"""A run directory, and all that makes a killed run resumable bit for bit.
+
+runs/NAME/config.json    flags, versions, commit
+          metrics.jsonl  a line a step
+          samples.txt    a few answers of each evaluation
+          start/         the policy that the KL is measured from
+          checkpoints/   the newest two: model, tokenizer, optimiser state, checksums
+          lock           held by the process that writes here
+"""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 import zlib
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers
-from tqdm import tqdm
+from filelock import FileLock, Timeout
 
-from cli import fail
-from config import Config
+from llm import fail
+from llm.policy import Policy, check_context, load_policy
 
 LOGS = ("metrics.jsonl", "samples.txt")
 
 
-def default_name(config: Config) -> str:
-    return f"{config.task}-{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+@dataclass
+class Run:
+    """An open run directory and what training goes on with."""
+
+    folder: Path
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    steps_done: int  # 0: the warm start is still to come
+    interrupted: bool = False
+
+    def finish_step_on_interrupt(self):
+        """From now on Ctrl-C sets `interrupted`; a second one ends the process at once."""
+
+        def handler(*_):
+            if self.interrupted:
+                sys.exit(130)
+            self.interrupted = True
+
+        signal.signal(signal.SIGINT, handler)
 
 
-def write_config(run: Path, config: Config, device: torch.device):
+@contextmanager
+def open_run(config, task) -> Iterator[Run]:
+    """A new run directory, or the one that --resume names as its newest checkpoint left it.
+
+    It belongs to this process until the context ends. What cannot work is refused in one line, and
+    nothing in an old directory is changed before all is known to fit.
+    """
+    folder = Path(config.resume or config.out)
+    lock = FileLock(folder / "lock")
+    checkpoint = state = None
+    if config.resume:
+        acquire(lock, folder)
+        checkpoint, state = newest_checkpoint(folder)
+        if not checkpoint:
+            print(f"{folder} holds no complete checkpoint: it begins anew")
+    if state and state["step"] >= config.steps:
+        done = f"{state['step']} of {config.steps} steps"
+        fail(f"{folder} has already made {done}; nothing is left to do")
+    policy = load_policy(config, task, str(checkpoint or config.model))
+    check_context(policy, task, config, warm=config.warm_steps > 0 and not checkpoint)
+    start = start_path(folder, config)
+    if checkpoint and config.reference and config.warm_steps and not Path(start).is_dir():
+        fail(f"--resume {folder}: start/, the policy that the KL is measured from, is missing")
+    if not config.resume:
+        make_directory(folder, config, policy.model.device)
+        acquire(lock, folder)
+    run = Run(folder, policy, adamw(policy.model, config.lr), 0)
+    if state:
+        run.steps_done = restore(run, state)
+    if config.resume:
+        write_config(folder, config, policy.model.device)  # --steps may be new
+    if not state:
+        for name in LOGS:
+            (folder / name).write_text("")
+    previous = signal.getsignal(signal.SIGINT)
     try:
-        git = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-        )
-        commit = git.stdout.strip() or None
-    except OSError:
-        commit = None
-    versions = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    about = {"versions": versions, "git_commit": commit, "device": str(device)}
-    part = run / "config.json.part"
+        yield run
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        lock.release()
+
+
+def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    betas = (0.9, 0.95)
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
+
+
+def acquire(lock: FileLock, folder: Path):
+    """Keep other processes out of the run directory until the lock is released or we end."""
     try:
-        part.write_text(
-            json.dumps({"config": asdict(replace(config, resume="")), **about}, indent=1) + "\n"
-        )
-        part.rename(run / "config.json")
+        lock.acquire(timeout=0)
+    except Timeout:
+        fail(f"{folder}: another process is writing to it")
     except OSError as error:
-        fail(f"cannot write to {run}: {error.strerror}")
+        fail(f"cannot write to {folder}: {error.strerror}")
 
 
-def new_run(run: Path, config: Config, device: torch.device):
-    """Make the directory of a new run. It appears under its name once its config is in it: then it
-    can be resumed."""
-    part = run.with_name(f".{run.name}.starting")
+def make_directory(folder: Path, config, device: torch.device):
+    """A new run appears under its name once its config is in it: from then on it can be resumed."""
+    part = folder.with_name(f".{folder.name}.starting")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        if run.exists():
+        if folder.exists():
             raise FileExistsError(None, "it exists")
         part.mkdir(parents=True)
         write_config(part, config, device)
-        part.rename(run)
+        part.rename(folder)
     except OSError as error:
-        fail(f"cannot make the run directory {run}: {error.strerror}")
+        fail(f"cannot make the run directory {folder}: {error.strerror}")
 
 
-def record(
-    run: Path,
-    metrics: dict,
-    evaluated: dict | None = None,
-    lines: tuple[str, ...] = (),
-    show: bool = False,
-):
-    """One line of metrics.jsonl; at an evaluation also a line on the screen and some answers in
-    samples.txt."""
+def write_config(folder: Path, config, device: torch.device):
+    """config.json, replaced as a whole."""
+    import transformers
+
     try:
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics | (evaluated or {})) + "\n")
-        if evaluated:
-            with open(run / "samples.txt", "a") as file:
-                file.write(f"step {metrics['step']}\n" + "".join(f"  {line}\n" for line in lines))
+        command = ["git", "rev-parse", "HEAD"]
+        git = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+        commit = git.stdout.strip() or None
+    except OSError:
+        commit = None
+    about = {
+        "config": asdict(replace(config, resume="")),
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "git_commit": commit,
+        "device": str(device),
+    }
+    part = folder / "config.json.part"
+    try:
+        part.write_text(json.dumps(about, indent=1) + "\n")
+        part.rename(folder / "config.json")
     except OSError as error:
-        sys.exit(
-            f"error: {run} cannot be written ({error.strerror}); go on from its last checkpoint with --resume {run}"
-        )
-    if evaluated:
-        shown = {
-            k: metrics[k] for k in ("reward", "repair_rate", "entropy", "tax") if k in metrics
-        } | evaluated
-        tqdm.write(
-            f"step {metrics['step']}: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
-        )
-        for line in lines if show else ():
-            tqdm.write("    " + line)
+        fail(f"cannot write to {folder}: {error.strerror}")
 
 
-def summary(run: Path):
-    """What changed: every measured quantity at its first and last evaluation, and the reward over
-    10 steps."""
-    seen = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first, last = [[m for m in seen if "greedy" in m][i] for i in (0, -1)]
-    steps = [m for m in seen if "reward" in m]
-    print(f"\n{'':18} before   after")
-    for key in (
-        "reward",
-        "entropy",
-        "tax",
-        "length",
-        *(["repair_rate"] if "repair_rate" in steps[0] else []),
-    ):
-        print(
-            f"{key:18} {steps[0][key]:6.3f}  {sum(m[key] for m in steps[-10:]) / len(steps[-10:]):6.3f}"
-        )
-    for key in (k for k in last if k in first and k != "step"):
-        print(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
+def saved_config(given: dict, default) -> dict:
+    """The fields of the run that --resume names. Refuses other flags beside it, in one line."""
+    run = given["resume"]
+    if extra := set(given) - {"resume", "steps", "micro_rows"}:
+        flag = "--" + min(extra).replace("_", "-")
+        fail(f"{flag} cannot be changed when resuming; only --steps and --micro-rows can")
+    try:
+        saved = json.loads((Path(run) / "config.json").read_text())["config"]
+        kinds = {key: type(value) for key, value in vars(default).items()}
+        if kinds != {key: type(value) for key, value in saved.items()}:
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        fail(f"--resume {run}: no config.json of a run there; accepted: a run, such as runs/NAME")
+    steps = given.get("steps", saved["steps"])
+    if saved["schedule"] == "linear" and steps != saved["steps"]:
+        laid_out = f"the linear schedule was laid out for {saved['steps']} steps"
+        fail(f"--steps {steps}: {laid_out} and cannot be extended")
+    return saved
 
 
-def save(run: Path, step: int, model, tokenizer, optimizer):
-    """runs/NAME/checkpoints/step-000050: the model in transformers' format, and what the trainer
-    needs to go on."""
-    folder = run / "checkpoints"
+# ---------------- the start policy
+
+
+def start_path(folder: Path, config) -> str:
+    """Where the policy lies that reinforcement learning started from."""
+    return str(folder / "start") if config.warm_steps else config.model
+
+
+def save_start(run: Run, config):
+    """Keep the warm-started policy: the KL is measured from it, and other runs may share it."""
+    if not config.warm_steps:
+        return
+    try:
+        run.policy.model.save_pretrained(run.folder / "start")
+        run.policy.tokenizer.save_pretrained(run.folder / "start")
+    except Exception as error:  # a full disk, see save()
+        reason = str(error).splitlines()[0]
+        sys.exit(f"error: the start policy cannot be written ({reason}); make room, start anew")
+
+
+def start_policy(run: Run, task, config) -> Policy | None:
+    """The frozen reference, or None without --reference."""
+    if not config.reference:
+        return None
+    return load_policy(config, task, start_path(run.folder, config))
+
+
+# ---------------- checkpoints
+
+
+def save(run: Run, step: int):
+    """checkpoints/step-000050: the model in transformers' format, and what the trainer needs."""
+    folder = run.folder / "checkpoints"
     final, part = folder / f"step-{step:06d}", folder / f"unfinished-{step:06d}"
     before = [path for path in sorted(folder.glob("step-*")) if path < final]
     shutil.rmtree(part, ignore_errors=True)
     try:
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        sizes = {name: (run / name).stat().st_size for name in LOGS}
-        torch.save(
-            {"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}, part / "trainer.pt"
-        )
+        run.policy.model.save_pretrained(part)
+        run.policy.tokenizer.save_pretrained(part)
+        sizes = {name: (run.folder / name).stat().st_size for name in LOGS}
+        state = {"step": step, "optimizer": run.optimizer.state_dict(), "sizes": sizes}
+        torch.save(state, part / "trainer.pt")
         sums = {path.name: checksum(path) for path in part.iterdir() if path.is_file()}
         (part / "checksums.json").write_text(json.dumps(sums))
-        for path in [*part.iterdir(), *(run / name for name in sizes), part]:
+        for path in [*part.iterdir(), *(run.folder / name for name in sizes), part]:
             sync(path)
-    except Exception as error:  # a full disk: torch, safetensors and the system each have a class of their own for it
+    except (
+        Exception
+    ) as error:  # torch, safetensors and the system each name a full disk differently
         shutil.rmtree(part, ignore_errors=True)
-        kept = (
-            f"{before[-1].name} is intact, go on from it with --resume {run}"
-            if before
-            else "there is none before"
-        )
-        sys.exit(
-            f"error: the checkpoint of step {step} cannot be written ({str(error).splitlines()[0]}); {kept}"
-        )
+        reason, left = str(error).splitlines()[0], "there is none before"
+        if before:
+            left = f"{before[-1].name} is intact, resume from it with --resume {run.folder}"
+        sys.exit(f"error: the checkpoint of step {step} cannot be written ({reason}); {left}")
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)  # the name appears only when everything is on disk
     sync(folder)
-    for other in {*folder.glob("step-*")} - {
-        final,
-        *before[-1:],
-    }:  # damaged ones of later steps too
+    for other in {*folder.glob("step-*")} - {final, *before[-1:]}:  # damaged later ones too
         shutil.rmtree(other)
 
 
-def start_file(config: Config) -> Path | None:
-    """Where --starts keeps warm-started weights: one file for all runs whose warm start is the
-    same."""
-    if not config.starts or not config.warm_steps:
-        return None
-    names = [
-        "task",
-        "model",
-        "layers",
-        "width",
-        "data",
-        "train_items",
-        "skip_bad_lines",
-        "seed",
-        "threads",
-        "device",
-    ]
-    names += [name for name in vars(config) if name.startswith(("warm_", "repair_"))]
-    key = zlib.crc32(repr([(name, getattr(config, name)) for name in names]).encode())
-    Path(config.starts).mkdir(parents=True, exist_ok=True)
-    return Path(config.starts) / f"{config.task}-s{config.seed}-{key:08x}.pt"
-
-
 def checksum(path: Path) -> int:
+    total = 0
     with open(path, "rb") as file:
-        total = 0
         while block := file.read(2**24):
             total = zlib.crc32(block, total)
     return total
 
 
 def sync(path: Path):
-    """Wait until a file, or the names in a directory, are on disk."""
+    """Wait until a file, or the names in a directory, are on disk. Windows syncs no directories."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def newest_checkpoint(run: Path) -> tuple[Path | None, dict | None]:
-    """The newest checkpoint and its trainer state; a damaged one is passed over, with a line that
-    says so."""
+    """The newest checkpoint and its trainer state; a damaged one is passed over, and said to be."""
     folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
     for folder in folders:
         try:
             for name, total in json.loads((folder / "checksums.json").read_text()).items():
                 if checksum(folder / name) != total:
                     raise ValueError(f"{name} is not what was written")
-            return folder, torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+            return folder, state
         except (OSError, ValueError, AttributeError) as error:
             print(f"{folder} is damaged ({error}); going back to the one before", file=sys.stderr)
     if folders:
@@ -211,42 +266,44 @@ def newest_checkpoint(run: Path) -> tuple[Path | None, dict | None]:
     return None, None
 
 
-def restore(run: Path, optimizer, state: dict) -> int:
+def restore(run: Run, state: dict) -> int:
     """Restore the optimiser and cut the logs back to the checkpoint's step, which is returned."""
-    optimizer.load_state_dict(state["optimizer"])
+    run.optimizer.load_state_dict(state["optimizer"])
     for name, size in state["sizes"].items():
-        text = (run / name).read_bytes()[:size] if (run / name).is_file() else b""
-        whole = len(text) == size and text[-1:] in (b"\n", b"")
-        if (
-            not whole
-            or name == "metrics.jsonl"
-            and json.loads(text.splitlines()[-1])["step"] != state["step"]
-        ):
-            fail(
-                f"--resume {run}: {name} is not what it was at step {state['step']}; it was changed"
-            )
-        os.truncate(run / name, size)
+        path = run.folder / name
+        text = path.read_bytes()[:size] if path.is_file() else b""
+        intact = len(text) == size and text[-1:] in (b"\n", b"")
+        if intact and name == "metrics.jsonl":
+            intact = json.loads(text.splitlines()[-1])["step"] == state["step"]
+        if not intact:
+            was = f"{name} is not what it was at step {state['step']}"
+            fail(f"--resume {run.folder}: {was}; it was changed")
+        os.truncate(path, size)
     return state["step"]
 
 
-def lock(run: Path):
-    """An open file that keeps other processes out of the run directory until it is closed, or the
-    process ends."""
-    try:
-        file = open(run / "lock", "w")
-    except OSError as error:
-        fail(f"cannot write to {run}: {error.strerror}")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        fail(f"{run}: another process is writing to it")
-    return file
-
-
-def stop_at_bad_numbers(run: Path, step: int, error: FloatingPointError):
-    """Save the batch that gave a loss or gradient that is not finite, for inspection, and leave."""
-    path = run / f"bad-batch-{step:06d}.pt"
+def stop_at_bad_numbers(folder: Path, step: int, error: FloatingPointError):
+    """Keep the batch that gave a loss or gradient that is not finite, for inspection, and end."""
+    path = folder / f"bad-batch-{step:06d}.pt"
     torch.save(error.batch, path)
     sys.exit(
-        f"error: step {step}: {error}; the update was not made; the batch that caused it is in {path}"
+        f"error: step {step}: {error}; the update was not made; "
+        f"the batch that caused it is in {path}"
     )
+
+
+def summary(folder: Path) -> str:
+    """What changed: every quantity at the first and last evaluation, and the reward of 10 steps."""
+    seen = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in seen if "greedy" in line]
+    steps = [line for line in seen if "reward" in line]
+    before, after = dict(evaluations[0]), dict(evaluations[-1])
+    rows = [f"{'':18} before   after"]
+    for key in ("reward", "entropy", "tax", "length", "repair_rate"):
+        if steps and key in steps[0]:
+            late = [line[key] for line in steps[-10:]]
+            rows.append(f"{key:18} {steps[0][key]:6.3f}  {sum(late) / len(late):6.3f}")
+    for key in before:
+        if key in after and key != "step":
+            rows.append(f"{key:18} {before[key]:6.3f}  {after[key]:6.3f}")
+    return "\n".join(rows)

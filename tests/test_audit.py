@@ -8,8 +8,10 @@ import pytest
 import losses
 from claims.trees import Draw
 from engines import audit
+from engines.shipped import Row, trl_rows, verl_rows
 
 DRAWS = [Draw(0, k) for k in range(12)]
+WHOLE_GROUPS = audit.REGIMES[:4]
 GSPO = dict(eps_low=0.2, eps_high=0.2)  # the engines' default clip range
 KNOWN = {  # 0 cancels, x does not, in the first four regimes: theory's audit table
     "reinforce": "0000",
@@ -35,37 +37,37 @@ TWINS = {  # rows of the engines that are a loss of losses.py
 
 
 def ours(name, **hyper):
-    return audit.Row(
-        name, "losses.py", lambda part, whole, pieces: getattr(losses, name)(whole, **hyper)
-    )
+    return Row(name, "losses.py", lambda part, whole: getattr(losses, name)(whole, **hyper))
 
 
 def cells(row):
-    return [audit.left_over(row, DRAWS, *setting) for setting in audit.SETTINGS[:4]]
+    return [audit.left_over(row, DRAWS, regime) for regime in WHOLE_GROUPS]
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_regimes_tell_known_losses_apart(name):
-    found = cells(ours(name, **(GSPO if name == "gspo" else {})))
-    assert "".join("0" if x < 1e-9 else "x" for x in found) == KNOWN[name]
-    assert all(x < 1e-9 or x > 1e-3 for x in found)
+    left = cells(ours(name, **(GSPO if name == "gspo" else {})))
+    assert "".join("0" if x < 1e-9 else "x" for x in left) == KNOWN[name]
+    assert all(x < 1e-9 or x > 1e-3 for x in left)
 
 
 def test_torn_groups_show_a_normaliser_of_the_micro_batch():
     sums = []
 
-    def own_tokens(part, whole, pieces):
-        sums.extend([part.adv[:, 0].sum().abs().item()] * (pieces > 1))
+    def summed(part):
         surrogate = (part.logp - part.logp_old).exp() * part.adv
-        return -(surrogate * part.mask).sum() / part.mask.sum() / pieces
+        return -(surrogate * part.mask).sum()
 
-    def all_tokens(part, whole, pieces):
-        return own_tokens(part, whole, 1) * part.mask.sum() / whole.mask.sum()
+    def own_tokens(part, whole):
+        micro_batches = len(whole.mask) // len(part.mask)
+        sums.extend([part.adv[:, 0].sum().abs().item()] * (micro_batches > 1))
+        return summed(part) / part.mask.sum() / micro_batches
 
-    rows = [audit.Row("", "", loss) for loss in (own_tokens, all_tokens)]
-    whole, torn = (
-        [audit.left_over(row, DRAWS, *audit.SETTINGS[k]) for row in rows] for k in (1, 4)
-    )
+    def all_tokens(part, whole):
+        return summed(part) / whole.mask.sum()
+
+    rows = [Row("", "", loss) for loss in (own_tokens, all_tokens)]
+    whole, torn = ([audit.left_over(row, DRAWS, audit.REGIMES[k]) for row in rows] for k in (1, 4))
     assert max(whole) < 1e-9
     assert torn[0] > 0.003 and torn[1] < 1e-9
     assert min(sums) > 1e-3  # no micro-batch holds whole groups alone
@@ -74,7 +76,7 @@ def test_torn_groups_show_a_normaliser_of_the_micro_batch():
 @pytest.mark.parametrize("engine", TWINS)
 def test_an_engines_figures_are_those_of_the_same_loss_here(engine):
     pytest.importorskip(engine, reason=f"{engine} is an extra")
-    rows = {row.name: row for row in {"trl": audit.trl_rows, "verl": audit.verl_rows}[engine]()}
+    rows = {row.name: row for row in {"trl": trl_rows, "verl": verl_rows}[engine]()}
     for name, (twin, hyper) in TWINS[engine].items():
         assert cells(rows[name]) == pytest.approx(cells(ours(twin, **hyper)), rel=1e-6, abs=1e-9)
     assert all(":" in row.where for row in rows.values())
@@ -88,6 +90,5 @@ def test_a_missing_engine_is_named_with_its_extra(capsys):
         assert f"pip install -e '.[{name}]'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         audit.main(["openrlhf"])
-    assert (
-        capsys.readouterr().err == "error: engines.audit openrlhf: one of trl, verl is expected\n"
-    )
+    said = capsys.readouterr().err
+    assert said == "error: engines.audit openrlhf: one of trl, verl is expected\n"

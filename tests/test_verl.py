@@ -1,9 +1,9 @@
 """engines/verl.py against losses.py: its registered functions on tensors, then verl's actor engine
 on a tiny model.
 
-`make test-verl` runs this in an environment of its own: verl pins transformers. Nothing here needs a GPU: verl's FSDP2
-engine is put on the CPU through its own platform interface. As a script (`torch.distributed.run tests/test_verl.py
-MODEL`) this file is one process of such an engine.
+`make test-verl` runs this in an environment of its own, because verl pins transformers. Nothing
+here needs a GPU: verl's FSDP2 engine is put on the CPU through its own platform interface. As a
+script (`torch.distributed.run tests/test_verl.py MODEL`) this file is one process of such an engine.
 """
 
 import os
@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import bind
-from llm.policy import Rows, score
+from llm import bind
+from llm.policy import Rows, load_policy
 from losses import METHODS, Batch, OldPolicy, group_advantages
+from train import Config, log_probs
 
 pytest.importorskip("verl", reason="verl has an environment of its own: make test-verl")
 import numpy  # noqa: E402
@@ -42,8 +43,7 @@ def actor(mode="tgc-grpo", **options) -> FSDPActorConfig:
 
 
 def make_batch(name: str, dtype=torch.float64) -> Batch:
-    """Four groups of four, each with different rewards, of lengths 1 to 6, ratios from 0.6 to
-    1.65."""
+    """Four groups of four with different rewards, lengths 1 to 6 and ratios from 0.6 to 1.65."""
     g = torch.Generator().manual_seed(0)
     logp, noise = (torch.rand(16, T, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
     rewards = torch.rand(16, generator=g, dtype=torch.float64).to(dtype)
@@ -53,7 +53,7 @@ def make_batch(name: str, dtype=torch.float64) -> Batch:
 
 
 def expected(name: str, b: Batch, **hyper):
-    method = bind(name, hyper)
+    method = bind(name, hyper, reference=False)
     adv = b.adv
     if method.credit:
         adv = method.credit(adv, OldPolicy(b.mask.long(), b.mask, b.logp_old, b.adv[:, 0], G))
@@ -114,8 +114,7 @@ def test_hyperparameters_of_a_mode_of_ones_own():
 
 @pytest.mark.parametrize("scale", ["std", "mean"])
 def test_advantages_are_those_of_losses(scale):
-    """Rows in any order, a group of equal rewards, and a row of verl's own padding, which is
-    alone."""
+    """Rows in any order, a group of equal rewards, and a lone row of verl's own padding."""
     rewards = torch.tensor([0.1, 1, 0.1, 0, 0.1, 0.3, 0.1, 1, 5])
     mask = torch.arange(T) < torch.tensor([2, 6, 1, 3, 4, 5, 6, 1, 1])[:, None]
     scores = torch.zeros(9, T).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
@@ -182,21 +181,15 @@ def test_wrong_hyperparameters_are_refused_at_once(hyper, reason):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verls_actor_engine_makes_the_gradient_of_losses(qwen_path, processes):
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(processes),
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc_per_node", str(processes)]
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VERL_USE_EXTERNAL_MODULES": "engines.verl",
     }
-    environment["VERL_USE_EXTERNAL_MODULES"] = "engines.verl"
     done = subprocess.run(
         [*launch, __file__, qwen_path], env=environment, capture_output=True, text=True
     )
@@ -223,9 +216,8 @@ def engine_on_cpu(path: str):
         def empty_cache(self):
             pass
 
-    platform_manager._current_platform = (
-        Cpu()
-    )  # before the engine is imported: it asks for its device once
+    # Before the engine is imported, which asks for its device once.
+    platform_manager._current_platform = Cpu()
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -245,7 +237,6 @@ def engine_on_cpu(path: str):
 
 
 def one_process(path: str):
-    from transformers import AutoModelForCausalLM
     from verl.protocol import DataProto
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
@@ -254,13 +245,14 @@ def one_process(path: str):
     torch.set_num_threads(1)
     engine, P = engine_on_cpu(path), 3
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    ours = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    config = Config(device="cpu")
+    policy = load_policy(config, None, path)
     ids = torch.randint(5, 60, (16, P + T), generator=torch.Generator().manual_seed(2))
     for name in HONOURED:
         b = make_batch(name, torch.float32)
         attention = torch.cat([torch.ones(16, P, dtype=torch.bool), b.mask], 1)
-        ours.zero_grad()
-        logp = score(ours, Rows(ids[:, :P], attention[:, :P], ids[:, P:], b.mask), 1.0)[0]
+        policy.model.zero_grad()
+        logp = log_probs(policy, Rows(ids[:, :P].tolist(), ids[:, P:], b.mask), config)[0]
         old = logp.detach() + (b.logp_old - b.logp) * b.mask
         value = expected(name, replace(b, logp=logp, logp_old=old))
         value.backward()
@@ -293,17 +285,12 @@ def one_process(path: str):
                 gradients = {k: p.grad.full_tensor() for k, p in engine.module.named_parameters()}
             shares = torch.tensor(sum(out["loss"]))
             torch.distributed.all_reduce(shares)
-            assert abs(shares / processes - value) <= 1e-6 * max(1.0, abs(value)), (
-                name,
-                shares / processes,
-                value,
-            )
-            pair = gradients, {k: p.grad for k, p in ours.named_parameters()}
+            by_engine = shares / processes
+            assert abs(by_engine - value) <= 1e-6 * max(1.0, abs(value)), (name, by_engine, value)
+            pair = gradients, {k: p.grad for k, p in policy.model.named_parameters()}
             x, y = (torch.cat([g[k].flatten() for k in sorted(g)]).double() for g in pair)
-            assert y.norm() > 1e-4 and (x - y).norm() <= 1e-5 * y.norm(), (
-                name,
-                (x - y).norm() / y.norm(),
-            )
+            error = (x - y).norm() / y.norm()
+            assert y.norm() > 1e-4 and error <= 1e-5, (name, error)
             print(name, micro, "agrees", flush=True)
 
 

@@ -21,9 +21,6 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 OPENERS = ("so ", "ok ", "hm ")
 SYMBOLS = "0123456789+=,#sokhm "
 DIRECT_SHARE, DIRECT_RIGHT = 0.75, 0.05  # of the demonstrations; of the direct ones
@@ -116,8 +113,11 @@ class Arithmetic:
             sets[f"form {form}"] = [opener + start for opener in OPENERS]
         return sets
 
-    def make_tokenizer(self) -> PreTrainedTokenizerFast:
+    def make_tokenizer(self):
         """One token per character, plus padding and the end of the answer."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
         vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *SYMBOLS])}
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
