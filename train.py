@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -43,12 +43,12 @@ from llm.runs import (
     Run,
     adamw,
     open_run,
+    report,
     save,
     save_start,
     saved_config,
     start_policy,
     stop_at_bad_numbers,
-    summary,
 )
 from losses import (
     METHODS,
@@ -164,11 +164,17 @@ def parse(argv: list[str]) -> Config:
 
 def check(config: Config):
     """Refuse what cannot work."""
-    for name, value in vars(config).items():
-        low = LOWEST.get(name, 0)
+    for f in fields(config):
+        value, low, choices = (
+            getattr(config, f.name),
+            LOWEST.get(f.name, 0),
+            f.metadata.get("choices"),
+        )
+        said = f"--{f.name.replace('_', '-')} {value}: must be"
         if isinstance(value, (int, float)) and not low <= value < math.inf:
-            flag = "--" + name.replace("_", "-")
-            fail(f"{flag} {value}: must be a finite number, at least {low}")
+            fail(f"{said} a finite number, at least {low}")
+        if choices and value not in choices:
+            fail(f"{said} one of {', '.join(choices)}")
     try:
         assert config.chosen_method
     except ValueError as error:
@@ -215,36 +221,34 @@ def train(config: Config):
         batches = prompt_batches(task, config)
         run.finish_step_on_interrupt()
         left = range(run.steps_done + 1, config.steps + 1)
-        for step in tqdm(left, "RL", initial=run.steps_done, total=config.steps, disable=None):
+        bar = tqdm(left, "RL", initial=run.steps_done, total=config.steps, disable=None)
+        for step in bar:
             clock = [time.perf_counter()]
             answers = sample(policy, task, batches[step - 1], step, config)  # 1. G to each prompt
             clock.append(time.perf_counter())
             scored = score(policy, reference, answers, config)  # 2. log-probs, advantages, credit
             clock.append(time.perf_counter())
             try:
-                updates = learn(policy, run.optimizer, scored, step, config)  # 3. loss -> gradient
+                updates = learn(policy, run.optimizer, scored, config)  # 3. loss -> gradient
             except FloatingPointError as error:
                 stop_at_bad_numbers(run.folder, step, error)
             metrics = diagnose(policy, answers, scored, updates, config)
             clock.append(time.perf_counter())
-            metrics |= {"step": step, "lr": run.optimizer.param_groups[0]["lr"]}
-            names = ("rollout_s", "score_s", "update_s")
-            metrics |= {k: b - a for k, a, b in zip(names, clock, clock[1:], strict=False)}
+            for key, a, b in zip(
+                ("rollout_s", "score_s", "update_s"), clock, clock[1:], strict=False
+            ):
+                metrics[key] = b - a
+            metrics["tokens_per_s"] = metrics["generated"] / (clock[-1] - clock[0])
+            bar.set_postfix({key: f"{metrics[key]:.3g}" for key in ("reward", "entropy", "tax")})
             last = step == config.steps
-            evaluation = None
-            if last or step % config.eval_every == 0:
-                evaluation = evaluate(policy, task, config)
+            due = last or step % config.eval_every == 0
+            evaluation = evaluate(policy, task, config) if due else None
             record(run.folder, metrics, evaluation, show=last)
-            if evaluation or run.interrupted:
+            if due or run.interrupted:
                 save(run, step)  # 4. evaluate, record, save
             if run.interrupted:
                 break
-    command = f"python {os.path.relpath(__file__)}"
-    if run.interrupted and not last:
-        return print(f"stopped after step {step}; resume with: {command} --resume {run.folder}")
-    other = "grpo" if config.method == "dfpo-min" else "dfpo-min"
-    print(f"\n{summary(run.folder)}\n\neverything is in {run.folder}; ", end="")
-    print(f"try next: {command} --method {other}, or --help")
+        print(report(run, config, f"python {os.path.relpath(__file__)}"))
 
 
 def begin(run: Run, task, config: Config):
@@ -424,16 +428,13 @@ def correct(policy: Policy, task, answers: Answers, config: Config, gen):
 class Scored:
     """What learning needs to know about N answers."""
 
+    step: int
     rows: Rows
     batch: Batch  # as the old policy sees it: logp is logp_old
     logp: Tensor  # (N, T) the same, differentiable where the first update takes the whole batch
     entropy: Tensor  # (N, T)
     advantages: Tensor  # (N,) A_i, before any credit rule
     nodes: Tensor  # (N, T) of the groups' prefix trees
-
-    def __getitem__(self, index: Tensor) -> Scored:
-        tensors = [x[index] for x in (self.logp, self.entropy, self.advantages, self.nodes)]
-        return Scored(self.rows[index], self.batch[index], *tensors)
 
 
 def score(policy: Policy, reference: Policy | None, answers: Answers, config: Config) -> Scored:
@@ -460,7 +461,7 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
         adv = method.credit(adv, facts)
     batch = Batch(old, old, adv, rows.mask, G, config.max_tokens, ref)
     nodes = prefix_nodes(rows.tokens, rows.mask, G)
-    return Scored(rows, batch, logp, entropy, advantages, nodes)
+    return Scored(answers.step, rows, batch, logp, entropy, advantages, nodes)
 
 
 def log_probs(
@@ -471,7 +472,7 @@ def log_probs(
     With keep_hidden also the hidden states that predict the tokens, (N, T, d). With more rows than
     micro_rows the forward pass keeps no activations; backward makes them again, bucket by bucket.
     """
-    model, T = policy.model, rows.mask.shape[1]
+    model, head = policy.model, policy.model.get_output_embeddings()
 
     def score_bucket(bucket: Tensor) -> list[Tensor]:
         mask, tokens = rows.mask[bucket], rows.tokens[bucket]  # (n, T)
@@ -489,18 +490,17 @@ def log_probs(
             ).last_hidden_state
             hidden = torch.cat([hidden, rest], 1)  # (n, width, d)
         hidden = hidden[mask[:, :width]]  # (M, d)
-        flat = [*token_log_probs(model, hidden, tokens[mask], config.temperature)]  # (M,), (M,)
+        flat = [*token_log_probs(hidden, head.weight, head.bias, tokens[mask], config.temperature)]
         flat += [hidden.detach()] if keep_hidden else []
-        return [x.new_zeros(len(mask), T, *x.shape[1:]).index_put((mask,), x) for x in flat]
+        return [x.new_zeros(*mask.shape, *x.shape[1:]).index_put((mask,), x) for x in flat]
 
     many = len(rows.prompts) > config.micro_rows and torch.is_grad_enabled()
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    call = again if many else lambda function, *inputs: function(*inputs)
-    device = rows.mask.device
+    device, read = rows.mask.device, partial(read_prompts, model, rows.prompts)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        prompts = call(lambda: read_prompts(model, rows.prompts))
+        prompts = again(read) if many else read()  # each different prompt once
         buckets = length_buckets(rows.mask, config.micro_rows)
-        parts = [call(score_bucket, bucket) for bucket in buckets]
+        parts = [again(score_bucket, x) if many else score_bucket(x) for x in buckets]
     back = torch.cat(buckets).argsort()
     logp, entropy, *hidden = (torch.cat(part)[back] for part in zip(*parts, strict=True))
     return logp, entropy, hidden[0] if keep_hidden else None
@@ -517,53 +517,74 @@ class Update:
     which_pass: int
     coefficients: Tensor  # (n, T)
     grad_norm: float
+    lr: float
 
 
-def learn(policy: Policy, optimizer, scored: Scored, step: int, config: Config) -> list[Update]:
+def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Update]:
     """All optimiser steps on one rollout batch. The first is on-policy, the others are not."""
-    gen, updates = rng(config.seed, "learn", step), []
+    gen, updates = rng(config.seed, "learn", scored.step), []
+    lr = config.lr
     if config.schedule == "linear":
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * (1 - (step - 1) / config.steps)
+        lr *= 1 - (scored.step - 1) / config.steps
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)
     for _ in range(config.epochs):
         order = torch.randperm(len(groups), generator=gen)
         for minibatch in groups[order].view(config.minibatches, -1):  # whole groups
             index = minibatch.to(scored.nodes.device)
+            rows, batch = scored.rows[index], scored.batch[index]
             for which_pass, loss_fn in enumerate(config.chosen_method.passes):
-                part = scored[index]
-                if updates or config.minibatches > 1:
-                    part.logp, _, _ = log_probs(policy, part.rows, config)  # (n, T) with its graph
+                if config.project:
+                    loss_fn = partial(
+                        projected, loss_fn, scored.advantages[index], scored.nodes[index]
+                    )
+                if not updates and config.minibatches == 1:
+                    logp = scored.logp[index]  # its graph is at hand
+                else:
+                    logp, _, _ = log_probs(policy, rows, config)  # (n, T)
                 if updates:  # before the first one the ratio is 1, and not 1 up to rounding
-                    part.batch = replace(part.batch, logp=part.logp.detach())
-                c, norm = update(optimizer, loss_fn, part, config)
-                updates.append(Update(index, which_pass, c, norm))
+                    batch.logp = logp.detach()
+                try:
+                    c, norm = update(optimizer, loss_fn, batch, logp, config.grad_clip)
+                except FloatingPointError as error:
+                    error.batch = vars(rows) | vars(batch)
+                    raise
+                updates.append(Update(index, which_pass, c, norm, lr))
     return updates
 
 
-def update(optimizer, loss_fn, part: Scored, config: Config) -> tuple[Tensor, float]:
+def projected(loss_fn, advantages: Tensor, nodes: Tensor, batch: Batch) -> Tensor:
+    """The loss with its learning tax removed (--project)."""
+    return project(loss_fn(batch), batch.logp, advantages, nodes, batch.mask)
+
+
+def update(
+    optimizer, loss_fn, batch: Batch, logp: Tensor, grad_clip: float
+) -> tuple[Tensor, float]:
     """One optimiser step. Returns the token coefficients (n, T) and the norm of the gradient.
 
     The loss is a function of the (n, T) log-probs, a small matrix. Its coefficients
     c = -n dLoss/dlogp say what it does to every token, and are then carried back through the model.
     So any loss, however it couples the answers of a group, has its exact gradient.
     """
-    leaf = part.batch.logp.clone().requires_grad_()  # (n, T)
-    loss = loss_fn(replace(part.batch, logp=leaf))
-    if config.project:
-        loss = project(loss, leaf, part.advantages, part.nodes, part.batch.mask)
-    c = token_coefficients(loss, leaf)  # (n, T)
+    loss, c = effect(loss_fn, batch)
     optimizer.zero_grad()
-    part.logp.backward(-c / len(c))
+    logp.backward(-c / len(c))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(weights, config.grad_clip).item()
-    if not math.isfinite(norm) or not math.isfinite(loss.item()):
-        error = FloatingPointError(f"loss {loss.item()}, gradient norm {norm}")
-        error.batch = vars(part.rows) | vars(part.batch)
-        raise error
+    norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip).item()
+    if not math.isfinite(norm) or not math.isfinite(loss):
+        raise FloatingPointError(f"loss {loss}, gradient norm {norm}")
     if c.any():  # without a signal, the optimiser's momentum must not move the weights either
         optimizer.step()
     return c, norm
+
+
+def effect(loss_fn, batch: Batch) -> tuple[float, Tensor]:
+    """A loss at batch.logp, and the coefficient that it gives to every token (n, T)."""
+    leaf = batch.logp.clone().requires_grad_()
+    loss = loss_fn(replace(batch, logp=leaf))
+    return loss.item(), token_coefficients(loss, leaf)
 
 
 # ---------------- diagnose: what is logged of a step, beside the algorithm
@@ -577,6 +598,7 @@ def diagnose(
     groups, tokens = answers.shaped.view(-1, config.group_size), mask.sum()
     ended = (torch.isin(scored.rows.tokens, policy.eos) & mask).any(1)  # (N,)
     metrics = {
+        "step": answers.step,
         "reward": rewards.mean(),
         "equal_groups": (groups.amax(1) == groups.amin(1)).float().mean(),
         "length": tokens / len(rewards),
@@ -584,6 +606,7 @@ def diagnose(
         "entropy": scored.entropy.sum() / tokens,
         "tokens": tokens,
         "generated": answers.generated,
+        "lr": updates[-1].lr,
     }
     if batch.logp_ref is not None:
         metrics["kl_start"] = k3(batch).sum() / tokens
@@ -602,10 +625,8 @@ def diagnose(
             now, _, _ = log_probs(policy, scored.rows[probe], config)
         metrics["delta"] = (now - batch.logp_old[probe]).sum(1).mean()
 
-    live = []  # by pass: the tokens that have a gradient at ratio 1
-    for loss_fn in config.chosen_method.passes:
-        leaf = batch.logp_old.clone().requires_grad_()
-        live.append(token_coefficients(loss_fn(replace(batch, logp=leaf)), leaf) != 0)
+    # By pass: the tokens that have a gradient at ratio 1, where scored.batch stands.
+    live = [effect(loss_fn, batch)[1] != 0 for loss_fn in config.chosen_method.passes]
     clipped, tax = [], []
     for made in updates:
         i, c = made.index, made.coefficients
@@ -616,7 +637,7 @@ def diagnose(
     metrics["clip_share"] = sum(clipped) / max(1, len(clipped))
     metrics["tax"] = sum(tax) / max(1, len(tax))
     metrics["grad_norm"] = sum(made.grad_norm for made in updates) / len(updates)
-    return {key: float(value) for key, value in metrics.items()}
+    return {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
 
 
 def record(folder: Path, metrics: dict, evaluation: tuple | None = None, show: bool = False):

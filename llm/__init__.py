@@ -53,8 +53,8 @@ def given_flags(cls, description: str, presets: dict[str, dict], argv: list[str]
 def bind(name: str, chosen: dict[str, object], reference: bool = True) -> Method:
     """METHODS[name] with the chosen hyperparameters filled in, and tried on a batch of zeros.
 
-    A value may be text, as on a command line. reference: whether there will be log-probs of a frozen
-    reference, which a KL term needs. Raises ValueError for an unknown method, name or value.
+    A value may be text, as on a command line. reference: whether a frozen reference will be there,
+    whose log-probs a KL term needs. Raises ValueError for an unknown method, name or value.
     """
     if name not in METHODS:
         raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")

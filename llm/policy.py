@@ -127,43 +127,38 @@ def output_logits(model, hidden: Tensor) -> Tensor:
 
 
 def token_log_probs(
-    model, hidden: Tensor, targets: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """log pi of M target tokens (differentiable) and the entropies of pi (detached), in fp32.
 
-    pi = softmax(logits / temperature). A large vocabulary goes through the output layer a chunk of
-    rows at a time, and once more in backward, so that all logits never exist together.
-    (M, d), (M,) -> (M,), (M,).
+    pi = softmax((hidden W^T + bias) / temperature). Many rows of a large vocabulary go through it a
+    chunk at a time, and once more in backward, so that all logits never exist together.
+    (M, d), (V, d), (V,) or None, (M,) -> (M,), (M,).
     """
-    head = model.get_output_embeddings()
-    small = hidden.shape[0] <= chunk_rows(hidden, head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        apply = head_log_probs if small else ChunkedLogProbs.apply
-        return apply(hidden.float(), head.weight, head.bias, targets, temperature)
-
-
-def head_log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logp = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(1, targets[:, None]).squeeze(1), entropy
+        hidden = hidden.float()
+        # With fewer rows than 512, a product with a large W takes as long as reading W.
+        size = max(512, CHUNK[hidden.device.type] // len(weight))
+        if len(hidden) > size:
+            return ChunkedLogProbs.apply(hidden, weight, bias, targets, temperature, size)
+        logp = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp).sum(-1)
+        return logp.gather(1, targets[:, None]).squeeze(1), entropy
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """head_log_probs a chunk of rows at a time; dlogp_y / dlogits = (e_y - pi) / temperature.
+    """token_log_probs `size` rows at a time; dlogp_y / dlogits = (e_y - pi) / temperature.
 
     There are never more logits than two chunks of them, and the gradient of W is summed in place.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature):
+    def forward(ctx, hidden, weight, bias, targets, temperature, size):
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature = temperature
-        size = chunk_rows(hidden, weight)
+        ctx.temperature, ctx.size = temperature, size
         parts = [
-            head_log_probs(h, weight, bias, y, temperature)
+            token_log_probs(h, weight, bias, y, temperature)
             for h, y in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         logp, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -175,9 +170,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         d_bias = None if bias is None else torch.zeros_like(bias)
-        size = chunk_rows(hidden, weight)
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
+        for start in range(0, len(hidden), ctx.size):
+            rows = slice(start, start + ctx.size)
             p = F.linear(hidden[rows], weight, bias).div_(ctx.temperature).softmax(-1)
             g = grad[rows, None]
             d_logits = p.mul_(-g).scatter_add_(1, targets[rows, None], g).div_(ctx.temperature)
@@ -185,12 +179,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             d_weight.addmm_(d_logits.T, hidden[rows])
             if bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None
-
-
-def chunk_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Rows a chunk. With fewer than 512, a product with a large W takes as long as reading W."""
-    return max(512, CHUNK[hidden.device.type] // len(weight))
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 # ---------------- loading, and refusing what would not be exact

@@ -225,6 +225,7 @@ def save(run: Run, step: int):
         if before:
             left = f"{before[-1].name} is intact, resume from it with --resume {run.folder}"
         sys.exit(f"error: the checkpoint of step {step} cannot be written ({reason}); {left}")
+    run.steps_done = step
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)  # the name appears only when everything is on disk
     sync(folder)
@@ -292,18 +293,22 @@ def stop_at_bad_numbers(folder: Path, step: int, error: FloatingPointError):
     )
 
 
-def summary(folder: Path) -> str:
-    """What changed: every quantity at the first and last evaluation, and the reward of 10 steps."""
-    seen = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [line for line in seen if "greedy" in line]
-    steps = [line for line in seen if "reward" in line]
-    before, after = dict(evaluations[0]), dict(evaluations[-1])
-    rows = [f"{'':18} before   after"]
+def report(run: Run, config, command: str) -> str:
+    """What to say at the end of a run, or where it was interrupted."""
+    if run.steps_done < config.steps:
+        return f"stopped after step {run.steps_done}; resume with: {command} --resume {run.folder}"
+    text = (run.folder / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    evaluations = [line for line in lines if "greedy" in line]
+    made = [line for line in lines if "reward" in line]
+    rows = ["", f"{'':18} before   after"]
     for key in ("reward", "entropy", "tax", "length", "repair_rate"):
-        if steps and key in steps[0]:
-            late = [line[key] for line in steps[-10:]]
-            rows.append(f"{key:18} {steps[0][key]:6.3f}  {sum(late) / len(late):6.3f}")
-    for key in before:
-        if key in after and key != "step":
-            rows.append(f"{key:18} {before[key]:6.3f}  {after[key]:6.3f}")
+        if made and key in made[0]:
+            late = [line[key] for line in made[-10:]]
+            rows.append(f"{key:18} {made[0][key]:6.3f}  {sum(late) / len(late):6.3f}")
+    first, last = evaluations[0], evaluations[-1]
+    for key in (key for key in last if key in first and key != "step"):
+        rows.append(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
+    method = "grpo" if config.method == "dfpo-min" else "dfpo-min"
+    rows += ["", f"everything is in {run.folder}; try next: {command} --method {method}, or --help"]
     return "\n".join(rows)

@@ -226,7 +226,7 @@ def test_the_command_writes_both_files_or_the_one_asked_for(
     make_run, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    lines = [{"step": t, **dict.fromkeys(FIELDS, t / 9)} for t in (1, 2, 3)]
+    lines = [{"step": t, "reward": t / 9, "tax": t / 9} for t in (1, 2, 3)]
     folders = [make_run("a", lines), make_run("b", lines[:1], seed=1)]
     plot.main(folders)
     said = ["picture: curves.png", "picture: curves.svg"]

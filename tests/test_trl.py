@@ -176,7 +176,7 @@ def test_two_iterations(qwen_path, method, accumulate):
 @pytest.mark.parametrize("projected", [False, True], ids=["plain", "projected"])
 @pytest.mark.parametrize("micro, accumulate, pieces", [(2, 4, 4), (4, 1, 2), (2, 2, 4)])
 def test_any_split_is_the_unsplit_batch(qwen_path, micro, accumulate, pieces, projected):
-    """Groups torn over micro-batches (2 rows of 4); two steps a generation (pieces > accumulate)."""
+    """Micro-batches of 2 rows tear groups of 4; pieces > accumulate: two steps a generation."""
     split = dict(
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulate,

@@ -3,7 +3,8 @@ on a tiny model.
 
 `make test-verl` runs this in an environment of its own, because verl pins transformers. Nothing
 here needs a GPU: verl's FSDP2 engine is put on the CPU through its own platform interface. As a
-script (`torch.distributed.run tests/test_verl.py MODEL`) this file is one process of such an engine.
+script (`torch.distributed.run tests/test_verl.py MODEL`) this file is one process of such an
+engine.
 """
 
 import os

@@ -1,0 +1,82 @@
+"""AUDIT: which methods cancel at a token that the whole group shares, and when."""
+
+from __future__ import annotations
+
+import itertools
+
+import losses
+from claims.formulas import ALL, WIDER
+from claims.tax import projected
+from claims.trees import coefficients
+
+REGIMES = (
+    "on-policy, equal T_i",
+    "on-policy, unequal T_i",
+    "off-policy, inside the clip",
+    "off-policy, outside it",
+)
+AUDIT = {  # what is left, regime by regime: 0 nothing, x something
+    "reinforce": "0000",
+    "grpo": "0x0x",
+    "grpo_symmetric": "0000",
+    "dr_grpo": "000x",
+    "dapo": "000x",
+    "gspo": "0xxx",
+    "dfpo_min": "0000",
+    "dfpo_orthogonal": "0000",
+    "pos_only": "xxxx",
+    "token_grpo": "000x",
+    "lopti_low": "000x",
+    "lopti_high": "000x",
+    "project": "0000",
+}
+SETTINGS = ((0, 0, True), (0, 0, False), (0.15, 0, True), (0.3, 0.35, True))
+
+
+def audit(module, name, draws, evidence):
+    """What each method leaves at a token that the whole group shares, in four regimes.
+
+    Source: C2..C12 and C17 together (D)
+
+    The table shows the mean over all draws of |sum_i c_i| / sum_i |c_i| at fully shared nodes: 0
+    means that the answers cancel, 1 that all push the same way. The four regimes are: on-policy
+    with equal lengths, on-policy with unequal lengths, off-policy with ratios inside the clip
+    range, and off-policy outside it. Off-policy the answers of a group are equally long, so that C8
+    does not mix in.
+
+      method                       what is left
+      reinforce, grpo-symmetric    nothing (C2, C7)
+      dfpo-min, dfpo-orthogonal    nothing (C9, C10)
+      dr-grpo, dapo, token-grpo    something outside the clip range (C6)
+      lopti-low, lopti-high        the same; their tokens are clipped as token-grpo's are
+      grpo                         something outside the clip range, and with unequal lengths (C8)
+      gspo                         something with unequal lengths (C8), and off-policy always (C4)
+      pos-only                     something always: nothing stands against the winners
+      project                      nothing, whichever method is projected (C17)
+
+    GSPO gets the clip range 0.2/0.28, because its own is made for long answers. lopti_high gets eta
+    = 0, so that it takes every token. The row "project" puts one method after another through the
+    projection of C17.
+    """
+    methods = itertools.cycle(ALL)
+    cells = []
+    for (spread, offset, equal_lengths), expected in zip(SETTINGS, AUDIT[name], strict=True):
+        left = []
+        for draw in draws:
+            if draw.equal_lengths != equal_lengths:
+                continue
+            source, method = (losses, next(methods)) if name == "project" else (module, name)
+            batch = draw.batch(source, spread, offset)
+            loss = getattr(source, method)(batch, **WIDER.get(method, {}))
+            if name == "project":
+                loss = projected(module, draw, batch, loss)
+            c = coefficients(loss, batch)
+            for _, rows, t in draw.at_shared():
+                size = float(c[list(rows), t].abs().sum())
+                left += [abs(float(c[list(rows), t].sum())) / size] if size else []
+        cells.append(sum(left) / len(left) if left else 0.0)
+        if expected == "0":
+            evidence.equal([0] * len(left), left)
+        else:
+            evidence.record_left(cells[-1])
+    evidence.rows.append([name, *cells])
