@@ -1,28 +1,54 @@
 """Group-relative policy-gradient losses, one short pure function each.
 
-N answers ("trajectories") to a few prompts are rewarded at the end only; the G answers to one prompt are one group and
-are compared with each other. Every method below turns the log-probabilities of the sampled tokens into one scalar.
-What a loss really does to a token is its coefficient c = -N dLoss/dlogp. The prompt and the first tokens are shared by
-several answers: there the coefficients of the group add up, and ought to add up to nothing but credit.
+N answers ("trajectories") are rewarded at the end only. The G answers to one prompt are a group and
+are compared with each other: A_i is the advantage of answer i. Every method turns the log-probs of
+the sampled tokens into one scalar. What that scalar really does to a token is its coefficient
+c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there the coefficients
+of the group add up. They ought to add up to credit alone, and to nothing where all G answers share.
 
-Unknowns, and where this file deviates from a paper (grades: P stated by the paper, S second-hand, D derived here):
-  1. DFPO (arXiv 2604.13088v1): its full text was not available. Eq. 17 and 18 (the weight transforms) are second-hand;
-     the loss around them is ours: score form, stop-gradient weight, no clip, constant length normaliser.
-  2. DFPO's sequence ratio: geometric by default (the plain product of its theory under- and overflows on long answers).
-  3. grpo-symmetric: the paper's "GRPO-fix" is known by its purpose only; "clip without min" is our reading of it.
-  4. Advantage "std": unbiased (G-1) standard deviation + 1e-4, as TRL does; equal rewards give exactly 0.
-  5. GRPO's KL term is off by default (the paper: 0.04); the estimator is k3 and sits inside the sequence mean.
-  6. Constant normaliser: 1/(N L) with L the generation budget (Dr. GRPO writes 1/G and no L: a constant factor).
-  7. DAPO: equal-reward groups are left out of the mean; they are not replaced by sampling more prompts.
-  8. GSPO and DFPO's transforms take an answer's mean per-token advantage; without a credit rule that is A_i itself.
+r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
+are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
+budget_mean and token_mean. The last column says where a token that the whole group shares cancels.
+
+    method                 A     weight of A       clip            average  cancels
+    reinforce              std   1                 none            budget   always
+    grpo                   std   r                 min, 0.2        answer   equal lengths, unclipped
+    grpo-symmetric         std   r                 no min, 0.2     budget   always
+    dr-grpo                mean  r                 min, 0.2        budget   unclipped
+    dapo                   std   r                 min, 0.2/0.28   tokens   unclipped
+    gspo                   std   s                 min, 3e-4/4e-4  answer   equal lengths, on-policy
+    dfpo-min               std   min of s          none            budget   always
+    dfpo-orthogonal        std   s minus its A     none            budget   always
+    pos-only               std   r; losers 0       min, 0.2        answer   never
+    nthr, nthr-random      std   r; losers softer  min, 0.2        answer   not where they soften
+    advantage-reweighting  std   r; rare softer    min, 0.2        tokens   unclipped
+    lopti, ar-lopti        std   r; two passes     min, 0.2        tokens   unclipped
+    ibpo                   std   r; kept tokens 0  min, 0.2        answer   not where it masks
+
+What is not known for certain, and where this file deviates from a paper. Grades: P stated by the
+paper, S second-hand, D derived here.
+  1. DFPO: its full text was not available. The weight transforms of Eq. 17 and 18 are second-hand.
+     The loss around them is ours: score form, stop-gradient weight, no clip, budget mean.
+  2. DFPO's sequence ratio is geometric by default. The plain product of its theory under- and
+     overflows on long answers.
+  3. grpo-symmetric: the paper's "GRPO-fix" is known by its purpose only. Clip without min is our
+     reading of it.
+  4. Advantage "std": the unbiased deviation + 1e-4, as in TRL. Equal rewards give exactly 0.
+  5. GRPO's KL term is off by default (in the paper 0.04). Its estimator is k3, and it stands inside
+     the average over each answer.
+  6. The budget's normaliser is 1/(N L), with L the longest answer allowed. Dr. GRPO writes 1/G
+     without L, which is a constant factor.
+  7. DAPO: groups with equal rewards are left out of the mean. No other prompts replace them.
+  8. GSPO and DFPO take an answer's mean per-token advantage. Without a credit rule that is A_i.
   9. pos-only divides by the full group, as GRPO does, so that its step is comparable.
- 10. NTHR's self term, eta and the vocabulary of its score are ambiguous: arguments of `nthr`, with our choice.
- 11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without the KL term.
- 12. IBPO is second-hand throughout (S). Which sequence carries its mask (here the wrong answer, not its correction),
-     and how its two weights combine (here as a product), is not known for certain.
+ 10. NTHR's self term, its eta and the vocabulary of its score are ambiguous. They are arguments of
+     `nthr`, with our choice as the default.
+ 11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without KL.
+ 12. IBPO is second-hand throughout. Which sequence carries its mask (here the wrong answer, not its
+     correction) and how its two weights combine (here as a product) is not known for certain.
 
-Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1, NTHR 2505.18830,
-Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929, IBPO 2605.16302.
+Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1,
+NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929, IBPO 2605.16302.
 """
 
 from __future__ import annotations
@@ -36,11 +62,10 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """What a loss needs to know. N rows = prompts x group_size, T columns = longest answer, EOS
-    included.
+    """What a loss needs to know. N rows = prompts x group_size, T columns = longest answer.
 
-    Raises ValueError when a tensor's shape differs from logp's, or the rows are not whole groups of
-    at least 2.
+    Raises ValueError for a tensor of another shape than logp's, and for rows that are not whole
+    groups of at least 2.
     """
 
     logp: Tensor  # (N, T) log pi_theta of the taken tokens, differentiable
@@ -48,54 +73,49 @@ class Batch:
     adv: Tensor  # (N, T) per-token advantage: A_i repeated along T unless a credit rule reshaped it
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     group_size: int  # G; the rows of a group are contiguous
-    max_tokens: int  # L, the generation budget: the constant length normaliser
+    max_tokens: int  # L, the longest answer allowed: the budget
     logp_ref: Tensor | None = None  # (N, T) log pi_ref of a frozen reference, only for the KL term
 
     def __post_init__(self):
         for name in ("logp_old", "adv", "mask", "logp_ref"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != self.logp.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, logp has {tuple(self.logp.shape)}"
-                )
-        if self.logp.dim() != 2 or self.mask.dtype != torch.bool:
+                shapes = f"{tuple(tensor.shape)}, logp has {tuple(self.logp.shape)}"
+                raise ValueError(f"{name} has shape {shapes}")
+        rows, size, kind = len(self.logp), self.group_size, self.mask.dtype
+        if self.logp.dim() != 2 or kind != torch.bool:
             raise ValueError(
-                f"logp must be (N, T) and mask bool, not {self.logp.dim()}-d and {self.mask.dtype}"
+                f"logp must be (N, T) and mask bool, not {self.logp.dim()}-d and {kind}"
             )
-        if self.group_size < 2 or len(self.logp) % self.group_size or not self.logp.numel():
-            raise ValueError(
-                f"{len(self.logp)} rows are not whole groups of group_size {self.group_size} (at least 2)"
-            )
+        if size < 2 or rows % size or not self.logp.numel():
+            raise ValueError(f"{rows} rows are not whole groups of group_size {size} (at least 2)")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
 
     def __getitem__(self, rows) -> Batch:
         """The same batch restricted to some rows (an index or a slice of whole groups)."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{name: x[rows] for name, x in tensors.items() if isinstance(x, Tensor)}
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        part = {name: x[rows] for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **part)
 
 
 # ---------------- advantages
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
-    """Compare every answer with its group: A_i = R_i - mean(R), for scale "std" also / (std(R) +
-    1e-4).
+    """Compare every answer with its group: A_i = R_i - mean(R); for "std" also / (std(R) + 1e-4).
 
-    (N,) -> (N,). A group whose rewards are all equal gets exactly 0. The std is the unbiased one
-    (G-1). Raises ValueError for G < 2, N not divisible by G, or another scale. GRPO sec. 4.1.2 (P);
-    "mean": Dr. GRPO (P).
+    A group whose rewards are all equal gets exactly 0. The std is the unbiased one (G-1).
+    GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P). (N,) floats -> (N,).
+    Raises ValueError for G < 2, N not divisible by G, rewards that are no floats, another scale.
     """
     if group_size < 2:
         raise ValueError(
-            f"group_size must be at least 2 (an answer is compared with its siblings), not {group_size}"
+            f"group_size must be at least 2 (an answer and a sibling), not {group_size}"
         )
     if rewards.dim() != 1 or len(rewards) % group_size or not rewards.is_floating_point():
-        raise ValueError(
-            f"rewards: {rewards.dtype} of shape {tuple(rewards.shape)}, not whole groups of {group_size} floats"
-        )
+        given = f"{rewards.dtype} of shape {tuple(rewards.shape)}"
+        raise ValueError(f"rewards: {given}, not whole groups of {group_size} floats")
     if scale not in ("std", "mean"):
         raise ValueError(f'scale must be "std" or "mean", not {scale!r}')
     groups = rewards.view(-1, group_size)  # (P, G)
@@ -106,7 +126,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     return adv.masked_fill(equal, 0.0).view(-1)
 
 
-# ---------------- ratios and aggregation
+# ---------------- ratios and averages
 
 
 def token_ratio(batch: Batch) -> Tensor:
@@ -116,8 +136,10 @@ def token_ratio(batch: Batch) -> Tensor:
 
 
 def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
-    """s_i = (prod_t r_{i,t})^(1/T_i) for "geometric" (GSPO Eq. 7, P), prod_t r_{i,t} for "product"
-    (DFPO, S). (N,)."""
+    """s_i, one ratio per answer. (N,). Raises ValueError for another kind.
+
+    "geometric": (prod_t r_{i,t})^(1/T_i), GSPO Eq. 7 (P); "product": prod_t r_{i,t}, DFPO (S).
+    """
     if kind not in ("geometric", "product"):
         raise ValueError(f'ratio must be "geometric" or "product", not {kind!r}')
     log_ratio = (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).sum(1)
@@ -125,14 +147,12 @@ def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
 
 
 def trajectory_advantage(batch: Batch) -> Tensor:
-    """A_i, one number per answer: the mean of its per-token advantages; 0 for an empty answer.
-    (N,)."""
+    """A_i, the mean of the answer's per-token advantages; 0 for an empty answer. (N,)."""
     return masked_adv(batch).sum(1) / lengths(batch)
 
 
 def masked_adv(batch: Batch) -> Tensor:
-    """A_{i,t}, 0 on padding: a nan there would reach the gradient of A log pi, though the product
-    is masked. (N, T)."""
+    """A_{i,t}, 0 on padding, where a nan would reach the gradient of a masked product. (N, T)."""
     return batch.adv.masked_fill(~batch.mask, 0.0)
 
 
@@ -142,36 +162,36 @@ def lengths(batch: Batch) -> Tensor:
 
 
 def seq_mean(x: Tensor, batch: Batch) -> Tensor:
-    """(1/N) sum_i (1/T_i) sum_t x_{i,t}: GRPO's average. The 1/T_i alone breaks cancellation (claim
-    C8, D)."""
+    """(1/N) sum_i (1/T_i) sum_t x_{i,t}: GRPO's average (P). The 1/T_i breaks cancellation (C8)."""
     return (x.masked_fill(~batch.mask, 0.0).sum(1) / lengths(batch)).mean()
 
 
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
-    """(1/(N L)) sum_i sum_t x_{i,t}: every token weighs the same, whatever the length of its answer
-    (Dr. GRPO, P)."""
+    """(1/(N L)) sum_i sum_t x_{i,t}: a token weighs the same in every answer. Dr. GRPO (P)."""
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """sum x / number of tokens, over the whole batch (DAPO, P)."""
+    """sum x / number of tokens, over the whole batch. DAPO (P)."""
     return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
-    """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T). The min makes the gate
-    depend on sign(A)."""
+    """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T).
+
+    The min makes the gate depend on the sign of A.
+    """
     ratio = token_ratio(batch)
     return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
 
 
 def k3(batch: Batch) -> Tensor:
-    """Schulman's k3 estimate of KL(pi_theta || pi_ref), per token: q - log q - 1 with q = pi_ref /
-    pi_theta. (N, T)."""
+    """Schulman's k3 estimate of KL(pi_theta || pi_ref): q - log q - 1 with q = pi_ref / pi_theta.
+
+    (N, T). Raises ValueError without logp_ref.
+    """
     if batch.logp_ref is None:
-        raise ValueError(
-            "the KL term needs logp_ref, the log-probs of a frozen reference; it is None"
-        )
+        raise ValueError("the KL term needs logp_ref, log-probs of a frozen reference; it is None")
     log_q = (batch.logp_ref - batch.logp).masked_fill(~batch.mask, 0.0)
     return log_q.exp() - log_q - 1
 
@@ -182,7 +202,7 @@ def k3(batch: Batch) -> Tensor:
 def reinforce(batch: Batch) -> Tensor:
     """Plain policy gradient with the group mean as baseline.
 
-    J = A log pi, constant. Williams 1992; group baseline as in Dr. GRPO (P).
+    J = A log pi, budget mean. Williams 1992; group baseline as in Dr. GRPO (P).
     Shared token: cancels always (it ignores the ratio).
     """
     return -budget_mean(masked_adv(batch) * batch.logp, batch)
@@ -191,8 +211,9 @@ def reinforce(batch: Batch) -> Tensor:
 def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 0.0) -> Tensor:
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
-    J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, seq-mean. GRPO Eq. 3-4 (P). Shared token: is left sum
-    A_i/T_i on-policy (C8); outside the clip range only losers or only winners act (C6).
+    J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P).
+    Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
+    winners act (C6).
     """
     surrogate = clipped(batch, eps_low, eps_high)
     if kl:
@@ -201,32 +222,28 @@ def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 
 
 
 def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
-    """GRPO without the min and without 1/T_i: the gate opens and closes for winners and losers
-    alike.
+    """GRPO without min and without 1/T_i: the gate is the same for winners and losers.
 
-    J = clip(r, 1-e, 1+e) A, constant. DFPO's "GRPO-fix" (S; definition D).
+    J = clip(r, 1-e, 1+e) A, budget mean. DFPO's "GRPO-fix" (S; definition D).
     Shared token: cancels always (C7).
     """
     return -budget_mean(token_ratio(batch).clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
 
 
 def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
-    """GRPO's surrogate with a constant length normaliser; its advantage is not divided by the std
-    (see METHODS).
+    """GRPO's surrogate with the budget as normaliser; METHODS leaves the std out of its advantage.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), constant. Dr. GRPO sec. 3.2 (P).
+    J = min(r A, clip(r, 1-e, 1+e) A), budget mean. Dr. GRPO sec. 3.2 (P).
     Shared token: cancels inside the clip range only (C6).
     """
     return -budget_mean(clipped(batch, eps_low, eps_high), batch)
 
 
 def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
-    """GRPO's surrogate with a wider upper clip, averaged over the tokens of the groups that
-    disagree.
+    """GRPO's surrogate with a wider upper clip, averaged over the tokens of groups that disagree.
 
-    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token-mean without equal-reward groups. DAPO Eq. 8,
-    10-12 (P). Shared token: cancels inside the clip range only (C6). A part of a batch weighs by
-    its tokens in mixed groups.
+    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean of mixed groups. DAPO Eq. 8, 10-12 (P).
+    Shared token: cancels inside the clip range only (C6).
     """
     groups = (masked_adv(batch) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
@@ -234,33 +251,32 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
 
 
 def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
-    """PPO's surrogate once per answer, on the geometric sequence ratio. Tiny models want a wider
-    clip.
+    """PPO's surrogate once per answer, on the geometric ratio. Tiny models want a wider clip.
 
     J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P).
-    Shared token: is left sum A_i s_i/T_i (C4, C8).
+    Shared token: sum A_i s_i/T_i is left (C4, C8).
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
     return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
 
 
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
-    """w~_i = min_j w_j: one weight for the whole group, so any zero-sum subset cancels. (P, G), (P,
-    G) -> (P, G).
+    """w~_i = min_j w_j: one weight for the whole group, so that any zero-sum subset cancels.
 
-    Detached. DFPO Eq. 17 (S). `adv` is not used; it keeps the two transforms interchangeable.
+    Detached. `adv` is not used; it keeps the two transforms interchangeable. DFPO Eq. 17 (S).
+    (P, G), (P, G) -> (P, G).
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
 
 
 def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
-    """w~ = w - (A.w / ||A||^2) A: remove from w what correlates with A, so the group sum cancels.
-    (P, G)^2 -> (P, G).
+    """w~ = w - (A.w / ||A||^2) A: takes from w what correlates with A, so that the group cancels.
 
-    Detached; a group whose advantages are all 0 keeps its weights. DFPO Eq. 18 (S). Weights may
-    become negative (C10).
+    Detached; a group whose advantages are all 0 keeps its weights. Weights may become negative
+    (C10). DFPO Eq. 18 (S). (P, G), (P, G) -> (P, G).
     """
-    w, norm = w.detach(), (adv * adv).sum(1, keepdim=True)
+    w = w.detach()
+    norm = (adv * adv).sum(1, keepdim=True)
     projection = (adv * w).sum(1, keepdim=True) / norm.masked_fill(norm == 0, 1.0)
     return w - projection * adv
 
@@ -268,9 +284,9 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
 def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """REINFORCE under a sequence ratio that Min-Replace has made equal within the group.
 
-    J = sg[min_j s_j] A log pi, constant. DFPO Eq. 17 (transform S, loss D). With eps (ours) tokens
-    with a ratio outside 1 +- eps rest, whatever the sign of A: a trust region, and as the visitors
-    of a node share it, no tax. Shared token: cancels always, on every zero-sum subset too (C9).
+    J = sg[min_j s_j] A log pi, budget mean. DFPO Eq. 17 (transform S, loss D).
+    With eps (ours) tokens whose ratio is outside 1 +- eps are clipped, whatever the sign of A.
+    Shared token: cancels always, on every zero-sum subset too (C9).
     """
     return _dfpo(batch, ratio, min_replace, eps)
 
@@ -278,37 +294,33 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
 def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """REINFORCE under a sequence ratio that Adv-Orthogonal has made orthogonal to the advantages.
 
-    J = sg[s - (A.s / ||A||^2) A] A log pi, constant. DFPO Eq. 18 (transform S, loss D); eps as in
-    dfpo_min. Shared token: cancels where the whole group shares it, not on subsets (C10).
+    J = sg[s - (A.s / ||A||^2) A] A log pi, budget mean. DFPO Eq. 18 (transform S, loss D).
+    eps as in dfpo_min. Shared token: cancels where the whole group shares it, not on subsets (C10).
     """
     return _dfpo(batch, ratio, adv_orthogonal, eps)
 
 
 def _dfpo(batch: Batch, ratio: str, transform: Callable, eps: float = float("inf")) -> Tensor:
-    by_group = (-1, batch.group_size)
-    w = transform(
-        sequence_ratio(batch, ratio).view(by_group), trajectory_advantage(batch).view(by_group)
-    )  # (P, G)
-    resting = (token_ratio(batch) - 1).abs() > eps
-    return -budget_mean(
-        (w.reshape(-1, 1) * masked_adv(batch) * batch.logp).masked_fill(resting, 0.0), batch
-    )
+    groups = (-1, batch.group_size)
+    s, adv = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
+    w = transform(s, adv).reshape(-1, 1)  # (N, 1)
+    outside = (token_ratio(batch) - 1).abs() > eps
+    return -budget_mean((w * masked_adv(batch) * batch.logp).masked_fill(outside, 0.0), batch)
 
 
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), seq-mean. NTHR (P). Shared token: does
-    not cancel (nothing stands against the winners), save where the clip stops them all.
+    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), mean per answer. NTHR (P).
+    Shared token: does not cancel; nothing stands against the winners.
     """
     return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
 
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
-    """GRPO's surrogate averaged over all tokens of the batch: what Advantage Reweighting and Lopti
-    stand on.
+    """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti (S).
+    J = min(r A, clip(r, 1-e, 1+e) A), token mean. AR/Lopti (S).
     Shared token: cancels inside the clip range only (C6).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
@@ -317,12 +329,10 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Ten
 def lopti_low(
     batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2
 ) -> Tensor:
-    """Lopti's first pass: the improbable tokens alone, pi_old <= eta; the denominator stays all
-    tokens.
+    """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
-    J = 1[pi_old <= eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti (two passes P,
-    token-mean S). Shared token: as token_grpo, in the one pass it belongs to (all visitors have the
-    same pi_old).
+    J = 1[pi_old <= eta] min(r A, clip(r, 1-e, 1+e) A), token mean. AR/Lopti (P; token mean S).
+    Shared token: as token_grpo, in one of the passes, as all its visitors have the same pi_old.
     """
     return _lopti(batch, batch.logp_old.exp() <= eta, eps_low, eps_high)
 
@@ -330,30 +340,27 @@ def lopti_low(
 def lopti_high(
     batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2
 ) -> Tensor:
-    """Lopti's second pass: the other tokens, pi_old > eta, from the parameters that the first pass
-    has left.
+    """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
-    J = 1[pi_old > eta] min(r A, clip(r, 1-e, 1+e) A), token-mean. AR/Lopti (two passes P,
-    token-mean S). Shared token: as lopti_low. The clip is live here even on-policy: r has moved
-    since pi_old.
+    J = 1[pi_old > eta] min(r A, clip(r, 1-e, 1+e) A), token mean. AR/Lopti (P; token mean S).
+    Shared token: as lopti_low. The clip acts here even on-policy: r has moved since pi_old.
     """
     return _lopti(batch, batch.logp_old.exp() > eta, eps_low, eps_high)
 
 
-def _lopti(batch: Batch, kept: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~kept, 0.0), batch.mask)
+def _lopti(batch: Batch, chosen: Tensor, eps_low: float, eps_high: float) -> Tensor:
+    return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~chosen, 0.0), batch.mask)
 
 
-# ---------------- credit rules: what the old policy knew -> (N, T) adv
+# ---------------- credit rules: what the old policy knew -> (N, T) advantages
 
 
 @dataclass
 class OldPolicy:
-    """What the old policy's pass over a rollout batch leaves to a credit rule, which is applied
-    once, then frozen.
+    """What a credit rule knows of the old policy. The rule is applied once, then frozen.
 
-    Raises ValueError when a shape does not fit tokens', or the rows are not whole groups of at
-    least 2.
+    Raises ValueError for a shape that does not fit tokens', and for rows that are not whole groups
+    of at least 2.
     """
 
     tokens: Tensor  # (N, T) ids
@@ -362,45 +369,35 @@ class OldPolicy:
     rewards: Tensor  # (N,) 1 = correct
     group_size: int  # G
     temperature: float = 1.0
-    hidden: Tensor | None = (
-        None  # (N, T, d) last hidden state, after the final norm, that predicts each token
-    )
+    hidden: Tensor | None = None  # (N, T, d) last hidden states, which predict the tokens
     head: Tensor | None = None  # (V, d) output embeddings: logits = hidden @ head.T / temperature
     gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
-    kept_mask: Tensor | None = (
-        None  # (N, T) bool, tokens that a successful correction of the answer left as they were
-    )
+    kept_mask: Tensor | None = None  # (N, T) bool, tokens that a right correction left as they were
 
     def __post_init__(self):
-        n = len(self.tokens)
-        wanted = {"mask": self.tokens.shape, "logp": self.tokens.shape, "rewards": (n,)}
+        rows, size = len(self.tokens), self.group_size
+        expected = {"mask": self.tokens.shape, "logp": self.tokens.shape, "rewards": (rows,)}
         if self.kept_mask is not None:
-            wanted["kept_mask"] = self.tokens.shape
+            expected["kept_mask"] = self.tokens.shape
         if self.hidden is not None and self.head is not None:
-            wanted["hidden"] = (*self.tokens.shape, self.head.shape[1])
-        for name, shape in wanted.items():
-            if getattr(self, name).shape != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(getattr(self, name).shape)}, not {tuple(shape)}"
-                )
-        if self.group_size < 2 or n % self.group_size:
-            raise ValueError(
-                f"{n} rows are not whole groups of group_size {self.group_size} (at least 2)"
-            )
+            expected["hidden"] = (*self.tokens.shape, self.head.shape[1])
+        for name, shape in expected.items():
+            given = tuple(getattr(self, name).shape)
+            if given != tuple(shape):
+                raise ValueError(f"{name} has shape {given}, not {tuple(shape)}")
+        if size < 2 or rows % size:
+            raise ValueError(f"{rows} rows are not whole groups of group_size {size} (at least 2)")
 
 
 def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Tensor:
-    """Shrink the advantage of improbable tokens, whose gradients are the largest. (N, T), OldPolicy
-    -> (N, T).
+    """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
-    A_{i,t} = (alpha pi_old + 1 - alpha) A_i, both signs; the paper takes alpha = 0.1 for maths.
-    AR/Lopti Eq. 4 (P). Shared token: one factor for all visitors, so what cancelled still does.
-    Raises ValueError for another alpha.
+    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P; for maths alpha = 0.1).
+    Shared token: one factor for all visitors, so what cancelled still does.
+    (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
     if not 0 <= alpha <= 1:
-        raise ValueError(
-            f"alpha must lie between 0 and 1, not {alpha}: a larger one turns gradients round"
-        )
+        raise ValueError(f"alpha must lie between 0 and 1, not {alpha}: more turns gradients round")
     return (alpha * old.logp.detach().exp() + 1 - alpha) * adv
 
 
@@ -412,22 +409,15 @@ def nthr(
     self_term: bool = True,
     full_vocab: bool = False,
 ) -> Tensor:
-    """Soften the penalty on the tokens of wrong answers that push the correct ones down. (N, T),
-    OldPolicy -> (N, T).
+    """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
-    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_{correct i} mean_k s_{i,k}. NTHR
-    Eq. 7 (S; rule P). Open readings: eta -1 stands for 2|0.5 - p|, p the group's share of correct
-    answers, or give a constant; self_term: whether a correct token's score, in tau, counts its
-    product with itself; full_vocab: see nthr_scores, s is there. Shared token: a winner's
-    counterweight is taken away, on purpose.
+    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR Eq. 7 (S).
+    i: the correct answers; s: nthr_scores, with self_term and full_vocab as there. eta -1 stands
+    for 2|0.5 - p| with p the group's share of correct answers; others are taken as they are.
+    Shared token: a winner's counterweight is taken away, on purpose. (N, T), OldPolicy -> (N, T).
     """
-    share = (
-        (old.rewards == 1)
-        .to(adv.dtype)
-        .view(-1, old.group_size)
-        .mean(1)
-        .repeat_interleave(old.group_size)
-    )  # (N,)
+    correct = (old.rewards == 1).to(adv.dtype).view(-1, old.group_size)  # (P, G)
+    share = correct.mean(1).repeat_interleave(old.group_size)  # (N,)
     factor = 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
     selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
     return torch.where(selected, factor[:, None] * adv, adv)
@@ -436,96 +426,78 @@ def nthr(
 def nthr_random(
     adv: Tensor, old: OldPolicy, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
 ) -> Tensor:
-    """NTHR's control: no penalty on as many tokens of each wrong answer as nthr selects. (N, T),
-    OldPolicy -> (N, T).
+    """NTHR's control: no penalty on as many tokens of each wrong answer as nthr selects.
 
     A_{j,k} = 0 on tokens drawn at random among those of the answer. NTHR (P).
-    Shared token: as nthr.
+    Shared token: as nthr. (N, T), OldPolicy -> (N, T).
     """
-    count = (nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)).sum(
-        1, keepdim=True
-    )  # (N, 1)
-    draw = (
-        torch.rand(old.mask.shape, generator=old.gen).to(adv.device).masked_fill(~old.mask, 2.0)
-    )  # padding last
-    return adv.masked_fill(draw.argsort(1).argsort(1) < count, 0.0)
+    selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
+    count = selected.sum(1, keepdim=True)  # (N, 1)
+    draw = torch.rand(old.mask.shape, generator=old.gen).to(adv.device)  # (N, T)
+    rank = draw.masked_fill(~old.mask, 2.0).argsort(1).argsort(1)  # padding comes last
+    return adv.masked_fill(rank < count, 0.0)
 
 
 def nthr_selected(
     old: OldPolicy, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
 ) -> Tensor:
-    """The tokens of wrong answers whose score exceeds tau; none in a group without correct answers.
-    (N, T) bool."""
-    correct, scores = old.rewards == 1, nthr_scores(old, self_term, full_vocab)
+    """The tokens of wrong answers with a score above tau; none without a correct answer. (N, T)."""
+    correct = old.rewards == 1
+    scores = nthr_scores(old, self_term, full_vocab)
     means = scores.sum(1) / old.mask.sum(1)  # (N,), nan for an empty answer
-    lowest = (
-        means.masked_fill(~correct | means.isnan(), torch.inf).view(-1, old.group_size).amin(1)
-    )  # (P,)
-    tau = torch.where(lowest < torch.inf, beta * lowest, lowest).repeat_interleave(old.group_size)[
-        :, None
-    ]  # (N, 1)
+    means = means.masked_fill(~correct | means.isnan(), torch.inf)
+    lowest = means.view(-1, old.group_size).amin(1)  # (P,), inf without a correct answer
+    tau = torch.where(lowest < torch.inf, beta * lowest, lowest)
+    tau = tau.repeat_interleave(old.group_size)[:, None]  # (N, 1)
     return (scores > tau) & old.mask & ~correct[:, None]
 
 
 @torch.no_grad()
 def nthr_scores(old: OldPolicy, self_term: bool = True, full_vocab: bool = False) -> Tensor:
-    """How much a token's push moves the group's correct answers: s = g^T M h, M = sum of g h^T over
-    their tokens.
+    """How much a token's push moves the group's correct answers: s = g^T M h.
 
-    g = e_y - pi(.|h), the prediction error, on the ids that occur in the group's answers (full
-    softmax denominator), or with full_vocab on all; h the last hidden state. One matrix a group
-    stands for the double sum of <g,g'> <h,h'> (N4, D). Without self_term a correct token does not
-    count itself. At least fp32; 0 on padding and in groups without correct or without wrong
-    answers. Needs (G, T, |V*|) numbers at a time. OldPolicy -> (N, T). NTHR Eq. 7 (S).
+    M = sum of g h^T over the tokens of correct answers. g = e_y - pi(.|h) is the prediction error,
+    on the ids V* that occur in the group's answers (with the full softmax denominator), or with
+    full_vocab on all ids; h is the last hidden state. One matrix M a group stands for the double
+    sum of <g,g'> <h,h'> (N4, D). Without self_term a correct token does not count itself. 0 on
+    padding and in groups without correct or without wrong answers. At least fp32; needs
+    (G, T, |V*|) numbers at a time. NTHR Eq. 7 (S). OldPolicy -> (N, T).
+    Raises ValueError without hidden or head.
     """
     if old.hidden is None or old.head is None:
-        raise ValueError(
-            "nthr needs the last hidden states and the output embeddings; hidden or head is None"
-        )
+        raise ValueError("nthr needs hidden states and output embeddings; hidden or head is None")
     dtype = torch.promote_types(old.hidden.dtype, torch.float32)
-    scores, correct = (
-        torch.zeros(old.mask.shape, dtype=dtype, device=old.mask.device),
-        old.rewards == 1,
-    )
+    scores = torch.zeros(old.mask.shape, dtype=dtype, device=old.mask.device)
+    correct = old.rewards == 1
     for start in range(0, len(correct), old.group_size):
         rows = slice(start, start + old.group_size)
-        right, mask, tokens, h = (
-            correct[rows],
-            old.mask[rows],
-            old.tokens[rows],
-            old.hidden[rows].to(dtype),
-        )
+        right, mask, tokens = correct[rows], old.mask[rows], old.tokens[rows]
         if right.all() or not right.any() or not mask.any():
             continue
-        ids = (
-            torch.arange(len(old.head), device=mask.device) if full_vocab else tokens[mask].unique()
-        )  # V*
-        where = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)[
-            ..., None
-        ]  # (G, T, 1) place in V*
-        g = (h @ old.head[ids].to(dtype).T).div_(
-            old.temperature
-        )  # (G, T, |V*|) logits; all in place, it is large
-        g.sub_(g.gather(2, where)).add_(
-            old.logp[rows, :, None]
-        ).exp_().neg_()  # -pi: logp has the full denominator
-        g.scatter_add_(2, where, torch.ones_like(g[..., :1]))
+        h = old.hidden[rows].to(dtype)  # (G, T, d)
+        ids = tokens[mask].unique()  # V*
+        if full_vocab:
+            ids = torch.arange(len(old.head), device=mask.device)
+        place = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)[..., None]
+        g = (h @ old.head[ids].to(dtype).T).div_(old.temperature)  # (G, T, |V*|), large: in place
+        g.sub_(g.gather(2, place)).add_(old.logp[rows, :, None])  # logp has the full denominator
+        g.exp_().neg_()  # -pi
+        g.scatter_add_(2, place, torch.ones_like(g[..., :1]))  # e_y - pi
         M = sum(g[i, mask[i]].T @ h[i, mask[i]] for i in right.nonzero().flatten())  # (|V*|, d)
-        scores[rows] = torch.stack(
-            [((g_i @ M) * h_i).sum(1) for g_i, h_i in zip(g, h, strict=True)]
-        )
+        for i in range(old.group_size):
+            scores[start + i] = ((g[i] @ M) * h[i]).sum(1)
         if not self_term:
-            scores[rows] -= right[:, None] * g.norm(dim=2).square() * h.norm(dim=2).square()
+            own = g.norm(dim=2).square() * h.norm(dim=2).square()  # (G, T)
+            scores[rows] -= right[:, None] * own
     return scores.masked_fill(~old.mask, 0.0)
 
 
 def ibpo(adv: Tensor, old: OldPolicy) -> Tensor:
-    """Blame a wrong answer that its author could repair for the tokens that the repair changed
-    only. (N, T) -> (N, T).
+    """Blame a repaired wrong answer for the tokens that its correction changed, and for no others.
 
-    A_{i,t} = m_{i,t} A'_i with A' from shaped_rewards, m = 0 on the tokens in kept_mask, else 1.
-    IBPO (S). Shared token: repaired answers that kept it leave the sum, so it does not cancel, on
-    purpose.
+    A_{i,t} = m_{i,t} A'_i with A' from shaped_rewards and m = 0 on kept_mask, else 1. IBPO (S).
+    Shared token: repaired answers that kept it leave the sum, so it does not cancel, on purpose.
+    (N, T), OldPolicy -> (N, T). Raises ValueError without kept_mask.
     """
     if old.kept_mask is None:
         raise ValueError("ibpo needs the corrections: kept_mask is None")
@@ -535,41 +507,32 @@ def ibpo(adv: Tensor, old: OldPolicy) -> Tensor:
 def shaped_rewards(
     rewards: Tensor, repaired: Tensor, bonus: float = 0.5, weight: float = 0.6
 ) -> Tensor:
-    """R' = R + weight phi, phi = bonus 1[R = 0 and the correction is right]: a near miss counts a
-    little. IBPO (S).
+    """R' = R + weight phi, phi = bonus 1[R = 0 and the correction is right]: near misses count.
 
-    (N,), (N,) bool -> (N,). Whether the variance falls depends on how many answers are right (claim
-    I1).
+    Whether the variance falls depends on how many answers are right (I1). IBPO (S).
+    (N,), (N,) bool -> (N,).
     """
     return rewards + weight * bonus * (repaired & (rewards == 0)).to(rewards.dtype)
 
 
 def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:
-    """Tokens that stay when each row is turned into the other by the fewest insertions, deletions
-    and substitutions.
+    """The tokens of each row that stay when it is edited into the other row.
 
-    Levenshtein; of several shortest ways the one that matches latest. (N, T), (N, T), (N, U), (N,
-    U) -> (N, T) bool.
+    The edit has the fewest insertions, deletions and substitutions (Levenshtein); of several
+    shortest ones, that which matches latest. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
     """
-    n, width, steps = (
-        len(tokens),
-        tokens.shape[1],
-        torch.arange(others.shape[1] + 1, device=tokens.device),
-    )
+    n, width = tokens.shape
+    rows = torch.arange(n, device=tokens.device)
+    steps = torch.arange(others.shape[1] + 1, device=tokens.device)
     same = tokens[:, :, None] == others[:, None]  # (N, T, U)
     edits = steps.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
     for t in range(width):
         substituted, deleted = edits[:, t, :-1] + ~same[:, t], edits[:, t] + 1
         best = torch.cat([deleted[:, :1], torch.minimum(substituted, deleted[:, 1:])], 1)
-        edits[:, t + 1] = (best - steps).cummin(
-            1
-        ).values + steps  # or inserted: one more for every step to the right
-    kept, rows, t, u = (
-        torch.zeros_like(mask),
-        torch.arange(n, device=tokens.device),
-        mask.sum(1),
-        others_mask.sum(1),
-    )
+        inserted = (best - steps).cummin(1).values + steps  # one more for every step to the right
+        edits[:, t + 1] = inserted
+    kept = torch.zeros_like(mask)
+    t, u = mask.sum(1), others_mask.sum(1)
     for _ in range(int((t + u).amax())):  # back from the end of each row
         both, here = (t > 0) & (u > 0), edits[rows, t, u]
         match = both & same[rows, t - 1, u - 1]
@@ -584,10 +547,10 @@ def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tenso
 
 
 def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
-    """c = -N dLoss/dlogp: the ascent weight that every token really gets. scalar, (N, T) -> (N, T),
-    detached. (D)
+    """c = -N dLoss/dlogp: the ascent weight that every token really gets. Detached. (D)
 
-    `logp` must be the tensor that the loss was computed from; the graph is kept.
+    logp must be the tensor that the loss was computed from; the graph is kept.
+    scalar, (N, T) -> (N, T).
     """
     return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
 
@@ -595,81 +558,70 @@ def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
 def prefix_nodes(
     tokens: Tensor, mask: Tensor, group_size: int, context: int | None = None
 ) -> Tensor:
-    """Node of the group's prefix tree that every token leads to. (N, T), (N, T), G -> (N, T) int64,
-    -1 on padding. (D)
+    """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
 
-    Two ids are equal iff the rows are of one group and agree up to and including that token; with
-    `context` iff they agree in the last so many tokens, itself included, wherever in the answers
-    these stand (ours: shared tokens off the common prefix). Raises ValueError for a context below
-    1.
+    Two tokens have the same node iff their rows are of one group and agree up to and including
+    them. With context: iff the rows agree in so many last tokens, wherever in the answers these
+    stand (ours, claim C17g). (N, T), (N, T) -> (N, T) int64. Raises ValueError for a context < 1.
     """
     n, width = tokens.shape
+    group = torch.arange(n, device=tokens.device) // group_size  # (N,)
     if context is not None:
         if context < 1:
             raise ValueError(f"context must be at least 1 token, the token itself, not {context}")
-        # -1: before the start
-        before = torch.nn.functional.pad(tokens, (min(context, width) - 1, 0), value=-1)
-        windows = before.unfold(1, min(context, width), 1)[mask]  # (M, context)
-        group = torch.arange(n, device=tokens.device) // group_size
+        size = min(context, width)
+        before = torch.nn.functional.pad(tokens, (size - 1, 0), value=-1)  # -1: before the start
+        windows = before.unfold(1, size, 1)[mask]  # (M, size)
         windows = torch.cat([group[:, None].expand(n, width)[mask][:, None], windows], 1)
         nodes = torch.full_like(tokens, -1)
         return nodes.masked_scatter(mask, windows.unique(dim=0, return_inverse=True)[1])
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
-    same = (
-        (groups[:, :, None] == groups[:, None]).to(torch.uint8).cumprod(-1, dtype=torch.uint8)
-    )  # (P, G, G, T)
-    first = same.argmax(2).view(
-        n, width
-    )  # the first row of the group with this prefix stands for all of them
-    offset = torch.arange(n, device=tokens.device) // group_size * group_size
-    nodes = (offset[:, None] + first) * width + torch.arange(width, device=tokens.device)
+    same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (P, G, G, T)
+    same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
+    first = same.argmax(2).view(n, width)  # the first row of the group with this prefix
+    place = torch.arange(width, device=tokens.device)
+    nodes = (group[:, None] * group_size + first) * width + place
     return nodes.masked_fill(~mask, -1)
 
 
-def _visitors(
-    advantages: Tensor, nodes: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The K tokens whose A_i is not 0, in a row: (N, T) selector, (K,) A_i, (K,) node index, (V,)
-    visitors per node."""
+def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The K tokens of answers with A_i != 0: a mask (N, T), their A_i (K,), their node (K,)."""
     adv = advantages[:, None].expand_as(mask)
     used = mask & (adv != 0)
-    _, node, count = torch.unique(nodes[used], return_inverse=True, return_counts=True)
-    return used, adv[used], node, count
+    return used, adv[used], nodes[used].unique(return_inverse=True)[1]
 
 
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
-    """Reward-irrelevant gradient on shared tokens, relative to all of it there: 0 = they get their
-    credit only.
+    """The reward-irrelevant part of the gradient on shared tokens, relative to all of it there.
 
-    With w = c/A and wbar its mean over the visitors S_v of node v: tax_v = sum_{S_v} (w_i - wbar)
-    A_i, and the result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over nodes with at least 2
-    visitors; answers with A_i = 0 are left out. (N, T), (N,) trajectory advantages, (N, T), (N, T)
-    -> float >= 0, and it may exceed 1. Claim C15 (D).
+    With w = c/A and wbar its mean over the visitors S_v of node v, the node's tax is
+    tax_v = sum_{S_v} (w_i - wbar) A_i. The result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over
+    nodes with at least 2 visitors: 0 if shared tokens get their credit only; it may exceed 1.
+    Answers with A_i = 0 are left out.
+    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D).
     """
-    used, adv, node, count = _visitors(advantages, nodes, mask)
+    used, adv, node = _visitors(advantages, nodes, mask)
     c = coefficients[used]
-
-    def per_node(x: Tensor) -> Tensor:  # (K,) -> (V,)
-        return x.new_zeros(len(count)).index_add_(0, node, x)
-
-    tax = (per_node(c) - per_node(c / adv) / count * per_node(adv)).abs()
-    total = per_node(c.abs())[count > 1].sum()
-    return float(tax[count > 1].sum() / total) if total > 0 else 0.0
+    terms = torch.stack([c, c / adv, adv, c.abs(), torch.ones_like(c)], 1)  # (K, 5)
+    sums = terms.new_zeros(len(terms), 5).index_add_(0, node, terms)  # (K >= V, 5)
+    total, weight, advantage, size, visitors = sums[sums[:, 4] > 1].unbind(1)
+    tax = (total - weight / visitors * advantage).abs().sum()
+    return float(tax / size.sum()) if size.sum() > 0 else 0.0
 
 
 def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
-    """Any loss with its tax removed: each token's weight w = c/A is replaced by its mean over the
-    node's visitors.
+    """Any loss with its tax removed: w = c/A of a token becomes its mean over the node's visitors.
 
-    Returns the surrogate -(1/N) sum c' log pi, c' detached; answers with A_i = 0 keep their c.
-    Claim C17 (D, ours). Meant for losses with c proportional to A_i; a KL term's c / A_i may be
-    huge, so add such a term outside. scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) ->
-    scalar to minimise (its value means nothing).
+    Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
+    with A_i = 0 keep their c. Meant for losses with c proportional to A_i: a KL term's c/A_i may be
+    huge, so add such a term outside. Claim C17 (D, ours).
+    scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise.
     """
-    used, adv, node, count = _visitors(advantages, nodes, mask)
+    used, adv, node = _visitors(advantages, nodes, mask)
     c = token_coefficients(loss, logp)
-    mean = c.new_zeros(len(count)).index_add_(0, node, c[used] / adv) / count  # (V,)
-    c = c.masked_scatter(used, mean[node] * adv)
+    terms = torch.stack([c[used] / adv, torch.ones_like(adv)], 1)  # (K, 2)
+    weight, visitors = terms.new_zeros(len(terms), 2).index_add_(0, node, terms).unbind(1)
+    c = c.masked_scatter(used, (weight / visitors)[node] * adv)
     return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
 
 
@@ -678,17 +630,17 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
 
 @dataclass
 class Method:
-    """The three independent choices that make a method."""
+    """The three independent choices that make a method, and what they need."""
 
     passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one optimiser step each
     scale: str = "std"  # of group_advantages
     credit: Callable[..., Tensor] | None = (
-        None  # (N, T) advantages, OldPolicy -> (N, T) advantages; once per rollout batch
+        None  # (N, T) adv, OldPolicy -> (N, T) adv; once a rollout
     )
     needs_hidden: bool = False  # whether credit reads OldPolicy.hidden and OldPolicy.head
-    # (N,) rewards, (N,) bool repaired -> (N,) shaped rewards; wrong answers are then corrected in a
-    # second rollout, which also fills OldPolicy.kept_mask
-    repair: Callable[..., Tensor] | None = None
+    repair: Callable[..., Tensor] | None = (
+        None  # wrong answers are corrected: -> shaped rewards (N,)
+    )
 
 
 METHODS: dict[str, Method] = {
@@ -710,13 +662,11 @@ METHODS: dict[str, Method] = {
 }
 
 
-if __name__ == "__main__":  # the table of methods, from the docstrings
+if __name__ == "__main__":  # every method with its formulas, from the docstrings
     for name, method in METHODS.items():
-        print(
-            f'{name}: advantages "{method.scale}", {len(method.passes)} optimiser step(s) a minibatch'
-        )
-        for function in filter(None, (method.credit, *method.passes)):
-            formula = next(
-                x.strip() for x in function.__doc__.splitlines() if x.strip()[:2] in ("J ", "A_")
-            )
+        steps = "one optimiser step" if len(method.passes) == 1 else "two optimiser steps"
+        print(f'{name}: advantage "{method.scale}", {steps} a minibatch')
+        for function in filter(None, (method.repair, method.credit, *method.passes)):
+            lines = [line.strip() for line in function.__doc__.splitlines()]
+            formula = next(line for line in lines if line.startswith(("J = ", "A_", "R' = ")))
             print(f"    {function.__name__:22} {formula}")

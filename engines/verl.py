@@ -45,8 +45,8 @@ DEFAULT_CLIP = {
     "clip_ratio_c": 3.0,
 }
 NEEDS_GROUPS = (
-    "needs whole groups in a micro-batch, which the rows' uids do not show: use "
-    "verl.trainer.main_ppo_v0 with trainer.balance_batch=False, actor.shuffle=False, "
+    "needs whole groups in a micro-batch, which the rows' uids do not show: set "
+    "trainer.use_v1=False, trainer.balance_batch=False, actor.shuffle=False, "
     "actor.use_dynamic_bsz=False and a ppo_micro_batch_size_per_gpu and a share of the mini-batch "
     "per process that are multiples of rollout.n"
 )
@@ -92,8 +92,8 @@ def policy_loss(
     logp, old, adv, mask = tensors
     if name == "dapo" and not (adv * mask).view(-1, group_size * adv.shape[1]).any(1).all():
         raise ValueError(
-            f"{name} leaves equal-reward groups out of its mean; "
-            "set algorithm.filter_groups.enable=True"
+            f"{name} leaves equal-reward groups out of its mean; it needs "
+            "algorithm.filter_groups.enable=True, which only trainer.use_v1=True reads"
         )
     if method.credit:
         adv = method.credit(adv, OldPolicy(mask.long(), mask, old, adv[:, 0], group_size))

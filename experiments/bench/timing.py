@@ -1,5 +1,6 @@
-"""What the benches measure with: sides that take turns in one process, medians, peak memory."""
+"""What the benches measure with: interleaved sides in one process, medians, peak memory."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -10,10 +11,22 @@ from statistics import median
 
 import torch
 
+from llm import fail
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose --help is the bench's docstring, and whose errors are one line."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=plain, allow_abbrev=False)
+    parser.error = fail
+    return parser
+
 
 def now(device: str) -> float:
-    """Seconds; on the CPU those of this process, so that other programs count less (one thread,
-    which never waits)."""
+    """Seconds. On a CPU those of this process alone, so that other programs count less.
+
+    The process has one thread, which never waits.
+    """
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -21,8 +34,10 @@ def now(device: str) -> float:
 
 
 def turns(sides: dict[str, Callable], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of every side, a number a round. All take their turn in each; an extra first round
-    warms up."""
+    """Seconds of every side, one number a round. Each round runs all sides, interleaved.
+
+    Every second round runs them in reverse order. An extra first round warms up.
+    """
     torch.set_num_threads(1)
     seconds = {name: [] for name in sides}
     for i in range(rounds + 1):
@@ -33,39 +48,42 @@ def turns(sides: dict[str, Callable], rounds: int, device: str = "cpu") -> dict[
     return {name: x[1:] for name, x in seconds.items()}
 
 
+def quotients(over: list[float], under: list[float]) -> list[float]:
+    """What one side took relative to another, round by round."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
 def ratio(over: list[float], under: list[float]) -> float:
     """Median of the rounds' quotients."""
-    return median(a / b for a, b in zip(over, under, strict=True))
+    return median(quotients(over, under))
 
 
 def rise_mb(work: Callable, device: str = "cpu") -> float:
-    """How much memory work() adds at its peak: of the process (Linux), or of the GPU's
-    allocator."""
+    """How much memory work() adds at its peak: to the process (Linux), or to the GPU's allocator."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
     before = resident_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
     work()
     return resident_mb("VmHWM") - before
 
 
 def resident_mb(field: str) -> float:
-    line = next(
-        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)
-    )
-    return int(line.split()[1]) * 1024 / 1e6
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith(field))
+    return int(kilobytes) * 1024 / 1e6
 
 
 def child(*command: str) -> list[float]:
-    """The numbers that a Python command prints last, run in a process of its own that returns freed
-    memory at once."""
-    return [
-        float(x)
-        for x in last_line(*command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}).split()
-    ]
+    """The numbers that a Python command prints last, run in a process of its own.
+
+    That process returns freed memory to the system at once, so that its peak means something.
+    """
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    return [float(x) for x in last_line(*command, env=os.environ | at_once).split()]
 
 
 def last_line(*command: str, env: dict[str, str] | None = None) -> str:
