@@ -1,12 +1,11 @@
-r"""The GSM8K task (Cobbe et al. 2021): grade-school word problems, their prompt, and an exact
-verifier.
+r"""The GSM8K task (Cobbe et al. 2021): word problems, their prompt, and an exact verifier.
 
-The verifier reads the line after the last '####', else the last \boxed{...}, else the last number of the text.
-- A line or box must hold exactly one number, units aside: '$1,234.00 a year' is 1234, 'not 42 but
-43' or '3/4' nothing.
+The verifier reads the line after the last '####', else the last \boxed{...}, else the last number.
+- A line or box must hold exactly one number, units aside: '$1,234.00 a year' is 1234, while
+  'not 42 but 43' and '3/4' are nothing.
 - A number is ASCII digits with optional sign, thousands groups and decimals. Letters may touch its
-end (42kg), nothing
-  else may: '1,2', '42e3', 'x42', '4½' are none. 50% is 50. A dash is a sign unless it touches a word before it.
+  end (42kg), and nothing else may: '1,2', '42e3', 'x42' and '4½' are no numbers. 50% is 50. A dash
+  is a sign unless it touches a word before it.
 """
 
 import json
@@ -33,17 +32,17 @@ class Item:
     demo: str  # the worked solution, up to "#### 1,234"
 
     def plain(self) -> str:
-        """The prompt without a chat template; it ends its line, so that no token straddles prompt
-        and demo."""
+        """The prompt without a chat template; no token straddles the end of its last line."""
         return f"Question: {self.prompt}\nAnswer:\n"
 
 
 def extract(text: str) -> str | None:
-    """The text's answer as sign and digits, "-1234.50"; None if there is no clear one. Linear time,
-    never raises."""
-    _, mark, region = text.replace("{,}", ",").rpartition(
-        "####"
-    )  # LaTeX writes 1{,}000; no mark: region is all of it
+    """The text's answer as sign and digits, "-1234.50"; None if there is no clear one.
+
+    Linear time; never raises.
+    """
+    text = text.replace("{,}", ",")  # LaTeX writes 1{,}000
+    _, mark, region = text.rpartition("####")  # without a mark, region is the whole text
     if mark:
         region = region.strip().partition("\n")[0]
     elif r"\boxed{" in region:
@@ -59,8 +58,7 @@ def extract(text: str) -> str | None:
 
 
 def to_item(row: object) -> Item:
-    """One GSM8K record, less its calculator marks <<48/2=24>>; ValueError with the reason if it is
-    not one."""
+    """One GSM8K record without its calculator marks <<48/2=24>>. ValueError for anything else."""
     for key in ("question", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
             raise ValueError(f'no text under "{key}"')
@@ -72,26 +70,20 @@ def to_item(row: object) -> Item:
 
 
 def read_items(path: Path, skip_bad_lines: bool = False) -> list[Item]:
-    """At least one Item from a file of JSON lines; ValueError in one line that says where and why
-    not."""
+    """The Items of a file of JSON lines. ValueError, saying where and why, if there is none."""
     expected = 'expected {"question": "...", "answer": "... #### 42"} on each line'
     if not path.is_file():
-        raise ValueError(
-            f"{path} is not a file; --data DIR reads DIR/train.jsonl and DIR/test.jsonl"
-        )
+        reads = "--data DIR reads DIR/train.jsonl and DIR/test.jsonl"
+        raise ValueError(f"{path} is not a file; {reads}")
     items, skipped = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             if text := line.decode("utf-8-sig").strip():
                 items.append(to_item(json.loads(text)))
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # .msg leaves out JSON's own line number, which is always 1
+        except (ValueError, RecursionError) as error:
             if not skip_bad_lines:
-                raise ValueError(
-                    f"{path}:{number}: bad record: {getattr(error, 'msg', error)}; {expected}"
-                ) from None
+                reason = getattr(error, "msg", error)  # without JSON's own line number, always 1
+                raise ValueError(f"{path}:{number}: bad record: {reason}; {expected}") from None
             skipped.append(number)
     if skipped:
         which = ", ".join(map(str, skipped[:10])) + ", ..." * (len(skipped) > 10)
@@ -102,8 +94,10 @@ def read_items(path: Path, skip_bad_lines: bool = False) -> list[Item]:
 
 
 class GSM8K:
-    """Problems from the hub (data=None) or a folder of train.jsonl and test.jsonl; ValueError if
-    there are none."""
+    """Problems from the hub (data=None) or from DIR/train.jsonl and DIR/test.jsonl.
+
+    Raises ValueError if there are none.
+    """
 
     name = "gsm8k"
 
@@ -116,41 +110,34 @@ class GSM8K:
             from datasets import load_dataset
 
             hub = load_dataset("openai/gsm8k", "main")
-        except Exception as e:  # network, hub and cache each fail in classes of their own
-            raise ValueError(
-                f"cannot load openai/gsm8k ({type(e).__name__}); --data DIR reads local files"
-            ) from e
-        self.train, self.test = (
-            [to_item(row) for row in hub[split]] for split in ("train", "test")
-        )
+        except Exception as error:  # network, hub and cache each fail in classes of their own
+            reason = f"({type(error).__name__}); --data DIR reads local files"
+            raise ValueError(f"cannot load openai/gsm8k {reason}") from error
+        self.train = [to_item(row) for row in hub["train"]]
+        self.test = [to_item(row) for row in hub["test"]]
 
     def reward(self, text: str, item: Item) -> float:
         """1.0 if the text's answer equals the gold one exactly, else 0.0."""
-        answer = extract(text)
-        return float(
-            answer is not None and Decimal(answer) == Decimal(extract(f"####{item.answer}"))
-        )
+        answer, gold = extract(text), extract(f"####{item.answer}")
+        return float(answer is not None and Decimal(answer) == Decimal(gold))
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
-        """Prompt token ids of each item: through the tokenizer's chat template if it has one, else
-        plain."""
+        """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
         if tokenizer.chat_template is None:
             return tokenizer([item.plain() for item in items])["input_ids"]
         wish = "Reason step by step; end with '#### ' and the number."
         chats = [[{"role": "user", "content": f"{item.prompt}\n{wish}"}] for item in items]
         # return_dict is spelt out because its default differs between transformers 4 and 5
-        return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        options = {"add_generation_prompt": True, "return_dict": True}
+        return tokenizer.apply_chat_template(chats, **options)["input_ids"]
 
     def repair(self, item: Item, answer: str, siblings: list[str]) -> Item:
-        """The problem of correcting an answer, given siblings' answers; in plain language, for
-        encode()."""
+        """The problem of correcting an answer, given siblings' answers, in plain language."""
         others = "".join(f"\n\nAnother answer to compare it with:\n{text}" for text in siblings)
-        wish = "Find the mistake in the first answer. Write that answer again, corrected, changing as little as you can."
-        return Item(
-            f"{item.prompt}\n\nA first answer:\n{answer}{others}\n\n{wish}", item.answer, ""
-        )
+        wish = "Find the mistake in the first answer. "
+        wish += "Write that answer again, corrected, changing as little as you can."
+        prompt = f"{item.prompt}\n\nA first answer:\n{answer}{others}\n\n{wish}"
+        return Item(prompt, item.answer, "")
 
     def make_tokenizer(self):
         """Byte-level BPE learnt on the training split, each digit a token; deterministic."""

@@ -96,3 +96,12 @@ def small_gsm8k(tmp_path_factory):
         ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder)
+
+@pytest.fixture(scope="module")
+def double():
+    """Everything in float64: new tensors, and what is asked to be fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)

@@ -214,8 +214,8 @@ advantage_reweighting
     alpha 1 refused: 0 <= alpha <= 1 => 0 <= alpha < 1
     alpha below 0 accepted: 0 <= alpha <= 1 => alpha <= 1
 OldPolicy
-    kept_mask of any shape: wanted["kept_mask"] = x_ => pass
-    hidden states of any width: wanted["hidden"] = x_ => pass
+    kept_mask of any shape: v_["kept_mask"] = x_ => pass
+    hidden states of any width: v_["hidden"] = x_ => pass
 nthr
     eta = |p|: (0.5 - share).abs() => share
     p of the whole batch: x_.mean(1).repeat_interleave(n_) => x_.mean().expand(len(adv))
@@ -226,8 +226,8 @@ nthr_random
     draws of its own: old.gen => None
     halves: adv.masked_fill(m_, 0.0) => torch.where(m_, adv / 2, adv)
 nthr_selected
-    tau the largest mean: x_.masked_fill(m_, v_).view(n_, g_).amin(1)
-        => x_.masked_fill(m_, -v_).view(n_, g_).amax(1)
+    tau the largest mean: means.view(-1, old.group_size).amin(1)
+        => means.masked_fill(~correct, -torch.inf).view(-1, old.group_size).amax(1)
     tau from the wrong answers: ~correct | means.isnan() => correct
     an empty right answer counts: means.masked_fill(~correct | means.isnan(), torch.inf)
         => means.nan_to_num().masked_fill(~correct, torch.inf)
@@ -236,10 +236,10 @@ nthr_selected
     tau nan for beta 0: torch.where(c_, a_, b_) => a_
     selects below tau: scores > tau => scores < tau
 nthr_scores
-    with the wrong sign: g_i @ M => -(g_i @ M)
-    g of the taken token only: x_.exp_().neg_() => x_.mul_(0)
+    with the wrong sign: g[i] @ M => -(g[i] @ M)
+    g of the taken token only: g.exp_().neg_() => g.mul_(0)
     g without the taken token: g.scatter_add_(a_, b_, c_) => pass
-    pi renormalised on V*: g.sub_(x_).add_(y_).exp_().neg_() => g.copy_(-g.softmax(-1))
+    pi renormalised on V*: g.exp_().neg_() => g.copy_(-g.softmax(-1))
     V* of the whole batch: tokens[mask].unique() => old.tokens[old.mask].unique()
     V* with the padding: tokens[mask].unique() => tokens.unique()
     temperature left out: x_.div_(old.temperature) => x_
@@ -281,22 +281,20 @@ prefix_nodes
     context, the start is token 0: f_(x_, y_, value=-1) => f_(x_, y_, value=0)
     context, padding belongs: nodes.masked_scatter(a_, b_) => (nodes * 0).masked_scatter(a_, b_)
     context of 0 accepted: context < 1 => context < 0
-    the token alone: x_.to(torch.uint8).cumprod(-1, dtype=torch.uint8) => x_.to(torch.uint8)
-    groups mixed: offset[:, None] + first => first
-    negative ids: offset[:, None] + first => offset[:, None] - first
+    the token alone: x_.cumprod(-1, dtype=torch.uint8) => x_
+    groups mixed: group[:, None] * group_size + first => first
+    negative ids: x_ + first => x_ - first
     depth forgotten: x_ * width + y_ => x_ * width
     last visitor, one token late: same.argmax(2) => same.roll(1, -1).argmax(2)
 _visitors
     losers only: adv != 0 => adv < 0
     winners only: adv != 0 => adv > 0
 learning_tax
-    not centred: per_node(c) - x_ => per_node(c)
-    lone tokens in the total: per_node(c.abs())[count > 1] => per_node(c.abs())
-    |sum c| in the total: per_node(c.abs()) => per_node(c).abs()
-    pairs left out: tax[count > 1] => tax[count > 2]
-    pairs left out of the total: per_node(c.abs())[count > 1] => per_node(c.abs())[count > 2]
+    not centred: total - x_ => total
+    |sum c| in the total: c.abs() => c
+    pairs left out: sums[:, 4] > 1 => sums[:, 4] > 2
 project
-    |A|: mean[node] * adv => mean[node] * adv.abs()
+    |A|: x_[node] * adv => x_[node] * adv.abs()
     nothing done: c = c.masked_scatter(used, x_) => pass
     answers with A = 0 dropped: c.masked_scatter(used, x_) => (0 * c).masked_scatter(used, x_)
     sign: -x_ => x_

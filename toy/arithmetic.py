@@ -1,18 +1,20 @@
 """The toy task: add two 2-digit numbers, out loud or not.
 
-A prompt is "37+48=". An answer opens with a filler that means nothing ("so ", "ok " or "hm "), then either says the sum
-directly or works it out column by column, in either order, and ends with "#" and the sum:
+A prompt is "37+48=". An answer opens with a filler that means nothing ("so ", "ok " or "hm "). Then
+it says the sum directly, or works it out column by column in either order. It ends with "#" and the
+sum:
 
     so #85                           direct
     ok 7+8=15,30+40=70,#85           worked, ones first
     hm 30+40=70,7+8=15,#85           worked, tens first
 
-So it has what the papers speak of: shared tokens that carry no credit (the opener), two solutions of equal reward,
-answers of different lengths, and a policy that can discover that working it out pays. The demonstrations of the warm
-start are imperfect on purpose: mostly direct, and then mostly wrong.
+So it has what the papers speak of: shared tokens that carry no credit (the opener), two solutions
+of equal reward, and answers of different lengths. A policy can discover that working it out pays.
+The demonstrations of the warm start are imperfect on purpose: mostly direct, and then mostly wrong.
 
-A correction problem (for IBPO) is "37+48=", an answer, "=", siblings' answers, each with its "=". Its demonstration
-keeps the first answer's opener and form and mends the numbers, or, again on purpose, leaves them as they were.
+A correction problem (for IBPO) is "37+48=", an answer, "=", and siblings' answers, each with its
+"=". Its demonstration keeps the first answer's opener and form and mends the numbers. On purpose,
+some demonstrations leave the numbers as they were.
 """
 
 from __future__ import annotations
@@ -58,8 +60,7 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
 
 
 class Arithmetic:
-    """Task object: .train and .test are disjoint lists of Item; all 8,100 sums of two 2-digit
-    numbers are in one."""
+    """Task object: .train and .test split all 8,100 sums of two 2-digit numbers, as Items."""
 
     name = "arithmetic"
 
@@ -71,8 +72,7 @@ class Arithmetic:
         self.test, self.train = items[:TEST_SIZE], items[TEST_SIZE:]
 
     def reward(self, text: str, item: Item) -> float:
-        """1.0 if what follows the last "#" is exactly the sum, else 0.0. How it got there does not
-        matter."""
+        """1.0 if what follows the last "#" is exactly the sum, else 0.0."""
         _, mark, final = text.rpartition("#")
         return float(bool(mark) and final == item.answer)
 
@@ -85,8 +85,7 @@ class Arithmetic:
         return Item(item.prompt + "=".join([answer, *siblings, ""]), item.answer, demo)
 
     def correction(self, item: Item, siblings: int = 1) -> Item:
-        """A correction problem about an item, for the warm start: always the same one for the same
-        item."""
+        """A correction problem about an item, for the warm start; an item has always the same."""
         rng, (a, b) = random.Random(item.prompt), map(int, item.prompt[:-1].split("+"))
         opener, form = rng.choice(OPENERS), rng.choice(("direct", "ones first", "tens first"))
         right = opener + solutions(a, b)[form]
@@ -94,15 +93,12 @@ class Arithmetic:
         if form != "direct" and rng.random() < 0.5:  # a slip in a column, carried into the sum
             wrong = opener + solutions(a, b + rng.choice((-10, -1, 1, 10)))[form]
         shown = [demonstration(a, b, rng) for _ in range(siblings)]
-        if (
-            rng.random() < SIBLING_RIGHT
-        ):  # in a rollout, too, a right one comes first where there is one
+        if rng.random() < SIBLING_RIGHT:  # in a rollout, too, a right one comes first
             shown[0] = rng.choice(OPENERS) + rng.choice(list(solutions(a, b).values()))
         return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
 
     def prefixes(self, item: Item) -> dict[str, list[str]]:
-        """Openers and solution forms as sets of answer prefixes; the policy's probability of a set
-        is exact.
+        """Openers and solution forms as sets of answer prefixes, whose probability is exact.
 
         {"opener so": ["so "], ..., "form direct": ["so #", "ok #", "hm #"], ...}
         """
@@ -122,6 +118,5 @@ class Arithmetic:
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         tokenizer.decoder = decoders.Fuse()
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-        )
+        special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

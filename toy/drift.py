@@ -1,18 +1,25 @@
-"""The papers' story where everything is exact: a token that all answers share, drifting, or not.
+"""The papers' story where everything is exact: a token that all answers share, drifting or not.
 
     python -m toy.drift                    the table
-    python -m toy.drift --plot drift.png   and the picture (needs matplotlib: pip install -e '.[plot]')
+    python -m toy.drift --plot drift.png   and the picture (needs matplotlib)
 
-A policy with logits of its own for every history. Every answer of a group begins with the same opener, which earns
-nothing, then takes one of two solutions of equal reward and different length, where each may still slip, or guesses:
+A policy has logits of its own for every history. Every answer of a group begins with the same
+opener, which earns nothing. Then it takes one of two solutions of equal reward and different
+length, in which it may still slip, or it guesses:
 
     opener, 1, right or slip, EOS        solution A
     opener, 2, work, right or slip, EOS  solution B
     opener, 3, EOS                       a guess, mostly wrong
 
-The start policy gives groups of answers; every method then makes the same number of gradient steps on the same groups,
-off-policy after the first. Plain gradient ascent; each method's first step is equally long. Nothing is estimated: drift
-is the change of the opener's log-odds, KL and reward are sums over the policy's own probabilities.
+The start policy gives groups of answers. Every method makes the same number of gradient steps on
+the same groups, off-policy after the first, by plain gradient ascent; the first step is equally
+long for all. Nothing is estimated: drift is the change of the opener's log-odds, and KL, entropy
+and reward are sums over the policy's own probabilities.
+
+Only the opener is shared by whole groups. So a method may pay a learning tax further down the
+prefix tree, where a part of the group shares a token, and still leave the opener alone (dr-grpo,
+dapo). All answers here are conditioned on one opener. Where a policy also has other openers with
+alike continuations, the expected on-policy drift of grpo and pos-only is zero.
 """
 
 from __future__ import annotations
@@ -20,12 +27,10 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 from pathlib import Path
 
 import torch
 
-from experiments.curves import COLOURS, MARKERS
 from losses import (
     METHODS,
     Batch,
@@ -39,26 +44,38 @@ from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
 AFTER = (*PROMPT, OPENER)
-GROUPS, G, STEPS, SIZE = 8, 8, 32, 0.6  # SIZE: the length of the first step
+GROUPS, G, STEPS = 8, 8, 32
+SIZE = 0.6  # the length of the first step
 NAMES = (
-    "reinforce",
-    "grpo",
-    "grpo-symmetric",
-    "dr-grpo",
-    "dapo",
-    "gspo",
-    "dfpo-min",
-    "dfpo-orthogonal",
-    "pos-only",
+    *("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "gspo", "dfpo-min"),
+    *("dfpo-min eps 0.2", "dfpo-orthogonal", "pos-only", "grpo+proj", "dr-grpo+proj", "gspo+proj"),
 )
-NAMES += ("grpo+proj", "dr-grpo+proj", "gspo+proj")  # with the projection of claim C17
-HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}  # its own clip range is made for long answers
+# gspo's own clip range is made for long answers; eps is our clip for dfpo-min.
+HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}, "dfpo-min eps 0.2": {"eps": 0.2}}
 COLUMNS = {
     "drift": "opener: change of log-odds",
     "kl": "opener: KL to the start (nats)",
     "solutions": "entropy of A and B (nats)",
     "reward": "expected reward",
     "tax": "learning tax",
+}
+# What each panel of the picture shows, by which lines.
+PANELS = {
+    "drift": ("pos-only", "grpo", "gspo", "grpo+proj", "dfpo-min"),
+    "tax": ("pos-only", "grpo", "gspo", "dr-grpo", "dfpo-min"),
+    "solutions": ("grpo", "reinforce", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
+    "reward": ("grpo", "reinforce", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
+}
+# Okabe and Ito's colours, safe for the colour-blind; dashes and markers tell lines apart in grey.
+STYLES = {
+    "reinforce": dict(color="#000000", marker="o"),
+    "grpo": dict(color="#E69F00", marker="s"),
+    "grpo+proj": dict(color="#E69F00", marker="s", linestyle="--", markerfacecolor="white"),
+    "dr-grpo": dict(color="#009E73", marker="^"),
+    "gspo": dict(color="#D55E00", marker="v"),
+    "dfpo-min": dict(color="#0072B2", marker="D"),
+    "dfpo-min eps 0.2": dict(color="#0072B2", marker="D", linestyle="--", markerfacecolor="white"),
+    "pos-only": dict(color="#999999", marker="X"),
 }
 
 
@@ -80,8 +97,7 @@ def rest(policy: Policy) -> Policy:
 
 
 def reward(y: tuple[int, ...]) -> float:
-    """Solutions are right if their last token before EOS is 1; a guess is wrong. The opener does
-    not matter."""
+    """1 for a solution whose last token before EOS is 1. The opener does not matter."""
     body = [a for a in y[1:] if a != EOS]
     return float(len(body) > 1 and body[-1] == 1)
 
@@ -102,18 +118,15 @@ def measure(policy: Policy, start: Policy) -> dict[str, float]:
 
 def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[dict[str, float]]:
     """What is measured after 0, 1, ..., STEPS gradient steps of a method on the same answers."""
-    base, _, projected = name.partition("+")
-    method, hyper = METHODS[base], HYPER.get(base, {})
+    plain, _, projected = name.partition("+")
+    method, hyper = METHODS[plain.split()[0]], HYPER.get(plain, {})
     tokens, mask = pad(answers)
-    A = group_advantages(
-        torch.tensor([reward(y) for y in answers], dtype=torch.float64), G, method.scale
-    )
-    nodes, adv, prompts = (
-        prefix_nodes(tokens, mask, G),
-        A[:, None].expand(mask.shape),
-        [PROMPT] * len(answers),
-    )
-    old, policy, curve, size = start.log_probs(prompts, answers)[0], start, [], None
+    rewards = torch.tensor([reward(y) for y in answers], dtype=torch.float64)
+    A = group_advantages(rewards, G, method.scale)
+    adv, nodes = A[:, None].expand(mask.shape), prefix_nodes(tokens, mask, G)
+    prompts = [PROMPT] * len(answers)
+    old, _ = start.log_probs(prompts, answers)
+    policy, curve, size = start, [], None
     for _ in range(STEPS + 1):
         policy.W.requires_grad_()
         logp, _ = policy.log_probs(prompts, answers)
@@ -130,8 +143,7 @@ def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[di
 
 
 def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
-    """A start policy, and GROUPS groups of G answers that all begin with the opener; some right,
-    some wrong in each."""
+    """A start policy, and mixed groups of answers that all begin with the opener."""
     rng = random.Random(seed)
     start, generator, answers = start_policy(rng), torch.Generator().manual_seed(seed), []
     while len(answers) < GROUPS * G:
@@ -156,48 +168,37 @@ def mean(curves: list[list[dict]], key: str, step: int, size=lambda x: x) -> flo
 
 
 def show(curves: dict[str, list[list[dict]]]):
-    seeds = len(next(iter(curves.values())))
-    print(
-        f"{STEPS} steps on {GROUPS} groups of {G}, mean of {seeds} start policies; drift: mean of its size\n"
-    )
-    print(f"{'':16}" + "".join(f"{title:>32}" for title in COLUMNS.values()))
-    for name, runs in [("start", next(iter(curves.values()))), *curves.items()]:
+    starts = next(iter(curves.values()))
+    about = f"{STEPS} steps on {GROUPS} groups of {G}, mean of {len(starts)} start policies"
+    print(f"{about}; drift: mean of its size\n")
+    print(f"{'':18}" + "".join(f"{title:>32}" for title in COLUMNS.values()))
+    for name, runs in {"start": starts, **curves}.items():
         at = 0 if name == "start" else -1
         cells = [mean(runs, key, at, abs if key == "drift" else float) for key in COLUMNS]
         cells[-1] = sum(mean(runs, "tax", t) for t in range(STEPS + 1)) / (STEPS + 1)
-        print(
-            f"{name:16}"
-            + "".join(
-                f"{'0' if abs(x) < 1e-12 else f'{x:.4f}':>32}" for x in cells[: None if at else 4]
-            )
-        )
+        if name == "start":
+            cells.pop()
+        texts = ["0" if abs(x) < 1e-12 else f"{x:.4f}" for x in cells]
+        print(f"{name:18}" + "".join(f"{text:>32}" for text in texts))
 
 
 def plot(curves: dict[str, list[list[dict]]], path: Path):
-    try:
-        import matplotlib
+    """Four panels with five lines each."""
+    from matplotlib.figure import Figure
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        sys.exit("error: --plot needs matplotlib; pip install -e '.[plot]'")
-    figure, axes = pyplot.subplots(1, len(COLUMNS), figsize=(15, 3.4), layout="constrained")
-    for axis, (key, title) in zip(axes, COLUMNS.items(), strict=True):
-        for i, (name, runs) in enumerate(curves.items()):
+    figure = Figure(figsize=(11, 2.9), layout="constrained")
+    handles = {}
+    for axis, (key, names) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for i, name in enumerate(names):
             size = abs if key == "drift" else float
-            line = [mean(runs, key, t, size) for t in range(STEPS + 1)]
-            base, _, projected = name.partition("+")
-            style = dict(
-                color=COLOURS[base], linestyle="--" if projected else "-", marker=MARKERS[i % 9]
-            )
-            axis.plot(line, label=name, markevery=(i % 8, 8), markersize=4, linewidth=1.4, **style)
-        axis.set_title(("|" + title + "|") if key == "drift" else title, fontsize=9)
+            line = [mean(curves[name], key, t, size) for t in range(STEPS + 1)]
+            style = STYLES[name] | dict(markevery=(i, 8), markersize=4.5, linewidth=1.4)
+            handles[name] = axis.plot(line, **style)[0]
+        axis.set_title(f"|{COLUMNS[key]}|" if key == "drift" else COLUMNS[key], fontsize=9)
         axis.set_xlabel("gradient steps on the same groups", fontsize=8)
         axis.tick_params(labelsize=7)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8
-    )
-    figure.savefig(path, dpi=85)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, fontsize=8)
+    figure.savefig(path, dpi=110)
     print(f"\npicture: {path}")
 
 
@@ -207,12 +208,17 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--seeds", type=int, default=5, help="start policies (default 5)")
     options = parser.parse_args(argv)
     if options.seeds < 1:
-        sys.exit("error: --seeds must be at least 1")
+        parser.error("--seeds must be at least 1")
     torch.set_num_threads(1)
     curves = study(options.seeds)
     show(curves)
     if options.plot:
-        plot(curves, options.plot)
+        try:
+            plot(curves, options.plot)
+        except (ImportError, ValueError, OSError) as error:
+            parser.error(
+                f"--plot {options.plot}: {error}; it needs matplotlib (pip install -e '.[plot]')"
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """A language model small enough to know everything about it: logits = W phi(history).
 
-A real policy maps a history h (prompt + answer so far) to features with a transformer, and the features to logits with
-one matrix. Here phi is any fixed function and the matrix W is all there is to learn. Then nothing has to be estimated:
-gradients, the Fisher matrix and the probability of every possible answer are short formulas, written out below.
-Nothing here uses autograd; only `log_probs` can be differentiated, so that the two can be compared.
+A real policy maps a history h (prompt + answer so far) to features with a transformer, and the
+features to logits with one matrix. Here phi is any fixed function, and the matrix W is all there is
+to learn. Then nothing has to be estimated: gradients, the Fisher matrix and the probability of
+every possible answer are short formulas, written out below. Nothing here uses autograd; only
+`log_probs` can be differentiated, so that the two can be compared.
 
-V = vocabulary size, D = number of features. An answer ends with token 0 (EOS) or after `horizon` tokens.
+V = vocabulary size, D = number of features. An answer ends with token 0 (EOS) or after `horizon`
+tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +39,15 @@ class Policy:
         return e / e.sum()
 
     def grad_log_prob(self, h: Tokens, a: int) -> Tensor:
-        """grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T: what was taken minus what was expected.
-        (V, D)"""
+        """grad_W log pi(a|h) = (e_a - pi(.|h)) phi(h)^T: taken minus expected. (V, D)"""
         error = -self.probs(h)
         error[a] += 1
         return torch.outer(error, self.phi(h))
 
     def fisher(self, h: Tokens) -> Tensor:
         """F(h) = E_a[grad log pi(a|h) grad log pi(a|h)^T] = (diag(pi) - pi pi^T) kron (phi phi^T).
-        (VD, VD)
 
-        The order of its rows and columns is that of W.flatten().
+        (VD, VD), its rows and columns in the order of W.flatten().
         """
         p, phi = self.probs(h), self.phi(h)
         return torch.kron(p.diag() - torch.outer(p, p), torch.outer(phi, phi))
@@ -59,8 +59,7 @@ class Policy:
     # ------------------------------------------------ whole answers
 
     def answers(self, prompt: Tokens) -> Iterator[tuple[Tokens, float]]:
-        """Every possible answer with its probability, prod_t pi(y_t|h_t). The probabilities sum to
-        1."""
+        """Every possible answer with its probability, prod_t pi(y_t|h_t); they sum to 1."""
         unfinished: list[tuple[Tokens, float]] = [((), 1.0)]
         while unfinished:
             y, p = unfinished.pop()
@@ -80,11 +79,9 @@ class Policy:
         return sum(p * reward(y) for y, p in self.answers(prompt))
 
     def grad_expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> Tensor:
-        """grad_W J = sum_y pi(y) R(y) grad_W log pi(y): what every method below estimates from
-        samples. (V, D)"""
-        return sum(
-            p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in self.answers(prompt)
-        )
+        """grad_W J = sum_y pi(y) R(y) grad_W log pi(y), which every method estimates. (V, D)"""
+        answers = self.answers(prompt)
+        return sum(p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in answers)
 
     def sample(self, prompt: Tokens, n: int, generator: torch.Generator) -> list[Tokens]:
         """n answers, drawn token by token."""
@@ -99,16 +96,14 @@ class Policy:
     def log_probs(
         self, prompts: Sequence[Tokens], answers: Sequence[Tokens]
     ) -> tuple[Tensor, Tensor]:
-        """log pi(y_t|h_t) of every token, 0 on padding, and the mask. Differentiable in W. Both (N,
-        T).
+        """log pi(y_t|h_t) of every token, 0 on padding, and the mask. Differentiable in W.
 
-        N prompts, N answers; T is the longest answer given.
+        N prompts, N answers; T is the longest answer given. Both (N, T).
         """
         _, mask = pad(answers)
         pairs = list(zip(prompts, answers, strict=True))
-        features = torch.stack(
-            [self.phi(x + y[:t]) for x, y in pairs for t in range(len(y))]
-        )  # (tokens, D)
+        histories = [x + y[:t] for x, y in pairs for t in range(len(y))]
+        features = torch.stack([self.phi(h) for h in histories])  # (tokens, D)
         taken = torch.tensor([a for y in answers for a in y])  # (tokens,)
         log_pi = torch.log_softmax(features @ self.W.T, dim=-1)  # (tokens, V)
         logp = torch.zeros(mask.shape, dtype=self.W.dtype)
@@ -116,8 +111,7 @@ class Policy:
 
 
 def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-    """Answers of unequal length as a rectangle: tokens (0 on padding) and mask. -> (N, T) int64,
-    (N, T) bool."""
+    """Answers of unequal length as tokens (N, T) int64, 0 on padding, and mask (N, T) bool."""
     width = max(len(y) for y in answers)
     tokens = torch.tensor([[*y, *[0] * (width - len(y))] for y in answers])
     lengths = torch.tensor([[len(y)] for y in answers])
@@ -134,16 +128,14 @@ def kl(new: Policy, old: Policy, h: Tokens) -> float:
 
 
 def tabular(histories: Iterable[Tokens]) -> Callable[[Tokens], Tensor]:
-    """One-hot features: every history has logits of its own, one column of W, in the order
-    given."""
+    """One-hot features: every history has logits of its own, a column of W, in the order given."""
     distinct = list(dict.fromkeys(histories))
     one_hot = dict(zip(distinct, torch.eye(len(distinct), dtype=torch.float64), strict=True))
     return one_hot.__getitem__
 
 
 def all_histories(prompt: Tokens, vocabulary: int, horizon: int) -> list[Tokens]:
-    """Every history that can occur after the prompt: no EOS in the answer so far, fewer than
-    `horizon` tokens."""
+    """Every history that can occur after the prompt: no EOS so far, fewer than `horizon` tokens."""
     histories = level = [prompt]
     for _ in range(horizon - 1):
         level = [(*h, a) for h in level for a in range(vocabulary) if a != EOS]

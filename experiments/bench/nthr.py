@@ -1,91 +1,77 @@
-"""What NTHR's credit rule costs: python experiments/bench/nthr.py [rounds]
+"""What NTHR's credit rule costs.
 
-Time: one toy step of nthr against one of grpo from the same weights on the same prompts, turn and turn about; the
-median of the ratios and their quartiles. Memory: what 8 answers of 1024 tokens with d = 1024 and 1000 different ids
-add, hidden states included, as the rise of the process's peak resident set (Linux).
+    python -m experiments.bench.nthr [--rounds 30]
+
+Time: one toy step of nthr against one of grpo, interleaved. Both have the same weights, prompts and
+seed of sampling, another one each round.
+
+Memory: what the rule adds for 8 answers of 1024 tokens with d = 1024 and 1000 different ids, hidden
+states included. It is the rise of a process's peak resident set (Linux), the median of 5.
 """
 
-import copy
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from itertools import count
+from statistics import median
 
 import torch
 
 import train
+from experiments.bench.step import make_step
+from experiments.bench.timing import child, make_parser, rise_mb, show_ratio, turns
+from llm.policy import load_policy
 from losses import METHODS, OldPolicy, nthr
 
 
-def step_ratio(rounds: int) -> list[float]:
-    task = train.Arithmetic()
-    with tempfile.TemporaryDirectory() as out:
-        config = train.parse(
-            ["--warm-steps", "300", "--out", out, "--name", "bench", "--no-reference"]
-        )
-        torch.set_num_threads(config.threads)
-        run = train.start_run(config, task, torch.device("cpu"))
-    _, _, model, _, tokenizer, _, eos, _ = run
-    seconds = {"grpo": [], "nthr": []}
-    for i in range(rounds):
-        for method in sorted(seconds, reverse=i % 2):
-            twin = copy.deepcopy(model)
-            optimizer = train.adamw(twin, config.lr)
-            chosen = replace(config, method=method)
-            start = time.perf_counter()
-            train.train_step(twin, None, tokenizer, optimizer, eos, task, chosen, {}, i + 1)
-            seconds[method].append(time.perf_counter() - start)
-    return [
-        b / a for a, b in zip(seconds["grpo"][1:], seconds["nthr"][1:], strict=True)
-    ]  # the first one warms up
+def time_steps(rounds: int) -> dict[str, list[float]]:
+    """Seconds of the steps, by method. The learning rate is 0: the weights stay as they are."""
+    config = train.parse(["--warm-steps", "300", "--no-reference", "--lr", "0"])
+    torch.set_num_threads(config.threads)
+    task = train.load_task(config)
+    policy = load_policy(config, task, config.model)
+    train.warm_start(policy, task, config)
+    step = make_step(policy, task, train.prompt_batches(task, config)[0])
+
+    def side(method: str):
+        chosen = replace(config, method=method)
+        numbers = count(1)
+        return lambda: step(chosen, next(numbers))
+
+    return turns({"grpo": side("grpo"), "nthr": side("nthr")}, rounds)
 
 
-def peak_mb(field: str) -> float:
-    line = next(
-        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)
-    )
-    return int(line.split()[1]) * 1024 / 1e6
-
-
-def memory():
+def measure_memory() -> float:
     torch.set_num_threads(1)
     G, T, d, V = 8, 1024, 1024, 32_000
-    tokens = torch.arange(G * T).view(G, T) % 1000 * 32
-    head, mask = (
-        torch.randn(V, d),
-        torch.ones(G, T, dtype=torch.bool),
-    )  # head and log-probs are there without nthr
-    logp, adv, rewards = torch.full((G, T), -1.0), torch.ones(G, T), torch.tensor([1.0, 0.0] * 4)
-    for _ in range(2):  # the first one loads the libraries' kernels
-        before = peak_mb("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
-        nthr(adv, OldPolicy(tokens, mask, logp, rewards, G, hidden=torch.randn(G, T, d), head=head))
-    print(f"{peak_mb('VmHWM') - before:.1f}")
+    tokens = torch.arange(G * T).view(G, T) % 1000 * 32  # (G, T)
+    mask = torch.ones(G, T, dtype=torch.bool)
+    logp = torch.full((G, T), -1.0)
+    adv = torch.ones(G, T)
+    rewards = torch.tensor([1.0, 0.0] * 4)  # (G,)
+    head = torch.randn(V, d)  # is there without nthr, as the log-probs are
+
+    def work():
+        hidden = torch.randn(G, T, d)
+        nthr(adv, OldPolicy(tokens, mask, logp, rewards, G, hidden=hidden, head=head))
+
+    work()  # loads the libraries' kernels
+    return rise_mb(work)
 
 
-def main(rounds: int = 30):
-    ratios = step_ratio(rounds)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(
-        f"toy step, nthr / grpo: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {len(ratios)} pairs)"
-    )
-    env = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": "1000000"
-    }  # what is freed goes back to the system at once
-    command = [sys.executable, __file__, "memory"]
-    tries = [subprocess.run(command, capture_output=True, text=True, env=env) for _ in range(5)]
-    megabytes = statistics.median(float(x.stdout) for x in tries)
-    print(
-        f"memory of 8 x 1024 tokens, d = 1024, 1000 ids: {megabytes:.0f} MB, of which hidden states 34 MB"
-    )
+def main(argv: list[str] | None = None):
+    assert METHODS["nthr"].needs_hidden
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--memory", action="store_true", help="only the rise of the peak, in MB")
+    args = parser.parse_args(argv)
+    if args.memory:
+        print(f"{measure_memory():.1f}")
+        return
+    seconds = time_steps(args.rounds)
+    print(f"toy step, nthr / grpo: {show_ratio(seconds['nthr'], seconds['grpo'])}")
+    megabytes = [child("-m", "experiments.bench.nthr", "--memory")[0] for _ in range(5)]
+    shape = "memory of 8 x 1024 tokens, d = 1024, 1000 ids"
+    print(f"{shape}: {median(megabytes):.0f} MB, of which hidden states 34 MB")
 
 
 if __name__ == "__main__":
-    assert METHODS["nthr"].needs_hidden
-    memory() if sys.argv[1:] == ["memory"] else main(*map(int, sys.argv[1:]))
+    main()

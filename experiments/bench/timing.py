@@ -1,4 +1,4 @@
-"""What the benches measure with: interleaved sides in one process, medians, peak memory."""
+"""What the benches measure with: interleaved sides in one process, quartiles, peak memory."""
 
 import argparse
 import os
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -48,14 +47,15 @@ def turns(sides: dict[str, Callable], rounds: int, device: str = "cpu") -> dict[
     return {name: x[1:] for name, x in seconds.items()}
 
 
-def quotients(over: list[float], under: list[float]) -> list[float]:
-    """What one side took relative to another, round by round."""
-    return [a / b for a, b in zip(over, under, strict=True)]
+def quartiles(over: list[float], under: list[float]) -> list[float]:
+    """First quartile, median and third quartile of the rounds' quotients."""
+    each = torch.tensor([a / b for a, b in zip(over, under, strict=True)])
+    return each.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
 
 
-def ratio(over: list[float], under: list[float]) -> float:
-    """Median of the rounds' quotients."""
-    return median(quotients(over, under))
+def show_ratio(over: list[float], under: list[float]) -> str:
+    low, middle, high = quartiles(over, under)
+    return f"{middle:.3f} (quartiles {low:.3f} to {high:.3f}, {len(over)} rounds)"
 
 
 def rise_mb(work: Callable, device: str = "cpu") -> float:

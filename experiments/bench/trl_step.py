@@ -1,104 +1,110 @@
-"""A whole training step, ours against TRL's GRPOTrainer: python experiments/bench/trl_step.py
-[--cases a b] [--steps 50] ...
+"""A whole training step, ours against TRL's GRPOTrainer.
 
-Needs TRL. Same model, tokenizer, prompts, reward, loss (grpo, no KL) and batch: 32 prompts x 8 answers (a),
-8 x 8 (b, GSM8K's shape on a CPU), see experiments/bench/rollout.py. The learning rate is 0 so that both stay at one policy, whose
-answers have geometric lengths: tokens agree up to sampling, and are printed. TRL's trainer runs its own loop; ours
-makes its step at the end of each of TRL's. The first --warm-up pairs are left out. Memory: rise of the peak of a
-process that has one side only, its model included.
+    python -m experiments.bench.trl_step [--cases a b] [--steps 50] [--warm-up 5] [--runs 3]
+
+Needs TRL. Both sides have the same model, tokenizer, prompts, reward, loss (grpo, no KL) and batch:
+32 prompts x 8 answers (a), or 8 x 8 in GSM8K's shape on a CPU (b), as in rollout.py. The learning
+rate is 0, so both stay at one policy, whose answers have geometric lengths. So the numbers of
+tokens agree up to sampling, and are printed.
+
+TRL's trainer runs its own loop; our step is made at the end of each of TRL's. The first --warm-up
+pairs are left out. Memory: rise of the peak of a process that has one side only, its model
+included.
 """
 
-import argparse
 import logging
-import sys
 import tempfile
 import warnings
-from pathlib import Path
-from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from statistics import mean, median
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-import train
-from experiments.bench.meter import make_config, with_ends
 from experiments.bench.rollout import CASES, EOS, GROUP, Case, build
-from experiments.bench.timing import child, now, rise_mb
+from experiments.bench.step import make_config, make_policy, make_step, with_ends
+from experiments.bench.timing import child, make_parser, now, rise_mb, show_ratio
+
+SIDES = ("ours", "trl")
 
 
-def tokenizer_of(vocab: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """Token i is the word "i"."""
     words = {str(i): i for i in range(vocab)}
     core = Tokenizer(models.WordLevel(words, unk_token="0"))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece()
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.decoder = decoders.WordPiece()
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="0", eos_token=str(EOS), padding_side="left"
     )
 
 
-def reward(text: str, item: str = "") -> float:
-    return float(sum(map(int, text.split())) % 2)
+class Words:
+    """Prompts as text, and a reward that half of the answers get."""
 
-
-class Task:
-    def __init__(self, prompts: list[str]):
-        self.train, self.reward = prompts, reward
+    def __init__(self, case: Case):
+        self.train = [" ".join(map(str, prompt)) for prompt in build(case, "cpu")[1]]
 
     def encode(self, tokenizer, items: list[str]) -> list[list[int]]:
-        return train.encode(tokenizer, items)
+        return tokenizer(items, add_special_tokens=False)["input_ids"]
+
+    def reward(self, text: str, item: str = "") -> float:
+        return float(sum(map(int, text.split())) % 2)
 
 
-def our_step(case: Case, tokenizer, prompts: list[str]):
-    model, config = with_ends(case), make_config(case)
-    optimizer = train.adamw(model, 0.0)
-
-    def step(number: int) -> int:
-        rest = (optimizer, torch.tensor([EOS]), Task(prompts), config, {}, number)
-        return train.train_step(model, None, tokenizer, *rest)["tokens"]
-
-    return step
-
-
-def trl_trainer(
-    case: Case, tokenizer, prompts: list[str], steps: int, out: str, callback, tokens: list[int]
-):
+def make_trainer(case: Case, steps: int, out: str, callback: TrainerCallback):
+    """TRL's trainer. The numbers of tokens that it generates go into callback.tokens["trl"]."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    def reward_fn(completions, completion_ids, **_) -> list[float]:
-        tokens.append(sum(map(len, completion_ids)))
-        return [reward(text) for text in completions]
+    task = Words(case)
 
-    quiet = dict(report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True)
-    plain = dict(
-        bf16=False, use_cpu=True, gradient_checkpointing=False, dataloader_pin_memory=False
-    )  # as ours
-    batch = dict(
-        per_device_train_batch_size=case.prompts * GROUP, num_generations=GROUP, max_steps=steps
-    )
-    same = dict(
+    def reward_fn(completions, completion_ids, **_) -> list[float]:
+        callback.tokens["trl"].append(sum(map(len, completion_ids)))
+        return [task.reward(text) for text in completions]
+
+    config = GRPOConfig(
+        out,
+        max_steps=steps,
+        per_device_train_batch_size=case.prompts * GROUP,
+        num_generations=GROUP,
         max_completion_length=case.cap,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
         beta=0.0,
         loss_type="grpo",
+        learning_rate=0.0,
+        weight_decay=0.0,
+        # As ours is on a CPU:
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        # Quiet:
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
     )
-    config = GRPOConfig(out, learning_rate=0.0, weight_decay=0.0, **quiet, **plain, **batch, **same)
-    data = Dataset.from_dict({"prompt": prompts * (steps + 1)})
-    model = with_ends(case)
     return GRPOTrainer(
-        model, reward_fn, config, data, processing_class=tokenizer, callbacks=[callback]
+        with_ends(case),
+        reward_fn,
+        config,
+        Dataset.from_dict({"prompt": task.train * (steps + 1)}),
+        processing_class=make_tokenizer(case.vocab),
+        callbacks=[callback],
     )
 
 
-class Turns(TrainerCallback):
-    """Times TRL's steps, from the end of our last one, and makes and times ours in between."""
+class Interleave(TrainerCallback):
+    """Times TRL's steps, each from the end of our last one; makes and times ours in between."""
 
-    def __init__(self, ours=None):
-        self.ours, self.seconds, self.tokens, self.start = ours, {"ours": [], "trl": []}, [], 0.0
+    def __init__(self, our_step=None):
+        self.our_step = our_step
+        self.seconds = {side: [] for side in SIDES}
+        self.tokens = {side: [] for side in SIDES}
+        self.start = 0.0
 
     def on_train_begin(self, *_, **__):
         self.start = now("cpu")
@@ -106,60 +112,68 @@ class Turns(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         middle = now("cpu")
         self.seconds["trl"].append(middle - self.start)
-        if self.ours:
-            self.tokens.append(self.ours(state.global_step))
+        if self.our_step:
+            self.tokens["ours"].append(self.our_step(state.global_step))
         self.start = now("cpu")
         self.seconds["ours"].append(self.start - middle)
 
 
-def run(case: Case, steps: int, sides: tuple[str, ...] = ("ours", "trl")) -> tuple[dict, dict]:
-    """Seconds and tokens of each side's steps, warm-up left out."""
-    tokenizer, tokens = tokenizer_of(case.vocab), []
-    prompts = [" ".join(map(str, prompt)) for prompt in build(case, "cpu")[1]]
-    turns = Turns(our_step(case, tokenizer, prompts) if "ours" in sides else None)
-    if "trl" not in sides:
-        for i in range(steps):
-            turns.ours(i + 1)
-        return turns.seconds, {}
+def make_our_step(case: Case):
+    """A function that makes our step of some number, and returns how many tokens it generated."""
+    task = Words(case)
+    policy = make_policy(with_ends(case), make_tokenizer(case.vocab))
+    step = make_step(policy, task, task.train)
+    config = make_config(case)
+    return lambda number: step(config, number)["tokens"]
+
+
+def run_both(case: Case, steps: int) -> Interleave:
+    """Interleaved steps of both sides: their .seconds and .tokens."""
+    callback = Interleave(make_our_step(case))
     with tempfile.TemporaryDirectory() as out:
-        trl_trainer(case, tokenizer, prompts, steps, out, turns, tokens).train()
-    return turns.seconds, {"ours": turns.tokens, "trl": tokens}
+        make_trainer(case, steps, out, callback).train()
+    return callback
+
+
+def run_one(side: str, case: Case, steps: int):
+    if side == "ours":
+        our_step = make_our_step(case)
+        for number in range(1, steps + 1):
+            our_step(number)
+        return
+    with tempfile.TemporaryDirectory() as out:
+        make_trainer(case, steps, out, Interleave()).train()
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=("a", "b"), default=["a", "b"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--memory", choices=("ours", "trl"), help="only this side's peak over 2 steps, in MB"
-    )
+    help = "only this side's peak over 2 steps, in MB"
+    parser.add_argument("--memory", choices=SIDES, help=help)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if args.memory:
-        return print(f"{rise_mb(lambda: run(CASES[args.cases[0]], 2, (args.memory,))):.0f}")
+        print(f"{rise_mb(lambda: run_one(args.memory, CASES[args.cases[0]], 2)):.0f}")
+        return
     for name in args.cases:
-        medians, tokens = {"ours": [], "trl": []}, {"ours": 0, "trl": 0}
+        seconds = {side: [] for side in SIDES}
+        tokens = {side: [] for side in SIDES}
         for _ in range(args.runs):
-            seconds, counts = run(CASES[name], args.warm_up + args.steps)
-            for side in medians:
-                medians[side].append(median(seconds[side][args.warm_up :]))
-                tokens[side] += sum(counts[side][args.warm_up :]) / (args.runs * args.steps)
-        for side in medians:
-            megabytes = child(__file__, "--cases", name, "--memory", side)[0]
-            step = median(medians[side])
-            print(
-                f"{name} {side:4} {step:7.3f} s a step, {tokens[side]:6.0f} tokens, {megabytes:5.0f} MB"
-            )
-        speed = median(t / o for o, t in zip(medians["ours"], medians["trl"], strict=True))
-        print(
-            f"{name} trl / ours {speed:.2f} ({args.steps} steps after {args.warm_up}, median of {args.runs} runs)"
-        )
+            pairs = run_both(CASES[name], args.warm_up + args.steps)
+            for side in SIDES:
+                seconds[side] += pairs.seconds[side][args.warm_up :]
+                tokens[side] += pairs.tokens[side][args.warm_up :]
+        module = ("-m", "experiments.bench.trl_step")
+        for side in SIDES:
+            megabytes = child(*module, "--cases", name, "--memory", side)[0]
+            step = f"{median(seconds[side]):7.3f} s a step"
+            print(f"{name} {side:4} {step}, {mean(tokens[side]):6.0f} tokens, {megabytes:5.0f} MB")
+        print(f"{name} trl / ours {show_ratio(seconds['trl'], seconds['ours'])}, {args.runs} runs")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""One exact test of the whole step: sample, score, learn, diagnose, and beside it the naive trainer.
+
+In float64, so that "equal" means equal. Here stand the order of things and what is logged of them;
+everything that is computed stands in naive.py.
+"""
+
+import copy
+import itertools
+
+import naive
+import pytest
+import torch
+
+import train
+from llm.policy import Policy, load_policy
+from llm.runs import adamw
+from losses import METHODS, kept_tokens
+from toy.arithmetic import Arithmetic, Item
+
+G, L, TEMPERATURE = 4, 7, 0.7
+ANSWERS = ["13579,so", "2468+kh", "", "12345 ", "67890#k", "02468,=m"]
+PROMPTS = ["1+1=", "23=", "4+4+4=", "5=", "6+6=", "7+="]
+
+
+class Letters(Arithmetic):
+    """Right: an odd number of the item's own letters. Half right: none of them, but a "+"."""
+
+    def __init__(self):
+        self.train = [Item(*pair, "") for pair in zip(PROMPTS, ANSWERS, strict=True)]
+
+    def reward(self, text, item):
+        count = sum(letter in item.answer for letter in text)
+        return count % 2 + 0.5 * (count == 0 and "+" in text)
+
+
+@pytest.fixture(scope="module")
+def start(double):
+    """A random policy with three ids that end an answer, and a reference that differs from it."""
+    policies = []
+    for seed in (3, 4):
+        policy = load_policy(train.Config(width=8, seed=seed), Arithmetic(), "scratch")
+        policy.model.get_input_embeddings().weight.data *= 3  # answers share their first tokens
+        policies.append(Policy(policy.model, policy.tokenizer, torch.tensor([1, 5, 9])))
+    return policies
+
+
+@pytest.fixture(scope="module")
+def first_answers(start):
+    """The naive rollout of a step, and the generator after it."""
+    task, gen = Letters(), train.rng(5, "sample", 2)
+    prompts = [ids for ids in task.encode(start[0].tokenizer, task.train) for _ in range(G)]
+    return naive.rollout(start[0], prompts, L, TEMPERATURE, gen), gen
+
+
+def corrected(policy, task, rows, gen):
+    """The second rollout of ibpo: for each answer whether it is repaired, which tokens it kept."""
+    items, prompts, answers, texts, rewards = rows
+    wrong = [i for i, reward in enumerate(rewards) if reward == 0]
+    problems = []
+    for i in wrong:
+        others = [*range(i + 1, i - i % G + G), *range(i - i % G, i)]
+        right_first = [j for j in others if rewards[j] == 1] + [j for j in others if rewards[j] != 1]
+        problems.append(task.repair(items[i], texts[i], [texts[j] for j in right_first[:2]]))
+    fixed = naive.rollout(policy, task.encode(policy.tokenizer, problems), L, TEMPERATURE, gen)
+    repaired, kept = [False] * len(items), [[False] * len(answer) for answer in answers]
+    for i, correction in zip(wrong, fixed, strict=True):
+        repaired[i] = task.reward(naive.decode(policy, correction), items[i]) == 1
+        if repaired[i]:
+            a, b = torch.tensor([answers[i]]), torch.tensor([correction])
+            kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
+    return repaired, kept, sum(map(len, fixed))
+
+
+def credit(config, old, kept, A, errors):
+    """Each token's advantage, a tensor (T_i,) for each answer."""
+    adv = [torch.full_like(row, a) for row, a in zip(old["logp"], A, strict=True)]
+    if "reweighting" in config.method or config.method == "ar-lopti":
+        return [(0.3 * p.exp() + 0.7) * a for p, a in zip(old["logp"], adv, strict=True)]
+    if config.method == "ibpo":
+        return [a * ~torch.tensor(k) for a, k in zip(adv, kept, strict=True)]
+    if "nthr" not in config.method:
+        return adv
+    scores = naive.nthr_scores(errors, old["rewards"], G)
+    chosen = naive.nthr_selected(scores, old["rewards"], G)
+    draws = torch.rand(len(A), max(map(len, adv)), generator=train.rng(5, "credit", 2))
+    for i, row in enumerate(chosen):
+        hit = [t for t, selected in enumerate(row) if selected and A[i] < 0]
+        group = old["rewards"][i - i % G : i - i % G + G]
+        if config.method == "nthr-random":
+            hit = draws[i, : len(row)].argsort()[: len(hit)]
+        adv[i][hit] *= 0.0 if config.method == "nthr-random" else abs(1 - 2 * group.count(1) / G)
+    return adv
+
+
+def naive_step(start, first_answers, config, hyper):
+    """The new policy, and what is to be logged."""
+    policy, reference = copy.deepcopy(start[0]), start[1]
+    task, method = Letters(), METHODS[config.method]
+    items = [item for item in task.train for _ in range(G)]
+    prompts = task.encode(policy.tokenizer, items)
+    answers, gen = copy.deepcopy(first_answers[0]), first_answers[1].clone_state()
+    texts = [naive.decode(policy, answer) for answer in answers]
+    rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
+    n, tokens = len(items), sum(map(len, answers))
+    log = {"step": 2, "tokens": tokens, "generated": tokens, "reward": sum(rewards) / n}
+    shaped, kept = rewards, None
+    if method.repair:
+        rows = (items, prompts, answers, texts, rewards)
+        repaired, kept, more = corrected(policy, task, rows, gen)
+        shaped = [r + 0.3 * fixed for r, fixed in zip(rewards, repaired, strict=True)]
+        log |= {"generated": tokens + more, "shaped_reward": sum(shaped) / n}
+        log["repair_rate"] = sum(repaired) / rewards.count(0)
+
+    with torch.no_grad():
+        old = naive.log_probs(policy, prompts, answers, TEMPERATURE)
+        ref = naive.log_probs(reference, prompts, answers, TEMPERATURE)
+        full = [naive.read(policy, *row, TEMPERATURE)[0] for row in zip(prompts, answers, strict=True)]
+        errors = naive.prediction_errors(policy, prompts, answers, TEMPERATURE, G)
+    A = naive.advantages(shaped, G, method.scale)
+    adv = credit(config, {"logp": old, "rewards": rewards}, kept, A, errors)
+    k3 = [(q - p).exp() - (q - p) - 1 for p, q in zip(old, ref, strict=True)]
+    groups = [shaped[i : i + G] for i in range(0, n, G)]
+    log |= {
+        "equal_groups": sum(len(set(group)) == 1 for group in groups) / len(groups),
+        "length": tokens / n,
+        "truncated": sum(answer[-1] not in policy.eos for answer in answers) / n,
+        "entropy": sum(float(-(p.exp() * p).sum()) for p in full) / tokens,
+        "kl_start": sum(float(row.sum()) for row in k3) / tokens,
+        "lr": config.lr * 2 / 3,
+    }
+    if method.credit:
+        pairs = [(float(x), a) for row, a in zip(adv, A, strict=True) for x in row if a]
+        log["reshaped"] = sum(x != a for x, a in pairs) / len(pairs)
+        log["adv_left"] = sum(abs(x) for x, _ in pairs) / sum(abs(a) for _, a in pairs)
+
+    def loss(loss_fn, now, rows):
+        batch = [[x[i] for i in rows] for x in (old, adv, ref)]
+        return naive.loss(loss_fn.__name__, now, *batch, G, L, **hyper)
+
+    def coefficients(value, now):
+        return [-len(now) * g for g in torch.autograd.grad(value, now, retain_graph=True)]
+
+    live = []
+    for loss_fn in method.passes:
+        now = [row.clone().requires_grad_() for row in old]
+        live.append([c != 0 for c in coefficients(loss(loss_fn, now, range(n)), now)])
+    adam, gen = naive.Adam(policy.model, config.grad_clip), train.rng(5, "learn", 2)
+    norms, clipped, taxes = [], [], []
+    for _ in range(config.epochs):
+        order = torch.randperm(n // G, generator=gen).chunk(config.minibatches)
+        for chunk, (k, loss_fn) in itertools.product(order, enumerate(method.passes)):
+            rows = [int(g) * G + j for g in chunk for j in range(G)]
+            said, A_rows = [answers[i] for i in rows], [A[i] for i in rows]
+            now = naive.log_probs(policy, [prompts[i] for i in rows], said, TEMPERATURE)
+            value = loss(loss_fn, now, rows)
+            c = coefficients(value, now)
+            if config.project:
+                c = naive.project(c, said, A_rows, G)
+                value = -sum((x * y).sum() for x, y in zip(c, now, strict=True)) / len(rows)
+            norms.append(adam.gradient(value))
+            if any(x.any() for x in c):
+                adam.step(config.lr * 2 / 3)
+            of_rows = zip(rows, c, strict=True)
+            gone = [x[live[k][i] & (adv[i] != 0)] == 0 for i, x in of_rows]
+            if sum(map(len, gone)):
+                clipped.append(float(torch.cat(gone).double().mean()))
+                taxes.append(naive.tax(c, said, A_rows, G))
+    log["grad_norm"] = sum(norms) / len(norms)
+    log["clip_share"] = sum(clipped) / len(clipped)
+    log["tax"] = sum(taxes) / len(taxes)
+    right = [i for i in range(n) if rewards[i] == 1 and A[i]][:32]
+    later = naive.log_probs(policy, prompts, answers, TEMPERATURE)
+    log["delta"] = sum(float((later[i] - old[i]).sum()) for i in right) / len(right)
+    return policy, log, norms
+
+
+CASES = [(name, project, 2, 64, {}) for name in METHODS for project in (False, True)]
+CASES += [("grpo", False, 2, 5, {"kl": 0.1}), ("gspo", False, 1, 64, {"eps_low": 0.1, "eps_high": 0.2})]
+CASES += [("lopti", True, 1, 5, {}), ("ibpo", False, 1, 3, {}), ("nthr", False, 1, 64, {})]
+
+
+@pytest.mark.parametrize("method, project, minibatches, micro_rows, hyper", CASES, ids=str)
+def test_a_step_is_the_naive_one(
+    start, first_answers, method, project, minibatches, micro_rows, hyper
+):
+    config = train.Config(
+        **dict(method=method, project=project, minibatches=minibatches, micro_rows=micro_rows),
+        **dict(hyper=[f"{key}={value}" for key, value in hyper.items()], repair_references=2),
+        **dict(prompts=6, group_size=G, max_tokens=L, temperature=TEMPERATURE, epochs=2),
+        **dict(seed=5, steps=3, lr=0.02, grad_clip=0.02),
+    )
+    expected, log, norms = naive_step(start, first_answers, config, hyper)
+    policy, reference = copy.deepcopy(start)
+    optimizer = adamw(policy.model, config.lr)
+    task = Letters()
+    answers = train.sample(policy, task, task.train, 2, config)
+    scored = train.score(policy, reference, answers, config)
+    updates = train.learn(policy, optimizer, scored, config)
+    metrics = train.diagnose(policy, answers, scored, updates, config)
+    for (name, ours), theirs in zip(
+        policy.model.named_parameters(), expected.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=lambda m, n=name: n + m)
+    assert metrics.keys() == log.keys() and metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
+    assert max(norms) > config.grad_clip and 0 < log["reward"] < 1 and 0 < log["truncated"] < 1
