@@ -130,17 +130,10 @@ GSM8K_SCRATCH = {
     **dict(layers=2, width=128, train_items=32, max_tokens=48, warm_steps=45, warm_rows=16),
     **dict(warm_lr=3e-3, minibatches=1, lr=5e-4, eval_every=30, eval_samples=1),
 }
-ONE_OR_MORE = (
-    "layers",
-    "warm_rows",
-    "prompts",
-    "max_tokens",
-    "epochs",
-    "minibatches",
-    "micro_rows",
-)
-ONE_OR_MORE += ("repair_references", "eval_every", "eval_items", "eval_samples")
-LOWEST = {"group_size": 2, "temperature": 1e-3, "grad_clip": 1e-12} | dict.fromkeys(ONE_OR_MORE, 1)
+# The lowest value of a number, where it is not 0.
+ONE = "layers warm_rows prompts max_tokens epochs minibatches micro_rows repair_references"
+ONE += " eval_every eval_items eval_samples"
+LOWEST = {"group_size": 2, "temperature": 1e-3, "grad_clip": 1e-12} | dict.fromkeys(ONE.split(), 1)
 
 
 def parse(argv: list[str]) -> Config:
@@ -165,15 +158,12 @@ def parse(argv: list[str]) -> Config:
 def check(config: Config):
     """Refuse what cannot work."""
     for f in fields(config):
-        value, low, choices = (
-            getattr(config, f.name),
-            LOWEST.get(f.name, 0),
-            f.metadata.get("choices"),
-        )
+        value, low = getattr(config, f.name), LOWEST.get(f.name, 0)
+        choices = f.metadata.get("choices", (value,))
         said = f"--{f.name.replace('_', '-')} {value}: must be"
         if isinstance(value, (int, float)) and not low <= value < math.inf:
             fail(f"{said} a finite number, at least {low}")
-        if choices and value not in choices:
+        if value not in choices:
             fail(f"{said} one of {', '.join(choices)}")
     try:
         assert config.chosen_method
@@ -234,11 +224,12 @@ def train(config: Config):
                 stop_at_bad_numbers(run.folder, step, error)
             metrics = diagnose(policy, answers, scored, updates, config)
             clock.append(time.perf_counter())
-            for key, a, b in zip(
-                ("rollout_s", "score_s", "update_s"), clock, clock[1:], strict=False
-            ):
-                metrics[key] = b - a
-            metrics["tokens_per_s"] = metrics["generated"] / (clock[-1] - clock[0])
+            metrics |= {
+                "rollout_s": clock[1] - clock[0],
+                "score_s": clock[2] - clock[1],
+                "update_s": clock[3] - clock[2],
+                "tokens_per_s": metrics["generated"] / (clock[3] - clock[0]),
+            }
             bar.set_postfix({key: f"{metrics[key]:.3g}" for key in ("reward", "entropy", "tax")})
             last = step == config.steps
             due = last or step % config.eval_every == 0
@@ -253,17 +244,17 @@ def train(config: Config):
 
 def begin(run: Run, task, config: Config):
     """What a new run does before its first step: the warm start, and an evaluation."""
-    method = config.chosen_method
     size = sum(p.numel() for p in run.policy.model.parameters())
     print(f"{config.method} on {config.task}, {size:,} parameters, into {run.folder}")
     supervised = f"{config.warm_steps} supervised steps on the task's own demonstrations"
     if not config.warm_steps:
         supervised = "none, the model is taken as it is"
     print(f"1. warm start: {supervised}")
-    updates = config.epochs * config.minibatches * len(method.passes)
+    updates = config.epochs * config.minibatches * len(config.chosen_method.passes)
     each = f"{config.prompts} prompts x {config.group_size} answers, {updates} update(s)"
-    print(f"2. reinforcement learning: {config.steps} steps of {each}; ", end="")
-    print("only the final answer is rewarded", flush=True)
+    if config.steps:
+        print(f"2. reinforcement learning: {config.steps} steps of {each};", end=" ")
+        print("only the final answer is rewarded", flush=True)
     try:
         warm_start(run.policy, task, config)
     except KeyboardInterrupt:

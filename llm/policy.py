@@ -187,8 +187,10 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 def load_policy(config, task, path: str) -> Policy:
     """The policy at `path`: "scratch", a directory or a hub id. A mistake ends in one line."""
-    from transformers import GenerationConfig
+    import transformers
 
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     cuda = config.device != "cpu" and torch.cuda.is_available()
     if path == "scratch":
         model, tokenizer = make_model(config, task)
@@ -202,7 +204,7 @@ def load_policy(config, task, path: str) -> Policy:
             "end-of-sequence token"
         )
     # Its own generation config may hold a sampler, which we ignore and save_pretrained may refuse.
-    model.generation_config = GenerationConfig(
+    model.generation_config = transformers.GenerationConfig(
         eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
     )
     model.to("cuda" if cuda else "cpu").eval()

@@ -297,13 +297,15 @@ def report(run: Run, config, command: str) -> str:
     """What to say at the end of a run, or where it was interrupted."""
     if run.steps_done < config.steps:
         return f"stopped after step {run.steps_done}; resume with: {command} --resume {run.folder}"
+    if not config.steps:
+        return f"the warm-started policy is in {run.folder / 'start'}"
     text = (run.folder / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     evaluations = [line for line in lines if "greedy" in line]
     made = [line for line in lines if "reward" in line]
     rows = ["", f"{'':18} before   after"]
     for key in ("reward", "entropy", "tax", "length", "repair_rate"):
-        if made and key in made[0]:
+        if key in made[0]:
             late = [line[key] for line in made[-10:]]
             rows.append(f"{key:18} {made[0][key]:6.3f}  {sum(late) / len(late):6.3f}")
     first, last = evaluations[0], evaluations[-1]

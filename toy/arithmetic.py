@@ -27,10 +27,8 @@ OPENERS = ("so ", "ok ", "hm ")
 SYMBOLS = "0123456789+=,#sokhm "
 DIRECT_SHARE, DIRECT_RIGHT = 0.75, 0.05  # of the demonstrations; of the direct ones
 SLIPS = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)  # of a wrong sum
-REPAIR_RIGHT, SIBLING_RIGHT = (
-    0.6,
-    0.75,
-)  # of the demonstrated corrections; of the first siblings shown in them
+REPAIR_RIGHT = 0.6  # of the demonstrated corrections
+SIBLING_RIGHT = 0.75  # of the first siblings shown in them
 TEST_SIZE = 500
 
 

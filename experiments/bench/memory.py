@@ -33,38 +33,38 @@ from llm.policy import CHUNK, read_prompts
 
 @dataclass
 class Kept:
-    """Bytes that a step on full answers keeps, parameters apart."""
+    """Bytes that autograd keeps for backward beside the parameters, and what goes with them."""
 
+    prompts: int  # of reading the prompts
+    bucket: int  # of scoring a bucket
+    both: int  # of the two together, which share a bf16 copy of the weights
+    token: int  # keys and values of a token
     parameters: int  # their number
-    prompts: int  # for backward, of reading the prompts
-    bucket: int  # for backward, of scoring a bucket
-    both: int  # for backward, where both are kept; a bf16 copy of the weights serves them both
-    token: int  # the keys and values of a token
 
 
 def count_kept(case: Case, rows: int, fake: bool = True) -> Kept:
-    """What the forward passes over the case's prompts and a bucket of `rows` full answers keep."""
+    """Of forward passes over the case's prompts and then a bucket of `rows` full answers."""
     with FakeTensorMode() if fake else nullcontext(), torch.autocast("cpu", torch.bfloat16):
         model = architecture(case).eval()
         own = {p.untyped_storage()._cdata for p in model.parameters()}
         prompts = [[i] * case.prompt for i in range(case.prompts)]
         read, of_prompts = saved_storages(lambda: read_prompts(model, prompts))
-        place = torch.arange(rows) % case.prompts
-        _, of_bucket = saved_storages(lambda: score_bucket(model, case, read.of(place)))
-        layers = read.cache.layers
-        cached = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
-        sizes = [
+        states = read.of(torch.arange(rows) % case.prompts)
+        hidden, of_bucket = saved_storages(lambda: read_answers(model, case.cap, states))
+        of_bucket[hidden.untyped_storage()._cdata] = hidden  # the output layer keeps it
+        bytes_kept = [
             sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in own)
             for storages in (of_prompts, of_bucket, of_prompts | of_bucket)
         ]
-        parameters = sum(p.numel() for p in model.parameters())
-        return Kept(parameters, *sizes, cached // (case.prompts * case.prompt))
+        cached = sum(x.nbytes for layer in read.cache.layers for x in (layer.keys, layer.values))
+        token = cached // (case.prompts * case.prompt)
+        return Kept(*bytes_kept, token, sum(p.numel() for p in model.parameters()))
 
 
 def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
-    """What work() returns, and the storages that autograd saves meanwhile, each with a tensor.
+    """What work() returns, and the storages that autograd saves meanwhile, by address.
 
-    The tensor stays alive with the storage: the address of a freed one may be used again.
+    Each comes as a tensor, which keeps it alive: the address of a freed one may be used again.
     """
     storages = {}
 
@@ -76,17 +76,35 @@ def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
         return work(), storages
 
 
-def score_bucket(model, case: Case, states: tuple) -> Tensor:
-    """log_probs() of full answers up to their output layer, which keeps these hidden states."""
+def read_answers(model, cap: int, states: tuple) -> Tensor:
+    """The hidden states (n cap, d) of full answers, as log_probs() hands them to the output layer."""
     cache, before, attention = states
     n = len(before)
-    attention = torch.cat([attention, attention.new_ones(n, case.cap - 1)], 1).long()
+    attention = torch.cat([attention, attention.new_ones(n, cap - 1)], 1).long()
     rest = model.base_model(
-        torch.zeros(n, case.cap - 1, dtype=torch.long),
+        torch.zeros(n, cap - 1, dtype=torch.long),
         attention_mask=attention,
-        position_ids=(attention.cumsum(1) - 1)[:, 1 - case.cap :],
+        position_ids=(attention.cumsum(1) - 1)[:, 1 - cap :],
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state
-    hidden = torch.cat([before[:, None], rest], 1).float().flatten(0, 1)  # (n cap, d)
-    return hidden * hidden.detach()
+    return torch.cat([before[:, None], rest], 1).flatten(0, 1).float()
+
+
+def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, float], float]:
+    """GB by what needs them, and at the peak, where not all of them are there at once."""
+    answers = case.prompts * group_size
+    rows = min(answers, micro_rows)
+    kept = count_kept(case, rows)
+    shared = kept.token * case.prompts * case.prompt
+    chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
+    parts = {
+        "weights, gradients, AdamW's two moments": 16 * kept.parameters,
+        "start policy (--no-reference: none)": 4 * kept.parameters,
+        "keys and values of the prompts, their gradients": 2 * shared,
+        f"backward of {rows} answers, a bf16 copy of the weights": kept.bucket,
+        "its output layer: two chunks of logits, its gradient": 2 * chunk + 4 * case.vocab * case.width,
+        f"backward of {case.prompts} prompts, a bf16 copy of the weights": kept.prompts,
+        "rollout: keys and values, distributions": answers
+        * (kept.token * (case.prompt + case.cap) + 32 * case.vocab),
+    }
