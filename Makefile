@@ -31,7 +31,7 @@ test-verl: .venv-verl/ready
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e '.[plot]'
 	touch $@
 
 .venv/ready-dev: .venv/ready
