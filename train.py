@@ -42,6 +42,7 @@ from llm.policy import (
 from llm.runs import (
     Run,
     adamw,
+    keep_groups,
     open_run,
     report,
     save,
@@ -235,6 +236,10 @@ def train(config: Config):
             due = last or step % config.eval_every == 0
             evaluation = evaluate(policy, task, config) if due else None
             record(run.folder, metrics, evaluation, show=last)
+            if due:
+                with torch.no_grad():
+                    after, _, _ = log_probs(policy, scored.rows, config)
+                keep_groups(run, answers, scored, after, config)
             if due or run.interrupted:
                 save(run, step)  # 4. evaluate, record, save
             if run.interrupted:

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from llm import fail
 from llm.policy import Policy, check_context, load_policy
 
-LOGS = ("metrics.jsonl", "samples.txt")
+LOGS = ("metrics.jsonl", "samples.txt", "groups.jsonl")
 
 
 @dataclass
@@ -291,6 +291,46 @@ def stop_at_bad_numbers(folder: Path, step: int, error: FloatingPointError):
         f"error: step {step}: {error}; the update was not made; "
         f"the batch that caused it is in {path}"
     )
+
+
+def keep_groups(run: Run, answers, scored, after: torch.Tensor, config):
+    """Up to three groups of a step in groups.jsonl, a line each: of train.py's Answers and Scored.
+
+    Those in which most tokens are shared by answers that differ in reward, with the log-probs of
+    their tokens before the step (logp_old) and after it (logp). after: (N, T) log-probs.
+    """
+    groups = torch.arange(len(answers.rewards)).view(-1, config.group_size)
+    shared = []  # by group: how many tokens of answers lead where one with another reward leads
+    for rows in groups:
+        nodes, R = scored.nodes[rows], answers.rewards[rows]
+        same = (nodes[:, None] == nodes) & (nodes >= 0) & (R[:, None] != R)[..., None]  # (G, G, T)
+        shared.append(int(same.any(1).sum()))
+    best = sorted(
+        (group for group in range(len(groups)) if shared[group]), key=lambda g: -shared[g]
+    )
+    with open(run.folder / "groups.jsonl", "a") as file:
+        for group in best[:3]:
+            line = {
+                "step": answers.step,
+                "prompt": answers.items[group * config.group_size].prompt,
+                "method": config.method,
+                "max_tokens": config.max_tokens,
+                "answers": [],
+            }
+            for i in groups[group].tolist():
+                mask = scored.rows.mask[i]
+                ids = scored.rows.tokens[i][mask].tolist()
+                answer = {
+                    "text": answers.texts[i],
+                    "tokens": [run.policy.tokenizer.decode([token]) for token in ids],
+                    "ids": ids,
+                    "reward": answers.rewards[i].item(),
+                    "advantage": scored.advantages[i].item(),
+                    "logp_old": scored.batch.logp_old[i][mask].tolist(),
+                    "logp": after[i][mask].tolist(),
+                }
+                line["answers"].append(answer)
+            file.write(json.dumps(line) + "\n")
 
 
 def report(run: Run, config, command: str) -> str:

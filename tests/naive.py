@@ -20,6 +20,7 @@ BUDGET_MEAN = ("reinforce", "grpo_symmetric", "dr_grpo", "dfpo_min", "dfpo_ortho
 # ---------------- sample
 
 
+@torch.no_grad()
 def rollout(policy, prompts, max_tokens, temperature, gen):
     """An answer to each prompt, with its EOS; temperature 0 is greedy."""
     uniform = torch.rand(len(prompts), max_tokens, generator=gen, dtype=torch.float64).tolist()
@@ -46,9 +47,9 @@ def decode(policy, answer):
 
 def read(policy, prompt, answer, temperature):
     """log pi of every id of the vocabulary after each prefix (T_i, V), hidden states (T_i, d)."""
-    ids = torch.tensor([prompt + answer])
-    logits = policy.model(ids).logits[0, len(prompt) - 1 : -1]
-    hidden = policy.model.base_model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+    hidden = policy.model.base_model(torch.tensor([prompt + answer])).last_hidden_state
+    hidden = hidden[0, len(prompt) - 1 : -1]
+    logits = policy.model.get_output_embeddings()(hidden)
     return (logits / temperature).log_softmax(-1), hidden
 
 
@@ -124,7 +125,7 @@ def loss(name, now, old, adv, ref, G, L, eps_low=None, eps_high=None, kl=0.0, **
     mixed = [any(adv[j].any() for j in group) for group in groups]
     counted = sum(T[i] for i in range(n) if mixed[i] or name != "dapo")
 
-    def ppo(r, a):
+    def ppo(r, a):  # (T_i,), (T_i,)
         return torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
 
     total = 0.0 * sum(row.sum() for row in now)

@@ -18,8 +18,8 @@ from losses import METHODS, kept_tokens
 from toy.arithmetic import Arithmetic, Item
 
 G, L, TEMPERATURE = 4, 7, 0.7
-ANSWERS = ["13579,so", "2468+kh", "", "12345 ", "67890#k", "02468,=m"]
-PROMPTS = ["1+1=", "23=", "4+4+4=", "5=", "6+6=", "7+="]
+ANSWERS = ["13579,so", "", "67890#k", "02468,=m"]
+PROMPTS = ["1+1=", "23=", "4+4+4=", "5="]
 
 
 class Letters(Arithmetic):
@@ -37,9 +37,9 @@ class Letters(Arithmetic):
 def start(double):
     """A random policy with three ids that end an answer, and a reference that differs from it."""
     policies = []
-    for seed in (3, 4):
+    for seed in (6, 4):
         policy = load_policy(train.Config(width=8, seed=seed), Arithmetic(), "scratch")
-        policy.model.get_input_embeddings().weight.data *= 3  # answers share their first tokens
+        policy.model.get_input_embeddings().weight.data *= 1.5  # answers share their first tokens
         policies.append(Policy(policy.model, policy.tokenizer, torch.tensor([1, 5, 9])))
     return policies
 
@@ -186,7 +186,7 @@ def test_a_step_is_the_naive_one(
     config = train.Config(
         **dict(method=method, project=project, minibatches=minibatches, micro_rows=micro_rows),
         **dict(hyper=[f"{key}={value}" for key, value in hyper.items()], repair_references=2),
-        **dict(prompts=6, group_size=G, max_tokens=L, temperature=TEMPERATURE, epochs=2),
+        **dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, epochs=2),
         **dict(seed=5, steps=3, lr=0.02, grad_clip=0.02),
     )
     expected, log, norms = naive_step(start, first_answers, config, hyper)
@@ -203,3 +203,4 @@ def test_a_step_is_the_naive_one(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=lambda m, n=name: n + m)
     assert metrics.keys() == log.keys() and metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
     assert max(norms) > config.grad_clip and 0 < log["reward"] < 1 and 0 < log["truncated"] < 1
+    print("LOG", method, project, {k: round(v, 3) for k, v in log.items()}, [round(x,3) for x in norms])

@@ -1,13 +1,16 @@
 """What exactness costs under TRL: seconds of an optimiser step, with TRL's own loss and with ours.
 
-`python -m experiments.bench.trl_cost`. A Qwen2 with random weights (4 layers, width 256, vocabulary
-8192) gets 32 answers of up to 64 tokens an optimiser step, on one process and one thread.
-Generation is not timed. The variants are interleaved; medians of 9 rounds.
+    python -m experiments.bench.trl_cost [--rounds 9]
+
+A Qwen2 with random weights (4 layers, width 256, vocabulary 8192) gets 32 answers of up to 64
+tokens an optimiser step, in 1 or 4 micro-batches, on one process and one thread. Generation is not
+timed. The four variants are interleaved.
 """
 
 import copy
-import statistics
 import tempfile
+from functools import partial
+from statistics import median
 from types import SimpleNamespace
 
 from datasets import Dataset
@@ -15,10 +18,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from engines.trl import Trainer
-from experiments.bench.timing import turns
+from experiments.bench.timing import make_parser, show_ratio, turns
 from llm.gsm8k import GSM8K, Item
 
-ROUNDS, ROWS = 9, 32
+ROWS = 32  # answers of an optimiser step
 
 
 def make_model() -> Qwen2ForCausalLM:
@@ -70,19 +73,25 @@ def optimiser_step(trainer: GRPOTrainer):
     trainer.model.zero_grad()
 
 
-def main():
+def main(argv: list[str] | None = None):
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args(argv)
     task = SimpleNamespace(train=[Item("1 + 1 =", "2", "#### 2")])
     tokenizer = GSM8K.make_tokenizer(task)
     model = make_model()
     sides = {}
     for accumulate in (1, 4):
-        for who in ("TRL's own", "engines.trl"):
-            ours = who == "engines.trl"
+        for name, ours in (("trl", False), ("ours", True)):
             trainer = make_trainer(copy.deepcopy(model), tokenizer, ours, accumulate)
-            sides[f"{accumulate} accumulation steps, {who}"] = lambda t=trainer: optimiser_step(t)
-    for name, seconds in turns(sides, ROUNDS).items():
-        low, median, high = statistics.quantiles(seconds, n=4)
-        print(f"{name}: {median:.3f} s (quartiles {low:.3f} to {high:.3f})")
+            sides[accumulate, name] = partial(optimiser_step, trainer)
+    seconds = turns(sides, args.rounds)
+    for accumulate in (1, 4):
+        trl, ours = seconds[accumulate, "trl"], seconds[accumulate, "ours"]
+        print(
+            f"{accumulate} accumulation steps: TRL's own loss {median(trl):.3f} s, "
+            f"ours {median(ours):.3f} s, ours / TRL's {show_ratio(ours, trl)}"
+        )
 
 
 if __name__ == "__main__":
