@@ -50,6 +50,7 @@ from llm.runs import (
     saved_config,
     start_policy,
     stop_at_bad_numbers,
+    stop_at_full_disk,
 )
 from losses import (
     METHODS,
@@ -646,8 +647,7 @@ def record(folder: Path, metrics: dict, evaluation: tuple | None = None, show: b
             with open(folder / "samples.txt", "a") as file:
                 file.write("\n  ".join([f"step {metrics['step']}", *lines]) + "\n")
     except OSError as error:
-        resume = f"resume from its last checkpoint with --resume {folder}"
-        sys.exit(f"error: {folder} cannot be written ({error.strerror}); {resume}")
+        stop_at_full_disk(folder, error)
     if evaluated:
         keys = ("reward", "repair_rate", "entropy", "tax")
         shown = {key: metrics[key] for key in keys if key in metrics} | evaluated

@@ -283,6 +283,11 @@ def restore(run: Run, state: dict) -> int:
     return state["step"]
 
 
+def stop_at_full_disk(folder: Path, error: OSError):
+    resume = f"resume from its last checkpoint with --resume {folder}"
+    sys.exit(f"error: {folder} cannot be written ({error.strerror}); {resume}")
+
+
 def stop_at_bad_numbers(folder: Path, step: int, error: FloatingPointError):
     """Keep the batch that gave a loss or gradient that is not finite, for inspection, and end."""
     path = folder / f"bad-batch-{step:06d}.pt"
@@ -305,32 +310,36 @@ def keep_groups(run: Run, answers, scored, after: torch.Tensor, config):
         nodes, R = scored.nodes[rows], answers.rewards[rows]
         same = (nodes[:, None] == nodes) & (nodes >= 0) & (R[:, None] != R)[..., None]  # (G, G, T)
         shared.append(int(same.any(1).sum()))
-    best = sorted(
-        (group for group in range(len(groups)) if shared[group]), key=lambda g: -shared[g]
-    )
-    with open(run.folder / "groups.jsonl", "a") as file:
-        for group in best[:3]:
-            line = {
-                "step": answers.step,
-                "prompt": answers.items[group * config.group_size].prompt,
-                "method": config.method,
-                "max_tokens": config.max_tokens,
-                "answers": [],
+    mixed = [group for group in range(len(groups)) if shared[group]]
+    best = sorted(mixed, key=lambda group: -shared[group])
+    lines = []
+    for group in best[:3]:
+        line = {
+            "step": answers.step,
+            "prompt": answers.items[group * config.group_size].prompt,
+            "method": config.method,
+            "max_tokens": config.max_tokens,
+            "answers": [],
+        }
+        for i in groups[group].tolist():
+            mask = scored.rows.mask[i]
+            ids = scored.rows.tokens[i][mask].tolist()
+            answer = {
+                "text": answers.texts[i],
+                "tokens": [run.policy.tokenizer.decode([token]) for token in ids],
+                "ids": ids,
+                "reward": answers.rewards[i].item(),
+                "advantage": scored.advantages[i].item(),
+                "logp_old": scored.batch.logp_old[i][mask].tolist(),
+                "logp": after[i][mask].tolist(),
             }
-            for i in groups[group].tolist():
-                mask = scored.rows.mask[i]
-                ids = scored.rows.tokens[i][mask].tolist()
-                answer = {
-                    "text": answers.texts[i],
-                    "tokens": [run.policy.tokenizer.decode([token]) for token in ids],
-                    "ids": ids,
-                    "reward": answers.rewards[i].item(),
-                    "advantage": scored.advantages[i].item(),
-                    "logp_old": scored.batch.logp_old[i][mask].tolist(),
-                    "logp": after[i][mask].tolist(),
-                }
-                line["answers"].append(answer)
-            file.write(json.dumps(line) + "\n")
+            line["answers"].append(answer)
+        lines.append(json.dumps(line) + "\n")
+    try:
+        with open(run.folder / "groups.jsonl", "a") as file:
+            file.writelines(lines)
+    except OSError as error:
+        stop_at_full_disk(run.folder, error)
 
 
 def report(run: Run, config, command: str) -> str:
