@@ -450,12 +450,10 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
     advantages = group_advantages(answers.shaped, G, method.scale)  # (N,)
     adv = advantages[:, None].expand_as(old).masked_fill(~rows.mask, 0.0)  # (N, T)
     if method.credit:
-        facts = OldPolicy(rows.tokens, rows.mask, old, answers.rewards, G, config.temperature)
-        facts.gen = rng(config.seed, "credit", answers.step)
-        facts.kept_mask = answers.kept_mask
-        if method.needs_hidden:
-            facts.hidden, facts.head = hidden, policy.model.get_output_embeddings().weight.detach()
-        adv = method.credit(adv, facts)
+        head = policy.model.get_output_embeddings().weight.detach() if method.needs_hidden else None
+        draws = rng(config.seed, "credit", answers.step)
+        facts = (rows.tokens, rows.mask, old, answers.rewards, G, config.temperature)
+        adv = method.credit(adv, OldPolicy(*facts, hidden, head, draws, answers.kept_mask))
     batch = Batch(old, old, adv, rows.mask, G, config.max_tokens, ref)
     nodes = prefix_nodes(rows.tokens, rows.mask, G)
     return Scored(answers.step, rows, batch, logp, entropy, advantages, nodes)

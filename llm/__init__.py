@@ -38,7 +38,8 @@ def given_flags(cls, description: str, presets: dict[str, dict], argv: list[str]
     for flags, defaults in presets.items():
         changed += f"Other defaults with {flags}: "
         changed += ", ".join(f"{name} {value}" for name, value in defaults.items()) + ". "
-    parser = HfArgumentParser(cls, description=description, epilog=changed, allow_abbrev=False)
+    about = {"usage": "%(prog)s [--FLAG VALUE ...]", "description": description, "epilog": changed}
+    parser = HfArgumentParser(cls, allow_abbrev=False, **about)
     parser.error = fail
     unset = Namespace(**{f.name: None for f in fields(cls)})
     given, unknown = parser.parse_known_args(argv, unset)
