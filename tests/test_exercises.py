@@ -116,6 +116,8 @@ def test_a_tempting_mistake_is_told_apart(path, tmp_path, capsys, in_this_proces
     copy.write_text(solved(path, SOLUTIONS | WRONG))
     code, out = graded(copy, capsys)
     assert code == 1 and "WRONG" in out
+    blamed = set(" ".join(re.findall(r"^    ! ([\w ]+):", out, re.MULTILINE)).split())
+    assert set(WRONG) & grader.defined_names(str(path)) <= blamed
 
 
 # ---------------- the grader
@@ -152,12 +154,12 @@ def pos_only(batch, eps_low=0.2, eps_high=0.2):
 """
 
 
-def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, capsys):
+def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(grader, "PATIENCE", 3)
     path = tmp_path / "student.py"
     path.write_text(STUDENT)
     assert verify.main(["--only", "M1", "M3", "--losses", str(path)]) == 1
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out  # of both processes
     assert "heard?" not in out and "are not in this file" in out
     score = out[out.index("\nscore") :].splitlines()
     score = {line.split()[0]: line for line in score if " of " in line}
@@ -172,6 +174,17 @@ def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, cap
     }.items():
         assert message in score[function] and "0 of  1" in score[function]
     assert "1 of  1" in score["reinforce"] and "1 of 8" in score["all"]
+
+
+def test_a_function_that_another_one_needs_is_named_and_not_taken_from_losses(
+    tmp_path, capsys, in_this_process
+):
+    path = tmp_path / "student.py"
+    path.write_text("def dfpo_min(batch):\n    import losses; return losses.dfpo_min(batch)\n")
+    assert verify.main(["--only", "C9", "C12", "--losses", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "dfpo_min: needs sequence_ratio, not yet written" in out
+    assert re.search(r"^C9 +HOLDS", out, re.MULTILINE)
 
 
 def test_a_file_that_cannot_be_loaded_is_one_clear_line(tmp_path, capfd):

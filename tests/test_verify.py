@@ -139,7 +139,8 @@ def test_evidence_keeps_the_worst_pair_and_does_not_swallow_nan_or_shapes():
 
 
 @pytest.mark.parametrize(
-    "predicted, left, state", [(1, 1.0, "ok"), (1, 1e-12, "wrong"), (2, 1.0, "wrong")]
+    "predicted, left, state",
+    [(1, 1.0, "ok"), (1 + 1e-11, 1.0, "ok"), (1 + 1e-9, 1.0, "wrong"), (1, 1e-12, "wrong")],
 )
 def test_a_claim_needs_agreement_and_something_left_where_its_condition_is_dropped(
     predicted, left, state
@@ -150,6 +151,13 @@ def test_a_claim_needs_agreement_and_something_left_where_its_condition_is_dropp
 
     claim = Claim("X", check, ("grpo",), "HOLDS ONLY IF")
     assert examine(losses, claim, "grpo", []).state == state
+
+
+def test_a_claims_numbers_do_not_depend_on_what_was_examined_before():
+    draws = Draws(3, 2)[None]
+    claim = next(claim for claim in CLAIMS if claim.id == "C1")
+    first, second = (examine(losses, claim, "token_coefficients", draws) for _ in range(2))
+    assert first.evidence.pair == second.evidence.pair
 
 
 # ---------------- the command line
