@@ -14,8 +14,8 @@ test: .venv/ready-dev
 	$(BIN)/python verify.py
 
 # The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault, every command of the READMEs in
-# small, TRL on two processes.
-LONG_TESTS := $(patsubst %,tests/test_%.py,promises readme faults trl)
+# small, TRL on two processes, the speed of the tree page.
+LONG_TESTS := $(patsubst %,tests/test_%.py,promises readme faults trl tree)
 test-faults: .venv/ready-dev
 	LONG=1 $(BIN)/python -m pytest -q -rA $(LONG_TESTS)
 
