@@ -510,8 +510,10 @@ def shaped_rewards(
     """R' = R + weight phi, phi = bonus 1[R = 0 and the correction is right]: near misses count.
 
     Whether the variance falls depends on how many answers are right (I1). IBPO (S).
-    (N,), (N,) bool -> (N,).
+    (N,), (N,) bool -> (N,). Raises ValueError if a near miss would count as much as a right answer.
     """
+    if weight * bonus >= 1:
+        raise ValueError(f"weight {weight} times bonus {bonus} must stay below the reward of 1")
     return rewards + weight * bonus * (repaired & (rewards == 0)).to(rewards.dtype)
 
 

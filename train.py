@@ -612,14 +612,11 @@ def diagnose(
     if config.chosen_method.credit and plain.any():
         metrics["reshaped"] = (batch.adv != plain).sum() / (plain != 0).sum()
         metrics["adv_left"] = batch.adv.abs().sum() / plain.abs().sum()
-
-    # NTHR's Delta(x), over the whole step: how much likelier did correct answers become?
     probe = ((rewards == 1) & (scored.advantages != 0)).nonzero().squeeze(1)[:32]
-    if len(probe):
+    if len(probe):  # NTHR's Delta(x), over a step: how much likelier correct answers became
         with torch.no_grad():
             now, _, _ = log_probs(policy, scored.rows[probe], config)
         metrics["delta"] = (now - batch.logp_old[probe]).sum(1).mean()
-
     # By pass: the tokens that have a gradient at ratio 1, where scored.batch stands.
     live = [effect(loss_fn, batch)[1] != 0 for loss_fn in config.chosen_method.passes]
     clipped, tax = [], []

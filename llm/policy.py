@@ -281,34 +281,34 @@ def refuse_unsupported(policy: Policy, path: str):
 
 
 def cache_gap(policy: Policy, ids: list[int]) -> float:
-    """By how much log-probs differ when a model samples with its cache and when it reads at once.
+    """By how much log-probs differ when a model reads an answer at once, and with its cache.
 
-    Two left-padded prompts change places, then their answer goes through token by token. A model
-    with a state other than keys and values, as linear attention has, differs here.
+    Of two left-padded prompts one is answered twice, and one of its answers leaves the batch. Then
+    the answers go through token by token, as in sampling, and in one piece, as in scoring, both
+    from the same reading. A model with a state other than keys and values differs or fails here.
     """
-    model, answer = policy.model, ids[5:]
-    prompts = [ids[:5], ids[1:5]]
+    model, prompts = policy.model, [ids[:5], ids[1:5]]
+    answer = torch.tensor([ids[5:]] * 2, device=model.device)
+    places, left = (torch.tensor(rows, device=model.device) for rows in ([1, 0, 1], [2, 1]))
     gaps = []
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-        places = torch.tensor([1, 0], device=model.device)
-        cache, hidden, attention = read_prompts(model, prompts).of(places)
-        plain = [
-            model(torch.tensor([prompts[i] + answer], device=model.device)).logits[0].float()
-            for i in places.tolist()
-        ]
-        for t, token in enumerate(answer):
-            at_once = torch.stack([logits[t - len(answer) - 1] for logits in plain])
-            gaps.append(output_logits(model, hidden).log_softmax(-1) - at_once.log_softmax(-1))
-            attention = torch.cat([attention, attention.new_ones(2, 1)], 1)
-            hidden = model.base_model(
-                torch.full((2, 1), token, device=model.device),
-                attention_mask=attention.long(),
-                position_ids=attention.sum(1, keepdim=True) - 1,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-    gap = torch.stack(gaps).abs()
-    return (gap.max() if model.device.type == "cpu" else gap.mean()).item()
+        texts = [torch.tensor([prompts[i] + ids[5:]], device=model.device) for i in (1, 0)]
+        plain = torch.stack([model(text).logits[0, -answer.shape[1] :].float() for text in texts])
+        states = read_prompts(model, prompts)
+        for size in (1, answer.shape[1]):
+            cache, _, attention = states.of(places)
+            cache.reorder_cache(left)
+            attention, hidden = attention[left], []
+            for tokens in answer.split(size, 1):
+                attention = torch.cat([attention, attention.new_ones(tokens.shape)], 1).long()
+                inputs = dict(attention_mask=attention, past_key_values=cache, use_cache=True)
+                position = (attention.cumsum(1) - 1)[:, -tokens.shape[1] :]
+                output = model.base_model(tokens, position_ids=position, **inputs)
+                hidden.append(output.last_hidden_state)
+            cached = output_logits(model, torch.cat(hidden, 1))  # (2, tokens, V)
+            gaps.append((cached.log_softmax(-1) - plain.log_softmax(-1)).abs())
+    gap = torch.stack(gaps)
+    return (gap.max() if gap.device.type == "cpu" else gap.mean()).item()
 
 
 def check_context(policy: Policy, task, config, warm: bool):

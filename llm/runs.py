@@ -279,7 +279,8 @@ def restore(run: Run, state: dict) -> int:
         if not intact:
             was = f"{name} is not what it was at step {state['step']}"
             fail(f"--resume {run.folder}: {was}; it was changed")
-        os.truncate(path, size)
+    for name, size in state["sizes"].items():  # only now is anything changed
+        os.truncate(run.folder / name, size)
     return state["step"]
 
 
