@@ -285,8 +285,10 @@ def cache_gap(policy: Policy, ids: list[int]) -> float:
 
     Of two left-padded prompts one is answered twice, and one of its answers leaves the batch. Then
     the answers go through token by token, as in sampling, and in one piece, as in scoring, both
-    from the same reading. A model with a state other than keys and values differs or fails here.
+    from the same reading. Raises NotImplementedError for a cache of more than keys and values.
     """
+    from transformers.cache_utils import DynamicLayer
+
     model, prompts = policy.model, [ids[:5], ids[1:5]]
     answer = torch.tensor([ids[5:]] * 2, device=model.device)
     places, left = (torch.tensor(rows, device=model.device) for rows in ([1, 0, 1], [2, 1]))
@@ -295,6 +297,8 @@ def cache_gap(policy: Policy, ids: list[int]) -> float:
         texts = [torch.tensor([prompts[i] + ids[5:]], device=model.device) for i in (1, 0)]
         plain = torch.stack([model(text).logits[0, -answer.shape[1] :].float() for text in texts])
         states = read_prompts(model, prompts)
+        if not all(isinstance(layer, DynamicLayer) for layer in states.cache.layers):
+            raise NotImplementedError("its cache holds more than keys and values")
         for size in (1, answer.shape[1]):
             cache, _, attention = states.of(places)
             cache.reorder_cache(left)
