@@ -1,21 +1,22 @@
-"""The scripts behind the README's tables; of the benches, that both sides do the same work."""
+"""Of the benches: both sides do the same work, and what is computed is what is true."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from test_train import TINY
+from helpers import TINY, float64
 from torch.nn import functional as F
 
 import train
-from experiments.bench import growth, memory, meter, rollout, scoring, timing, where
-from llm import policy as model
+from experiments.bench import growth, memory, rollout, scoring, step, timing, where
+from llm import policy
 
 
-def draw(case, seed):
-    """Sampling as rollout() does it, from the same numbers, for generate()."""
-    size, gen = (case.prompts * rollout.GROUP, case.cap), torch.Generator().manual_seed(seed)
+def draw(case: rollout.Case, seed: int):
+    """Sampling as our generate() does it, from the same numbers, for transformers' own."""
+    size = (case.prompts * rollout.GROUP, case.cap)
+    gen = torch.Generator().manual_seed(seed)
     uniform = torch.rand(size, generator=gen, dtype=torch.float64)
 
     def only(ids, scores):
@@ -30,15 +31,15 @@ def test_rollout_generates_the_tokens_that_generate_does():
     case = replace(
         rollout.CASES["b"], prompts=3, prompt=5, mean=6, cap=12, layers=2, width=32, vocab=50
     )
-    policy, prompts, lengths = rollout.build(case, "cpu")
-    head = policy.get_output_embeddings()
+    model, prompts, lengths = rollout.build(case, "cpu")
+    head = model.get_output_embeddings()
     pair = []
     for generate, processors in (
         (rollout.ours, {}),
         (rollout.theirs, {"processors": [draw(case, 3)]}),
     ):
-        policy.set_output_embeddings(rollout.Ends(head, lengths))
-        pair.append(generate(policy, prompts, case.cap, 3, **processors))
+        model.set_output_embeddings(rollout.Ends(head, lengths))
+        pair.append(generate(model, prompts, case.cap, 3, **processors))
     assert torch.equal(*pair) and lengths.unique().numel() > 3
     ended = (pair[0] == rollout.EOS).any(1)
     assert torch.equal((pair[0] == rollout.EOS).int().argmax(1)[ended] + 1, lengths[ended])
@@ -46,46 +47,44 @@ def test_rollout_generates_the_tokens_that_generate_does():
 
 
 def test_scoring_in_chunks_is_the_plain_path(monkeypatch):
-    monkeypatch.setattr(model, "CHUNK", {"cpu": 1})  # 512 rows
-    work = scoring.build(3, 400, 16, 61, "cpu")
-    weight, found = work[0].get_output_embeddings().weight, []
+    monkeypatch.setattr(policy, "CHUNK", {"cpu": 1})  # 512 rows
+    layer = scoring.build(1200, 16, 61, "cpu")
+    sides = []
     for side in (scoring.ours, scoring.plain):
-        weight.grad = work[1].grad = None
-        found.append((side(*work), work[1].grad, weight.grad))
-    for ours, plain in zip(*found, strict=True):
+        layer.weight.grad = layer.hidden.grad = None
+        sides.append((side(layer), layer.hidden.grad, layer.weight.grad))
+    for ours, plain in zip(*sides, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
         assert plain.abs().max() > 1
 
 
-def test_the_output_layers_gradients_are_autograds_with_bias_and_temperature(monkeypatch):
-    monkeypatch.setattr(model, "CHUNK", {"cpu": 1})
+def test_the_output_layers_gradients_are_autograds_with_bias_and_temperature():
     g = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((1100, 4), (7, 4), (7,))
-    ]
-    grad, targets = (
-        torch.randn(1100, generator=g, dtype=torch.float64),
-        torch.randint(7, (1100,), generator=g),
-    )
-    ours, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    logp, entropy = model.HeadLogps.apply(*ours, targets, 0.7)
-    full = (F.linear(*plain) / 0.7).log_softmax(-1)
-    torch.testing.assert_close(logp, full[range(1100), targets], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=1e-12, atol=1e-12)
-    assert not entropy.requires_grad
-    logp.backward(grad)
-    full[range(1100), targets].backward(grad)
+    with float64():
+        inputs = [torch.randn(*shape, generator=g) for shape in ((1100, 4), (7, 4), (7,))]
+        grad = torch.randn(1100, generator=g)
+        targets = torch.randint(7, (1100,), generator=g)
+        ours, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+        logp, entropy = policy.ChunkedLogProbs.apply(*ours, targets, 0.7, 512)
+        full = (F.linear(*plain) / 0.7).log_softmax(-1)
+        torch.testing.assert_close(logp, full[range(1100), targets], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=1e-12, atol=1e-12)
+        assert not entropy.requires_grad
+        logp.backward(grad)
+        full[range(1100), targets].backward(grad)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_the_metered_step_is_the_bare_one_and_the_projected_one_is_not():
     case = replace(rollout.CASES["a"], prompts=4, mean=5)
-    config, step = meter.make_config(case), meter.steps(case)
-    metered, projected = step(config), step(replace(config, project=True))
+    config = step.make_config(case)
+    make = step.make_case_step(case)
+    metered = make(config)
+    projected = make(replace(config, project=True))
     assert metered["length"] == projected["length"] == pytest.approx(5, abs=1.5)
     assert metered["tax"] > 0.01 > projected["tax"]
-    assert metered["grad_norm"] == step(config)["grad_norm"] != projected["grad_norm"]
+    assert metered["grad_norm"] == make(config)["grad_norm"] != projected["grad_norm"]
 
 
 def test_trl_and_we_make_as_many_steps_on_as_many_tokens():
@@ -93,30 +92,29 @@ def test_trl_and_we_make_as_many_steps_on_as_many_tokens():
     from experiments.bench import trl_step
 
     case = replace(rollout.CASES["a"], mean=5, layers=1)
-    seconds, tokens = trl_step.run(case, 2)
-    assert [len(x) for x in seconds.values()] == [len(x) for x in tokens.values()] == [2, 2]
-    assert (
-        sum(tokens["ours"]) == pytest.approx(sum(tokens["trl"]), rel=0.15)
-        and sum(tokens["trl"]) > 1500
-    )
+    pairs = trl_step.run_both(case, 2)
+    counts = [len(x) for kind in (pairs.seconds, pairs.tokens) for x in kind.values()]
+    assert counts == [2, 2, 2, 2]
+    theirs = sum(pairs.tokens["trl"])
+    assert sum(pairs.tokens["ours"]) == pytest.approx(theirs, rel=0.15) and theirs > 1500
 
 
 def test_growth_fits_exponents_and_takes_steps_of_full_length():
     assert growth.exponent([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
     assert growth.exponent([1, 4, 16], [5, 80, 1280]) == pytest.approx(2)
     case = replace(growth.BASE, layers=1, width=32, cap=20)
-    assert meter.steps(case)(meter.make_config(case))["length"] == 20
+    assert step.make_case_step(case)(step.make_config(case))["length"] == 20
 
 
 def test_operations_are_counted_by_phase_forward_and_backward():
-    phase = ["score"]
+    current = ["score"]
     x, w = torch.randn(3, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
     q = torch.randn(2, 4, 6, 8, requires_grad=True)
-    with where.Count(phase) as count:
+    with where.Count(current) as count:
         y = x @ w
-        phase[:] = ["update"]
+        current[:] = ["update"]
         y.backward(torch.ones(3, 7))
-        phase.clear()
+        current.clear()
         F.scaled_dot_product_attention(q, q, q).backward(torch.ones_like(q))
         (q.detach().view(-1) + 1).t()
         torch.zeros(2, 2).addmm_(torch.zeros(2, 9), torch.zeros(9, 2))
@@ -126,25 +124,17 @@ def test_operations_are_counted_by_phase_forward_and_backward():
 
 
 def test_where_the_time_goes_adds_up_and_ends_at_the_goal(monkeypatch):
-    main, kept, reward = train.main, dict(vars(train)), train.Arithmetic.reward
-
-    def one(seed, count, goal):
-        monkeypatch.setattr(where, "GOAL", goal)
-        train.main = lambda argv: main([*argv, *TINY])
-        try:
-            return where.one(seed, count)
-        finally:
-            vars(train).update(kept)
-            train.Arithmetic.reward = reward
-
-    found = one(0, True, -1.0)
-    assert found["step"] == 0 and {"load", "warm start", "evaluate"} == {*found["seconds"]} - {
-        "write"
-    }
-    assert min(found["flops"][phase] for phase in ("warm start", "evaluate")) > 1e6
+    main = train.main
+    monkeypatch.setattr(train, "main", lambda argv: main([*argv, *TINY]))
+    monkeypatch.setattr(where, "GOAL", -1.0)
+    result = where.run(0, counted=True)
+    phases = {*result["seconds"]} - {"write"}
+    assert result["step"] == 0 and phases == {"load", "warm start", "evaluate"}
+    assert min(result["flops"][phase] for phase in ("warm start", "evaluate")) > 1e6
     assert all(x > 0 for x in where.rates((4, 3, 2)))
+    monkeypatch.setattr(where, "GOAL", 2.0)
     with pytest.raises(SystemExit, match="seed 1 ends before it reaches 2.0"):
-        one(1, False, 2.0)
+        where.run(1, counted=False)
 
 
 @pytest.mark.skipif(
@@ -152,30 +142,28 @@ def test_where_the_time_goes_adds_up_and_ends_at_the_goal(monkeypatch):
 )
 def test_memory_is_counted_without_data_as_it_is_with():
     case = replace(rollout.CASES["b"], prompts=2, prompt=5, cap=8, layers=2, width=32, vocab=50)
-    size, kept, pair = memory.forward(case, 4)
-    policy = rollout.architecture(case).eval()
-    assert size == sum(p.numel() for p in policy.parameters()) and pair == 2 * 2 * 2 * 32
-    real, own = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
-
-    def pack(x):
-        return real.setdefault(x.untyped_storage().data_ptr(), x)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        with torch.autocast("cpu", torch.bfloat16):
-            ids = torch.zeros(4, 13, dtype=torch.long)
-            policy.base_model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    real = sum(x.untyped_storage().nbytes() for name, x in real.items() if name not in own)
-    mask = 4 * 4 * 13 * 13  # which with data is seen to be needless
-    assert kept == real + mask + 4 * 4 * 13 * 32
-    config = meter.make_config(case)
-    assert memory.measured(case, replace(config, lr=1e-3), "cpu") >= 0
+    kept, real = (memory.count_kept(case, 4, fake) for fake in (True, False))
+    mask = 4 * 2 * 5 * 5  # of the prompts, which with data is seen to be needless
+    assert kept.prompts == real.prompts + mask and kept.both == real.both + mask
+    assert kept.bucket == real.bucket > 4 * 4 * 8 * 32
+    model = rollout.architecture(case).eval()
+    assert kept.parameters == real.parameters == sum(p.numel() for p in model.parameters())
+    assert kept.token == 2 * 2 * 2 * 32  # layers, keys and values, bytes of bf16, width
+    prompts = [[3] * 5, [4] * 5]
+    rows = policy.make_rows(prompts, [[0] * 8] * 2, model.device)
+    same = step.make_policy(model, None)
+    hidden = train.log_probs(same, rows, train.Config(), keep_hidden=True)[2]
+    states = policy.read_prompts(model, prompts).of(torch.arange(2))
+    torch.testing.assert_close(memory.read_answers(model, 8, states), hidden.flatten(0, 1))
+    config = step.make_config(case)
+    assert memory.measure(case, replace(config, lr=1e-3), "cpu") >= 0
 
 
 def test_timing_takes_turns_and_a_failed_child_is_one_line():
     calls = []
     seconds = timing.turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
     assert "".join(calls) == "abbaab" and [len(x) for x in seconds.values()] == [2, 2]
-    assert timing.ratio([2, 6, 9], [1, 2, 9]) == 2
+    assert timing.quartiles([2, 6, 9], [1, 2, 9]) == [1.5, 2, 2.5]
     assert timing.child("-c", "print(1); print(2.5, 3)") == [2.5, 3]
     with pytest.raises(SystemExit, match="^error: .*failed: ValueError: no$"):
         timing.child("-c", "raise ValueError('no')")

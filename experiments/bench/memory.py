@@ -6,9 +6,10 @@ Computed without a GPU, in bf16 as on a GPU. The prompts are read and a bucket o
 is scored with tensors that have shapes but no data. What autograd keeps of that for the backward
 pass is added up, every storage once. No answer ends early.
 
-With more answers than micro_rows, log_probs() keeps no activations. Backward makes those of one
-bucket at a time again, and at last those of the prompts, so the larger of the two counts. The
-prompts' keys and values, and their gradients, are there all the time.
+With more answers than micro_rows, log_probs() keeps no activations. Backward makes them again: of
+one bucket after another, and at last of the prompts. So the peak has either those of a bucket or
+those of the prompts. The prompts' keys and values, and their gradients, are there all the time. The
+peak of the rollout comes at another time than that of backward.
 
 --measure also makes two steps from random weights on that device and prints their peak (cpu: of
 resident memory, in fp32). Needs transformers 5.
@@ -17,7 +18,7 @@ resident memory, in fp32). Needs transformers 5.
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
 
 
 def read_answers(model, cap: int, states: tuple) -> Tensor:
-    """The hidden states (n cap, d) of full answers, as log_probs() hands them to the output layer."""
+    """Hidden states (n cap, d) of full answers, as log_probs() hands them to the output layer."""
     cache, before, attention = states
     n = len(before)
     attention = torch.cat([attention, attention.new_ones(n, cap - 1)], 1).long()
@@ -92,19 +93,67 @@ def read_answers(model, cap: int, states: tuple) -> Tensor:
 
 
 def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, float], float]:
-    """GB by what needs them, and at the peak, where not all of them are there at once."""
+    """GB by what needs them; and at the peak, where not all of them are there."""
     answers = case.prompts * group_size
     rows = min(answers, micro_rows)
     kept = count_kept(case, rows)
     shared = kept.token * case.prompts * case.prompt
     chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
-    parts = {
+    head = 3 * chunk + 4 * case.vocab * case.width
+    rollout = answers * (kept.token * (case.prompt + case.cap) + 32 * case.vocab)
+    needs = {
         "weights, gradients, AdamW's two moments": 16 * kept.parameters,
         "start policy (--no-reference: none)": 4 * kept.parameters,
         "keys and values of the prompts, their gradients": 2 * shared,
-        f"backward of {rows} answers, a bf16 copy of the weights": kept.bucket,
-        "its output layer: two chunks of logits, its gradient": 2 * chunk + 4 * case.vocab * case.width,
-        f"backward of {case.prompts} prompts, a bf16 copy of the weights": kept.prompts,
-        "rollout: keys and values, distributions": answers
-        * (kept.token * (case.prompt + case.cap) + 32 * case.vocab),
+        f"activations of {rows} answers, a bf16 copy of the weights": kept.bucket,
+        f"activations of {case.prompts} prompts, a bf16 copy of the weights": kept.prompts,
+        "output layer: three chunks of logits, its gradient": head,
+        "rollout: keys and values, distributions": rollout,
     }
+    backward = max(kept.bucket + head, kept.prompts) if answers > rows else kept.both + head
+    peak = 20 * kept.parameters + max(2 * shared + backward, rollout)
+    return {what: number / 1e9 for what, number in needs.items()}, peak / 1e9
+
+
+def measure(case: Case, config: train.Config, device: str) -> float:
+    """GB at the peak of two steps, from building the model on."""
+
+    def work():
+        model, prompts, _ = build(case, device)
+        policy = make_policy(model, Ids())
+        reference = replace(policy, model=copy.deepcopy(model))
+        step = make_step(policy, Task(prompts), prompts, reference)
+        for number in (1, 2):
+            step(config, number)
+
+    return rise_mb(work, device) / 1e3
+
+
+def main(argv: list[str] | None = None):
+    parser = make_parser(__doc__)
+    sizes = dict(prompts=16, group_size=8, micro_rows=8, prompt=120, max_tokens=512, layers=24)
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--measure", choices=("cuda", "cpu"))
+    args = parser.parse_args(argv)
+    case = replace(
+        CASES["c"],
+        prompts=args.prompts,
+        prompt=args.prompt,
+        mean=1e9,
+        cap=args.max_tokens,
+        layers=args.layers,
+    )
+    needs, peak = compute(case, args.group_size, args.micro_rows)
+    for what, gb in needs.items():
+        print(f"{gb:7.1f} GB  {what}")
+    print(f"{peak:7.1f} GB  at the peak, computed")
+    if args.measure:
+        names = ("prompts", "group_size", "micro_rows", "max_tokens")
+        same = {name: getattr(args, name) for name in names}
+        config = train.Config(**same, minibatches=1, lr=1e-6)
+        print(f"{measure(case, config, args.measure):7.1f} GB  at the peak of two steps, measured")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""One training step as the benches time it: random weights, random prompts, rewards by token ids."""
+"""One training step for the benches: random weights, random prompts, rewards by token ids."""
 
 import math
 from collections.abc import Callable

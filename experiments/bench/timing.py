@@ -59,7 +59,7 @@ def show_ratio(over: list[float], under: list[float]) -> str:
 
 
 def rise_mb(work: Callable, device: str = "cpu") -> float:
-    """How much memory work() adds at its peak: to the process (Linux), or to the GPU's allocator."""
+    """How much memory work() adds at its peak, to the process (Linux) or the GPU's allocator."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

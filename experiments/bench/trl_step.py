@@ -9,7 +9,7 @@ tokens agree up to sampling, and are printed.
 
 TRL's trainer runs its own loop; our step is made at the end of each of TRL's. The first --warm-up
 pairs are left out. Memory: rise of the peak of a process that has one side only, its model
-included.
+included, the libraries apart.
 """
 
 import logging
@@ -18,8 +18,10 @@ import warnings
 from statistics import mean, median
 
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from experiments.bench.rollout import CASES, EOS, GROUP, Case, build
 from experiments.bench.step import make_config, make_policy, make_step, with_ends
@@ -54,9 +56,6 @@ class Words:
 
 def make_trainer(case: Case, steps: int, out: str, callback: TrainerCallback):
     """TRL's trainer. The numbers of tokens that it generates go into callback.tokens["trl"]."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     task = Words(case)
 
     def reward_fn(completions, completion_ids, **_) -> list[float]:

@@ -44,6 +44,7 @@ PHASES = {  # name -> the functions that it consists of, and where they are call
     "evaluate": [(train, "evaluate")],
     "write": [
         (train, "record"),
+        (train, "keep_groups"),
         (train, "save"),
         (train, "save_start"),
         (llm.runs, "make_directory"),
