@@ -490,9 +490,15 @@ def log_probs(
         return [x.new_zeros(*mask.shape, *x.shape[1:]).index_put((mask,), x) for x in flat]
 
     many = len(rows.prompts) > config.micro_rows and torch.is_grad_enabled()
+    if many and len({*map(tuple, rows.prompts)}) > config.micro_rows:  # nor more prompts at once
+        halves = torch.arange(len(rows.prompts), device=rows.mask.device).chunk(2)
+        parts = [log_probs(policy, rows[half], config, keep_hidden) for half in halves]
+        pairs = zip(*parts, strict=True)
+        return tuple(None if x[0] is None else torch.cat(x) for x in pairs)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     device, read = rows.mask.device, partial(read_prompts, model, rows.prompts)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    bf16 = dict(dtype=torch.bfloat16, enabled=device.type == "cuda")
+    with torch.autocast(device.type, **bf16, cache_enabled=not many):  # or gradients add up in bf16
         prompts = again(read) if many else read()  # each different prompt once
         buckets = length_buckets(rows.mask, config.micro_rows)
         parts = [again(score_bucket, x) if many else score_bucket(x) for x in buckets]
@@ -726,7 +732,8 @@ def warm_start(policy: Policy, task, config: Config):
     Where the method corrects wrong answers, 30 % of the demonstrations are corrections, if the task
     has any: a policy that never saw a correction makes none.
     """
-    optimizer, tokenizer = adamw(policy.model, config.warm_lr), policy.tokenizer
+    model, tokenizer, device = policy.model, policy.tokenizer, policy.model.device
+    optimizer, head = adamw(model, config.warm_lr), model.get_output_embeddings()
     end = int(policy.eos[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     repairs = 0
     if config.chosen_method.repair and hasattr(task, "correction"):
@@ -741,20 +748,22 @@ def warm_start(policy: Policy, task, config: Config):
             items[j] = task.correction(items[j], config.repair_references)
         demos = tokenizer([item.demo for item in items], add_special_tokens=False)["input_ids"]
         prompts = task.encode(tokenizer, items)
-        width = max(map(len, prompts)) + max(map(len, demos)) + 1
-        ids = torch.zeros(len(items), width, dtype=torch.long)
-        labels = torch.full_like(ids, -100)  # what transformers leaves out of its mean
-        for row, (prompt, demo) in enumerate(zip(prompts, demos, strict=True)):
-            text = torch.tensor([*prompt, *demo, end])
-            ids[row, : len(text)] = text
-            labels[row, len(prompt) : len(text)] = text[len(prompt) :]
-        device = policy.model.device
+        texts = [p + d + [end] for p, d in zip(prompts, demos, strict=True)]
+        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        learnt = torch.zeros_like(ids, dtype=torch.bool)  # the demonstrations and their ends
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            ids[row, : len(text)] = torch.tensor(text)
+            learnt[row, len(prompt) : len(text)] = True
+        ids, learnt = ids.to(device), learnt.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             # Padding stands behind a text, where a causal model does not look.
-            loss = policy.model(ids.to(device), labels=labels.to(device)).loss
+            hidden = model.base_model(ids).last_hidden_state[:, :-1]
+        hidden = hidden[learnt[:, 1:]]  # (M, d) predict the M demonstrated tokens
+        logp, _ = token_log_probs(hidden, head.weight, head.bias, ids[learnt], 1.0)
+        loss = -logp.mean()
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not math.isfinite(norm):
             fail(
                 f"--warm-lr {config.warm_lr}: the warm start diverged at its step {step + 1} "

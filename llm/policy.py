@@ -179,6 +179,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             d_weight.addmm_(d_logits.T, hidden[rows])
             if bias is not None:
                 d_bias += d_logits.sum(0)
+            del p, d_logits  # before the next chunk is made
         return d_hidden, d_weight, d_bias, None, None, None
 
 
