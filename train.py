@@ -492,9 +492,8 @@ def log_probs(
     many = len(rows.prompts) > config.micro_rows and torch.is_grad_enabled()
     if many and len({*map(tuple, rows.prompts)}) > config.micro_rows:  # nor more prompts at once
         halves = torch.arange(len(rows.prompts), device=rows.mask.device).chunk(2)
-        parts = [log_probs(policy, rows[half], config, keep_hidden) for half in halves]
-        pairs = zip(*parts, strict=True)
-        return tuple(None if x[0] is None else torch.cat(x) for x in pairs)
+        parts = zip(*(log_probs(policy, rows[h], config, keep_hidden) for h in halves), strict=True)
+        return tuple(None if x[0] is None else torch.cat(x) for x in parts)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     device, read = rows.mask.device, partial(read_prompts, model, rows.prompts)
     bf16 = dict(dtype=torch.bfloat16, enabled=device.type == "cuda")
