@@ -10,8 +10,6 @@ from collections import defaultdict
 
 import torch
 
-from losses import METHODS, kept_tokens
-
 CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}  # every other clip is (0.2, 0.2)
 SEQ_MEAN = ("grpo", "gspo", "pos_only")
 BUDGET_MEAN = ("reinforce", "grpo_symmetric", "dr_grpo", "dfpo_min", "dfpo_orthogonal")
@@ -30,7 +28,7 @@ def rollout(policy, prompts, max_tokens, temperature, gen):
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
             if temperature:
-                sums = (logits / temperature).softmax(-1).cumsum(-1)
+                sums = (logits / temperature).double().softmax(-1).cumsum(-1)
                 answer.append(int((sums <= draws[len(answer)] * sums[-1]).sum()))
             else:
                 answer.append(int(logits.argmax()))
@@ -136,12 +134,12 @@ def loss(name, now, old, adv, ref, G, L, eps_low=None, eps_high=None, kl=0.0, **
         elif name == "gspo":
             J = ppo(s[i], A[i]).expand(T[i])
         elif name in ("reinforce", "dfpo_min", "dfpo_orthogonal"):
-            w = 1.0
+            w, ratios = 1.0, [x.item() for x in s]
             if name == "dfpo_min":
-                w = min(float(s[j]) for j in groups[i])
+                w = min(ratios[j] for j in groups[i])
             if name == "dfpo_orthogonal" and mixed[i]:
-                norm = sum(float(A[j]) ** 2 for j in groups[i])
-                w = float(s[i]) - A[i] * sum(float(A[j] * s[j]) for j in groups[i]) / norm
+                norm = sum(A[j] ** 2 for j in groups[i])
+                w = ratios[i] - A[i] * sum(A[j] * ratios[j] for j in groups[i]) / norm
             J = w * adv[i] * now[i] * ((r - 1).abs() <= hyper.get("eps", math.inf))
         else:
             J = ppo(r, adv[i].clamp(min=0) if name == "pos_only" else adv[i])
@@ -164,7 +162,7 @@ def visits(answers, A, G):
     nodes = defaultdict(list)
     for i, answer in enumerate(answers):
         for t in range(len(answer) if A[i] else 0):
-            nodes[i // G, *answer[: t + 1]].append((i, t))
+            nodes[(i // G, *answer[: t + 1])].append((i, t))
     return list(nodes.values())
 
 

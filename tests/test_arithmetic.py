@@ -1,5 +1,4 @@
-"""The toy task has what the papers speak of: fillers, three solution forms, imperfect
-demonstrations."""
+"""The toy task has what the papers speak of: fillers, three forms, imperfect demonstrations."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -36,10 +35,10 @@ def test_every_opener_and_form_earns_the_reward(opener, form):
         assert TASK.reward(opener + solutions(a, b)[form], item) == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#-85", "#٨٥"],
-)
+WRONG = ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#-85", "#٨٥"]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_anything_else_earns_nothing(text):
     assert TASK.reward(text, Item("37+48=", "85", "")) == 0.0
 
@@ -50,23 +49,18 @@ def test_only_the_final_answer_counts():
     assert TASK.reward("hm #84,#85", item) == 1.0
 
 
-def test_corrections_are_of_wrong_answers_mostly_with_a_right_sibling_and_succeed_as_often_as_promised():
+def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
     repaired = helped = direct = 0
     for item in TASK.train[:1000]:
         made = TASK.correction(item)
-        first, wrong, sibling, end = (
-            made.prompt.rsplit("=", 3) if made.prompt.count("=") == 3 else ("", "", "", "")
-        )
-        if first:  # two direct answers
+        if made.prompt.count("=") == 3:  # two direct answers
+            first, wrong, sibling, end = made.prompt.rsplit("=", 3)
             assert first + "=" == item.prompt and end == ""
             assert TASK.reward(wrong, item) == 0
             helped += TASK.reward(sibling, item)
             direct += 1
-        assert (
-            made == TASK.correction(item)
-            and made.prompt.startswith(item.prompt)
-            and made.prompt.endswith("=")
-        )
+        assert made == TASK.correction(item)
+        assert made.prompt.startswith(item.prompt) and made.prompt.endswith("=")
         assert made.demo[:3] in OPENERS and made.demo[:3] == made.prompt[len(item.prompt) :][:3]
         assert TASK.reward(made.demo, made) or f"={made.demo}=" in made.prompt  # mended or copied
         repaired += TASK.reward(made.demo, made)
@@ -83,9 +77,8 @@ def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
     assert 0.03 < sum(TASK.reward(item.demo, item) for item in direct) / len(direct) < 0.07
     assert all(TASK.reward(item.demo, item) == 1.0 for item in worked)
     for opener in OPENERS:
-        assert (
-            0.30 < sum(item.demo.startswith(opener) for item in TASK.train) / len(TASK.train) < 0.37
-        )
+        share = sum(item.demo.startswith(opener) for item in TASK.train) / len(TASK.train)
+        assert 0.30 < share < 0.37
     assert max(len(item.demo) for item in TASK.train) + 1 <= 26
 
 
@@ -95,11 +88,8 @@ def test_prefix_sets_tell_openers_and_forms_apart():
         sets = TASK.prefixes(item)
         for form, text in solutions(a, b).items():
             for opener in OPENERS:
-                hit = [
-                    name
-                    for name, prefixes in sets.items()
-                    if (opener + text).startswith(tuple(prefixes))
-                ]
+                answer = opener + text
+                hit = [name for name, starts in sets.items() if answer.startswith(tuple(starts))]
                 assert hit == [f"opener {opener.strip()}", f"form {form}"]
 
 
@@ -108,8 +98,6 @@ def test_tokenizer_is_one_token_per_character_and_survives_saving(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     for made in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         ids = made.encode("hm 7+8=15,#85", add_special_tokens=False)
-        assert len(ids) == len("hm 7+8=15,#85") and not {
-            made.pad_token_id,
-            made.eos_token_id,
-        } & set(ids)
+        assert len(ids) == len("hm 7+8=15,#85")
+        assert not {made.pad_token_id, made.eos_token_id} & {*ids}
         assert made.decode([*ids, made.eos_token_id], skip_special_tokens=True) == "hm 7+8=15,#85"

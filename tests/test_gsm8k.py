@@ -5,10 +5,10 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
+import datasets
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from llm import gsm8k
@@ -19,22 +19,16 @@ needs_real = pytest.mark.skipif(
     not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}"
 )
 
-PROBLEMS = [
-    {
-        "question": "Ann has 48 pens and sells half. How many are left?",
-        "answer": "48/2=<<48/2=24>>24 left.\n#### 24",
-    },
-    {
-        "question": "Bob’s flat costs $1,200 a year. And four?",
-        "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800",
-    },
-    {"question": "It was 3° and fell by 10°. Now?", "answer": "3-10 = -7.\n#### -7"},
-]
+QUESTIONS = {
+    "Ann has 48 pens and sells half. How many are left?": "48/2=<<48/2=24>>24 left.\n#### 24",
+    "Bob’s flat costs $1,200 a year. And four?": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800",
+    "It was 3° and fell by 10°. Now?": "3-10 = -7.\n#### -7",
+}
+PROBLEMS = [{"question": key, "answer": text} for key, text in QUESTIONS.items()]
 
 
 def write(folder, train, test=None):
-    """Raw lines (bytes) or records -> folder/train.jsonl and folder/test.jsonl; the folder's
-    name."""
+    """Raw bytes or records -> folder/train.jsonl and folder/test.jsonl; the folder's name."""
     for name, lines in (("train", train), ("test", test or PROBLEMS)):
         raw = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()
         (folder / f"{name}.jsonl").write_bytes(raw)
@@ -56,108 +50,50 @@ def reward(text, gold="42"):
 @needs_real
 def test_every_gold_answer_of_the_real_files_is_correct():
     task = GSM8K(str(REAL))
-    lines = [
-        line
-        for split in ("train", "test")
-        for line in (REAL / f"{split}.jsonl").read_bytes().splitlines()
-    ]
-    items = task.train + task.test
+    files = [(REAL / f"{split}.jsonl").read_bytes().splitlines() for split in ("train", "test")]
     assert (len(task.train), len(task.test)) == (7473, 1319)
-    assert (
-        sum(
-            task.reward(json.loads(line)["answer"], item)
-            for line, item in zip(lines, items, strict=True)
-        )
-        == 8792
-    )
-    assert sum(task.reward(item.demo, item) for item in items) == 8792
-    assert not any("<<" in item.demo or ">>" in item.demo for item in items)
+    items = task.train + task.test
+    for line, item in zip(sum(files, []), items, strict=True):
+        assert task.reward(json.loads(line)["answer"], item) == task.reward(item.demo, item) == 1
+        assert not any(mark in item.demo for mark in ("<<", ">>"))
 
 
-@pytest.mark.parametrize(
-    "text, answer",
-    [
-        # where the answer stands
-        ("1 + 1\n#### 42", "42"),
-        ("#### 41\nno:\n#### 42", "42"),
-        ("#### 42\nChecked 3 times.", "42"),
-        ("####\n\n42", "42"),
-        (r"\boxed{7} and #### 42", "42"),
-        (r"first \boxed{7}, then \boxed{42} after 3 tries", "42"),
-        (r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}", None),
-        (r"\boxed{\text{about {all} of }42} of 50", "42"),
-        (r"\boxed{42", "42"),
-        ("7 and 35 make 42.", "42"),
-        ("42, in other digits ٤٣", "42"),
-        # how it may be dressed
-        ("#### 42 dollars", "42"),
-        ("#### USD 42", "42"),
-        ("#### $1,234.00", "1234.00"),
-        ("#### €42", "42"),
-        ("####42.", "42"),
-        ("#### 42kg", "42"),
-        ("#### 50%", "50"),
-        ("#### **42**", "42"),
-        ("#### 42<|im_end|>", "42"),
-        ("#### .5", ".5"),
-        (r"#### \boxed{\$1{,}000}", "1000"),
-        (r"\boxed{\$1{,}000}", "1000"),
-        (r"\boxed{42\text{ apples}}", "42"),
-        ("#### 1,234,567.5", "1234567.5"),
-        # its sign
-        ("#### -7", "-7"),
-        ("#### \u22127", "-7"),
-        ("#### \u20137", "-7"),
-        ("#### - 7", "-7"),
-        ("#### -$7", "-7"),
-        ("#### $-7", "-7"),
-        (r"#### -\$7", "-7"),
-        ("#### -(7)", "-7"),
-        ("#### +7", "7"),
-        ("10-7", "7"),
-        # no clear answer
-        ("#### not 42 but 43", None),
-        ("#### 3/4", None),
-        ("#### 40-42", None),
-        ("#### 9**9**9", None),
-        ("#### 4 2", None),
-        ("#### 4\x002", None),
-        ("42 ####", None),
-        (r"42 \boxed{}", None),
-        ("", None),
-        ("forty-two", None),
+READS = {  # the answer that is read: from these texts
+    "42": ["1 + 1\n#### 42", "#### 41\nno:\n#### 42", "#### 42\nChecked 3 times.", "####\n\n42"],
+    "-7": ["#### -7", "#### \u22127", "#### \u20137", "#### - 7", "#### -$7", "#### $-7"],
+    None: [
+        "#### not 42 but 43",
+        "#### 3/4",
+        "#### 40-42",
+        "#### 9**9**9",
+        "#### 4 2",
+        "#### 4\x002",
     ],
-)
+}
+READS["42"] += [r"\boxed{7} and #### 42", r"first \boxed{7}, then \boxed{42} after 3 tries"]
+READS["42"] += [r"\boxed{\text{about {all} of }42} of 50", r"\boxed{42", "7 and 35 make 42."]
+READS["42"] += ["42, in other digits ٤٣", "#### 42 dollars", "#### USD 42", "#### €42", "####42."]
+READS["42"] += ["#### 42kg", "#### **42**", "#### 42<|im_end|>", r"\boxed{42\text{ apples}}"]
+READS["-7"] += [r"#### -\$7", "#### -(7)"]
+READS["7"] = ["#### +7", "10-7"]
+READS["1000"] = [r"#### \boxed{\$1{,}000}", r"\boxed{\$1{,}000}"]
+READS |= {"1234.00": ["#### $1,234.00"], "50": ["#### 50%"], ".5": ["#### .5"]}
+READS |= {"1234567.5": ["#### 1,234,567.5"]}
+READS[None] += ["42 ####", r"42 \boxed{}", "", "forty-two"]
+READS[None] += [r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}"]
+
+
+@pytest.mark.parametrize("text, answer", [(text, x) for x in READS for text in READS[x]])
 def test_reads(text, answer):
     assert extract(text) == answer
 
 
-NEAR_42 = "420 142 4 2 -42 \u221242 0.42 .42 ,42 4.2 42.0001 42e3 42e0 4_2 x42 0x2A 42½ 42² 0,042 ٤٢ 42٣ ٣42".split()
-NEAR_42 += ["not 42 but 43", "4 2", "42.5.1", "...42", "４２", "9" * 10_000, "nan", ""]
-NEAR = [
-    ("7", "-7"),
-    ("-7", "7"),
-    ("1,234", "234"),
-    ("234", "1,234"),
-    ("1,2", "12"),
-    ("1,2", "2"),
-    ("1,2", "1"),
-]
-NEAR += [
-    ("12,34", "1234"),
-    ("1,2345", "12345"),
-    ("1234,567", "1234567"),
-    ("1.234,5", "1.2345"),
-    ("1e400", "1"),
-]
-NEAR += [
-    ("42e3", "3"),
-    ("42e3", "42000"),
-    ("9**9**8", "9"),
-    ("1/2", "1"),
-    ("42٣", "423"),
-    ("", "0"),
-]
+NEAR_42 = "420 142 4 2 -42 \u221242 0.42 .42 ,42 4.2 42.0001 42e3 42e0 4_2 x42 0x2A 42½ 42² 0,042"
+NEAR_42 = [*NEAR_42.split(), "٤٢", "42٣", "٣42", "not 42 but 43", "4 2", "42.5.1", "...42", "４２"]
+NEAR_42 += ["9" * 10_000, "nan", ""]
+NEAR = """7 -7|-7 7|1,234 234|234 1,234|1,2 12|1,2 2|1,2 1|12,34 1234|1,2345 12345|1234,567 1234567
+1.234,5 1.2345|1e400 1|42e3 3|42e3 42000|9**9**8 9|1/2 1|42٣ 423"""
+NEAR = [tuple(pair.split()) for pair in NEAR.replace("\n", "|").split("|")] + [("", "0")]
 
 
 @pytest.mark.parametrize("where", ["{}", "#### {}", r"\boxed{{{}}}", "The answer is {}."])
@@ -184,37 +120,8 @@ def test_comparison_is_exact_beyond_floats_and_decimal_contexts(sign):
     assert reward(f"#### {sign}0.{digits}2", f"{sign}0.{digits}1") == 0.0
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.text() | st.text(alphabet="0123456789.,-−# $%\\boxed{}eE/*\n٣½"),
-    st.sampled_from(["42", "-1,234", "0.5"]),
-)
-def test_any_text_earns_zero_or_one(text, gold):
-    for marked in (text, f"#### {text}", rf"\boxed{{{text}"):
-        assert reward(marked, gold) in (0.0, 1.0)
-
-
-HOSTILE = [
-    "9",
-    "a",
-    "1a",
-    "1 ",
-    "1,",
-    ",000",
-    ".",
-    "1.",
-    "-",
-    "- ",
-    "-$",
-    "-1",
-    "#",
-    "####",
-    "{",
-    "}",
-    "{,}",
-    "\0",
-]
-HOSTILE += ["_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, "]
+HOSTILE = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{"]
+HOSTILE += ["}", "{,}", "\0", "_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, "]
 
 
 @pytest.mark.parametrize("unit", HOSTILE)
@@ -250,6 +157,7 @@ def test_byte_order_mark_crlf_blank_last_line_and_raw_utf8_are_read(tmp_path):
 
 
 GOOD = json.dumps(PROBLEMS[0]).encode()
+NO_ANSWER = '"answer" has no "####" followed by one number'
 
 
 @pytest.mark.parametrize(
@@ -263,15 +171,9 @@ GOOD = json.dumps(PROBLEMS[0]).encode()
         (b'{"answer": "#### 1"}', 'no text under "question"'),
         (b'{"question": "a"}', 'no text under "answer"'),
         (b'{"question": "a", "answer": 1}', 'no text under "answer"'),
-        (b'{"question": "a", "answer": "is 1"}', '"answer" has no "####" followed by one number'),
-        (
-            b'{"question": "a", "answer": "1 #### one"}',
-            '"answer" has no "####" followed by one number',
-        ),
-        (
-            b'{"question": "a", "answer": "#### 1 or 2"}',
-            '"answer" has no "####" followed by one number',
-        ),
+        (b'{"question": "a", "answer": "is 1"}', NO_ANSWER),
+        (b'{"question": "a", "answer": "1 #### one"}', NO_ANSWER),
+        (b'{"question": "a", "answer": "#### 1 or 2"}', NO_ANSWER),
     ],
 )
 def test_a_malformed_line_is_named_with_the_reason_and_the_format(tmp_path, line, reason):
@@ -292,34 +194,27 @@ def test_an_empty_file_is_refused(tmp_path, raw):
 
 
 def test_a_missing_folder_or_file_is_named(tmp_path):
-    with pytest.raises(
-        ValueError, match="nowhere/train.jsonl is not a file; --data DIR reads DIR/train.jsonl and"
-    ):
+    said = " is not a file; --data DIR reads DIR/train.jsonl and"
+    with pytest.raises(ValueError, match="nowhere/train.jsonl" + said):
         GSM8K(str(tmp_path / "nowhere"))
     (tmp_path / "train.jsonl").write_bytes(GOOD)
-    with pytest.raises(
-        ValueError, match="test.jsonl is not a file; --data DIR reads DIR/train.jsonl and"
-    ):
+    with pytest.raises(ValueError, match="test.jsonl" + said):
         GSM8K(str(tmp_path))
 
 
 def test_the_hub_gives_the_same_items(monkeypatch, task):
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
-    monkeypatch.setattr(gsm8k, "load_dataset", lambda *names: hub[names])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: hub[names])
     assert (GSM8K(None).train, GSM8K(None).test) == (task.train, task.test[:1])
 
 
 def test_an_unreachable_hub_points_to_local_files(monkeypatch):
-    def unreachable(*names):
-        raise ConnectionError("a long\ntale")
-
-    monkeypatch.setattr(gsm8k, "load_dataset", unreachable)
+    unreachable = Mock(side_effect=ConnectionError("a long\ntale"))
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ValueError) as error:
         GSM8K(None)
-    assert (
-        str(error.value)
-        == "cannot load openai/gsm8k (ConnectionError); --data DIR reads local files"
-    )
+    said = "cannot load openai/gsm8k (ConnectionError); --data DIR reads local files"
+    assert str(error.value) == said
 
 
 # ---- tokens
@@ -332,42 +227,31 @@ def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
         assert prompt + tokenizer.encode(item.demo) == tokenizer.encode(item.plain() + item.demo)
 
 
-@pytest.mark.parametrize(
-    "default", [False, True]
-)  # transformers 4 returns a list, 5 a BatchEncoding
+@pytest.mark.parametrize("default", [False, True])
 def test_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task, default):
+    """transformers 4 returns a list, 5 a BatchEncoding."""
     tokenizer = task.make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<ai>{% endif %}"
     )
-    tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=default)
     ids, *others = task.encode(tokenizer, task.train)
-    assert (
-        len(others) == len(task.train) - 1
-        and type(ids) is list
-        and all(type(i) is int for i in ids)
-    )
+    assert len(others) == len(task.train) - 1
+    assert type(ids) is list and all(type(i) is int for i in ids)
     question = "Ann has 48 pens and sells half. How many are left?"
     instruction = "Reason step by step; end with '#### ' and the number."
     assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
 
 
-def test_a_correction_problem_shows_question_answer_and_siblings_and_is_graded_as_the_question(
-    task,
-):
-    item = task.train[0]
+def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question(task):
+    item, tokenizer = task.train[0], task.make_tokenizer()
     problem = task.repair(item, "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
-    places = [
-        problem.prompt.index(text)
-        for text in (item.prompt, "#### 48", "#### 24", "none", "corrected")
-    ]
-    assert places == sorted(places) and task.reward("#### 24", problem) == 1 > task.reward(
-        "#### 48", problem
-    )
-    assert problem.prompt in task.make_tokenizer().decode(
-        task.encode(task.make_tokenizer(), [problem])[0]
-    )
+    shown = (item.prompt, "#### 48", "#### 24", "none", "corrected")
+    places = [problem.prompt.index(text) for text in shown]
+    assert places == sorted(places)
+    assert task.reward("#### 24", problem) == 1 > task.reward("#### 48", problem)
+    assert problem.prompt in tokenizer.decode(task.encode(tokenizer, [problem])[0])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The same numbers as the losses of the field: TRL's own GRPOTrainer._compute_loss, called on our
-tensors.
+"""The same numbers as the losses of the field: TRL's GRPOTrainer._compute_loss on our tensors.
 
-Read and written against TRL 1.16.0. Its trainer is never built: `_compute_loss` gets a stand-in with the attributes it
-reads, whose "model" hands back our log-probs. Loss type and clip are TRL's configuration, the arithmetic is TRL's.
+Written against TRL 1.16.0. Its trainer is never built: `_compute_loss` gets a stand-in with the
+attributes that it reads, whose "model" hands back our log-probs. Loss type and clip are TRL's
+configuration, the arithmetic is TRL's.
 """
 
 from collections import defaultdict
@@ -24,9 +24,8 @@ G, T, L = 4, 6, 11
 
 def trl_loss(b, loss_type, level, eps_low, eps_high, kl=0.0):
     """One training step of one process without gradient accumulation: nothing is rescaled."""
-    accelerator = SimpleNamespace(
-        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
-    )
+    same = lambda x, *_, **__: x  # noqa: E731
+    accelerator = SimpleNamespace(num_processes=1, gather=same, reduce=same)
     trainer = SimpleNamespace(
         loss_type=loss_type,
         importance_sampling_level=level,
@@ -44,11 +43,7 @@ def trl_loss(b, loss_type, level, eps_low, eps_high, kl=0.0):
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            b.logp,
-            torch.zeros_like(b.logp),
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (b.logp, 0 * b.logp, None),
     )
     mask = b.mask.long()
     inputs = {
@@ -67,9 +62,7 @@ def trl_loss(b, loss_type, level, eps_low, eps_high, kl=0.0):
 def make_batch(rewards, dtype, scale="std"):
     """Four groups of four, lengths 1 to 6, ratios from 0.6 to 1.65."""
     g = torch.Generator().manual_seed(0)
-    logp, noise, ref = (
-        torch.rand(16, T, generator=g, dtype=torch.float64).to(dtype) for _ in range(3)
-    )
+    logp, noise, ref = torch.rand(3, 16, T, generator=g, dtype=torch.float64).to(dtype)
     adv = group_advantages(torch.tensor(rewards, dtype=dtype), G, scale)
     mask = torch.arange(T) < torch.randint(1, T + 1, (16, 1), generator=g)
     logp = -3 * logp
@@ -78,7 +71,8 @@ def make_batch(rewards, dtype, scale="std"):
 
 MIXED = [1.0, 0, 0, 1, 1, 1, 1, 0, 0.3, 0.1, 0.1, 2, 0, 0.5, 0.5, 1]
 EQUAL = MIXED[:4] + [0.1] * 4 + MIXED[8:]  # the second group has nothing to compare
-PEERS = [  # ours with its paper's clip or another one, TRL's loss_type and importance_sampling_level
+# Ours with its paper's clip or another one, TRL's loss_type and importance_sampling_level.
+PEERS = [
     (losses.grpo, {}, "grpo", "token"),
     (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, "grpo", "token"),
     (losses.grpo, {"kl": 0.04}, "grpo", "token"),
@@ -108,26 +102,19 @@ def test_value_and_gradient_are_those_of_trl(
         loss = loss_of(replace(b, logp=logp))
         pair.append((loss.detach(), torch.autograd.grad(loss, logp)[0]))
     (loss, grad), (trl, trl_grad) = pair
-    if (
-        ours is losses.dapo and rewards is EQUAL
-    ):  # TRL's mean counts the tokens of equal-reward groups, ours does not
+    if ours is losses.dapo and rewards is EQUAL:  # TRL's mean counts the equal group's tokens
         kept = 1 - b.mask[4:8].sum() / b.mask.sum()
         loss, grad = loss * kept, grad * kept
-    torch.testing.assert_close(
-        loss, trl, rtol=1e-6, atol=1e-6 if on_policy else 0.0
-    )  # on-policy it may be exactly 0
+    atol = 1e-6 if on_policy else 0.0  # on-policy it may be exactly 0
+    torch.testing.assert_close(loss, trl, rtol=1e-6, atol=atol)
     torch.testing.assert_close(grad, trl_grad, rtol=1e-5, atol=1e-9)
     assert trl_grad.abs().max() > 1e-3
 
 
 def test_advantages_are_those_of_trl():
-    rewards = torch.tensor(
-        MIXED
-    )  # GRPOTrainer._generate_and_score_completions, scale_rewards="group"
-    groups = rewards.view(-1, G)
-    expected = (groups - groups.nanmean(1, keepdim=True)) / (
-        nanstd(groups, dim=1, keepdim=True) + 1e-4
-    )
-    torch.testing.assert_close(
-        group_advantages(rewards, G, "std"), expected.view(-1), rtol=1e-6, atol=1e-6
-    )
+    """As GRPOTrainer._generate_and_score_completions has them with scale_rewards="group"."""
+    groups = torch.tensor(MIXED).view(-1, G)
+    deviation = nanstd(groups, dim=1, keepdim=True) + 1e-4
+    expected = (groups - groups.nanmean(1, keepdim=True)) / deviation
+    ours = group_advantages(torch.tensor(MIXED), G, "std")
+    torch.testing.assert_close(ours, expected.view(-1), rtol=1e-6, atol=1e-6)

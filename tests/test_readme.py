@@ -1,101 +1,128 @@
-"""What the README says exists: files, functions, claims, flags, exercises."""
+"""What the READMEs say exists: links, lines, methods, claims, commands; and README.md is short.
+
+`python tests/test_readme.py` writes the right line numbers into README.md's links to functions.
+"""
 
 import ast
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
-from test_train import TINY
 
-import config
-import losses
-import train
-import verify
-from experiments import compare
-
-ROOT = Path(verify.__file__).parent
-READMES = [ROOT / "README.md", ROOT / "exercises" / "README.md"]
-TEXT = READMES[0].read_text()
-ROWS = [
-    row.split(" | ")
-    for row in TEXT[TEXT.index("## Read along") :].split("\n\n")[2].splitlines()[2:]
-]
-COMMANDS = [
-    shlex.split(line.partition(" #")[0])
-    for readme in READMES
-    for line in re.findall(r"(?<![\w/])python (?:train|verify)\.py[^`\n;)]*", readme.read_text())
-]
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+READMES = [README, *sorted(ROOT.glob("*/README.md"))]
+LINE_LINK = re.compile(r"\[(\w+)\]\(([\w/]+\.py)#L(\d+)\)")
+# A command ends at a backquote, a comment, a bracket or the end of its line.
+COMMAND = re.compile(r"(?<![\w/.])python (?:train\.py|verify\.py|-m [\w.]+)[^`\n#;)|>]*")
 
 
-def names(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")}
+def line_of(name: str, file: str) -> int:
+    """The line on which a function or class begins, its decorators left out."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return node.lineno
+    raise LookupError(f"{file} defines no {name}")
+
+
+def commands() -> list[tuple[str, ...]]:
+    found = []
+    for readme in READMES:
+        text = readme.read_text().replace("\\\n", " ")
+        found += [tuple(shlex.split(command)[1:]) for command in COMMAND.findall(text)]
+    return sorted({command for command in found if "..." not in command})
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_every_link_leads_somewhere(readme):
-    links = [
-        link for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text()) if "://" not in link
-    ]
-    assert len(links) > 10 and all((readme.parent / link).exists() for link in links), links
+    links = [x for x in re.findall(r"\]\(([^)]+)\)", readme.read_text()) if "://" not in x]
+    headings = re.findall(r"^#+ (.*)$", readme.read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", x).strip().lower().replace(" ", "-") for x in headings}
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (readme.parent / path).exists(), link
+        assert path or anchor in anchors, link
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[1].split()[:4]))
-def test_the_read_along_table_names_functions_claims_and_exercises_that_exist(row):
-    paper, _, equation, where, claims, see = (cell.strip(" |") for cell in row)
-    file = re.search(r"\[(.*?)\]", where)
-    there = names(ROOT / (file[1] if file else "losses.py"))
-    functions = re.findall(r"`(\w+)`", where)
-    assert functions and set(functions) <= there
-    ids = re.findall(r"\b[MCNAI]\d+\b", claims)
-    assert ids and verify.select(ids)
-    assert re.search(r"\([^)]*[PSD]", equation)
-    for number in re.findall(r"\d+", see if see.startswith("exercise") else ""):
-        assert list((ROOT / "exercises").glob(f"{int(number):02}_*.py"))
+def test_links_to_functions_lead_to_their_lines():
+    links = LINE_LINK.findall(README.read_text())
+    wrong = [name for name, file, line in links if line_of(name, file) != int(line)]
+    assert len(links) > 20 and not wrong, f"{wrong}: python tests/test_readme.py mends them"
 
 
-def test_every_method_has_its_row_in_both_tables():
-    for name in losses.METHODS:
-        assert f"| `{name}` |" in TEXT and f"| {name} | 3 |" in TEXT
+def test_every_method_has_its_row_and_every_claim_exists():
+    import verify
+    from losses import METHODS
+
+    text = README.read_text()
+    table = text[text.index("## The methods") : text.index("## The papers")]
+    assert set(METHODS) <= set(re.findall(r"`([\w-]+)`", table))
+    for id_ in re.findall(r"\b[MCNAI]\d+\b", text[text.index("## The papers") :]):
+        assert verify.select([id_])
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_flags_and_values_that_are_accepted(command, tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
+def test_the_readme_is_short_and_begins_with_a_picture():
+    text = README.read_text()
+    assert len(text.split()) <= 1800
+    assert sum(line.startswith("|") for line in text.splitlines()) <= 40
+    assert any(line.startswith("![") for line in text.splitlines()[:10])
+
+
+SCRIPTS = {"train.py", "verify.py", "experiments.compare"}
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_names_a_module_and_flags_that_exist(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = [
-        {"DIR": str(tmp_path), "$m": "grpo", "$s": "0", "S": "0"}.get(x, x)
-        for x in command
-        if x != "..."
-    ]
-    if command[1] == "train.py" and "--help" not in command and "--resume" not in command:
-        args = [x.replace("$m-$s", "new") for x in command[2:]]
-        compare.runs_of(args) if compare.wanted(args) else config.parse(args)
-    elif ids := [x for x in command if re.fullmatch(r"[MCNAIX]\d+[a-g]?|AUDIT", x)]:
-        assert verify.select(ids)
-    elif "--losses" in command:
-        assert (ROOT / command[-1]).exists() or command[-1] == "my_losses.py"
+    script, args = command[0], list(command[1:])
+    if script == "-m":
+        script, args = args[0], args[1:]
+        assert (ROOT / (script.replace(".", "/") + ".py")).exists() or script in (
+            "pytest",
+            "verl.trainer.main_ppo",
+        )
+    args = [{"DIR": str(tmp_path), "NAME": "grpo"}.get(arg, arg).replace("$s", "0") for arg in args]
+    if script == "train.py" and not {"--help", "--resume"} & set(args):
+        import train
+
+        for start in (arg for arg in args if arg.endswith("/start")):
+            Path(start).mkdir(parents=True)
+        train.parse(args)
+    elif script == "experiments.compare":
+        from experiments import compare
+
+        compare.plan(args)
+    elif script == "verify.py" and {"--only", "--explain"} & set(args):
+        import verify
+
+        ids = [arg for arg in args if not arg.startswith("-") and arg != "ID"]
+        assert verify.select(ids or ["C1"])
 
 
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="every command in small: make test-faults")
-@pytest.mark.parametrize("command", sorted({*map(tuple, COMMANDS)}), ids=" ".join)
-def test_every_command_runs(command, tmp_path, monkeypatch, small_gsm8k):
-    """As printed, but for sizes; the hub is out of reach here, so GSM8K on Qwen becomes GSM8K from
-    scratch."""
+@pytest.mark.parametrize("command", [x for x in commands() if "$s" not in str(x)], ids=" ".join)
+def test_every_command_of_train_and_verify_runs(command, tmp_path, monkeypatch, small_gsm8k):
+    """As printed, but for sizes. The hub is out of reach, so Qwen becomes a model from scratch."""
+    import train
+    import verify
+    from tests.helpers import TINY
+
     monkeypatch.chdir(tmp_path)
-    words = " ".join(command[1:]).partition(" >")[0].split()
-    script, *args = [
-        {"DIR": small_gsm8k, "$m": "ibpo", "$s": "0", "S": "0"}.get(x, x)
-        for x in words
-        if x != "..."
-    ]
-    args = [x.replace("$m-$s", "new") for x in args]
-    if script == "train.py" and not {"--help", "--resume"} & {*args}:
+    script, args = command[0], list(command[1:])
+    args = [{"DIR": small_gsm8k, "NAME": "grpo", "ID": "C2"}.get(arg, arg) for arg in args]
+    if script == "train.py" and not {"--help", "--resume"} & set(args):
         if "gsm8k" in args and "scratch" not in args:
             args += ["--data", small_gsm8k, "--model", "scratch"]
         train.main([*args, *TINY, "--steps", "2", "--max-tokens", "20"])
     elif script == "verify.py" and "my_losses.py" not in args:
-        args = [{"ID": "C2"}.get(x, x) for x in args]
-        args = [str(ROOT / x) if x.startswith("exercises/") else x for x in args]
+        args = [str(ROOT / arg) if arg.startswith("exercises/") else arg for arg in args]
         assert verify.main(args) == int("--losses" in args)  # the exercises are blank
+
+
+if __name__ == "__main__":
+    right = LINE_LINK.sub(lambda x: f"[{x[1]}]({x[2]}#L{line_of(x[1], x[2])})", README.read_text())
+    README.write_text(right)
+    sys.exit()

@@ -1,7 +1,7 @@
-"""One exact test of the whole step: sample, score, learn, diagnose, and beside it the naive trainer.
+"""One exact test of the whole step: sample, score, learn, diagnose, and beside them naive.py.
 
-In float64, so that "equal" means equal. Here stand the order of things and what is logged of them;
-everything that is computed stands in naive.py.
+In float64, so that "equal" means equal. The order of things and what is logged of them are written
+out here, their parts in naive.py.
 """
 
 import copy
@@ -10,38 +10,20 @@ import itertools
 import naive
 import pytest
 import torch
+from helpers import Letters, float64, random_policy
 
 import train
-from llm.policy import Policy, load_policy
 from llm.runs import adamw
 from losses import METHODS, kept_tokens
-from toy.arithmetic import Arithmetic, Item
 
 G, L, TEMPERATURE = 4, 7, 0.7
-ANSWERS = ["13579,so", "", "67890#k", "02468,=m"]
-PROMPTS = ["1+1=", "23=", "4+4+4=", "5="]
-
-
-class Letters(Arithmetic):
-    """Right: an odd number of the item's own letters. Half right: none of them, but a "+"."""
-
-    def __init__(self):
-        self.train = [Item(*pair, "") for pair in zip(PROMPTS, ANSWERS, strict=True)]
-
-    def reward(self, text, item):
-        count = sum(letter in item.answer for letter in text)
-        return count % 2 + 0.5 * (count == 0 and "+" in text)
 
 
 @pytest.fixture(scope="module")
-def start(double):
-    """A random policy with three ids that end an answer, and a reference that differs from it."""
-    policies = []
-    for seed in (6, 4):
-        policy = load_policy(train.Config(width=8, seed=seed), Arithmetic(), "scratch")
-        policy.model.get_input_embeddings().weight.data *= 1.5  # answers share their first tokens
-        policies.append(Policy(policy.model, policy.tokenizer, torch.tensor([1, 5, 9])))
-    return policies
+def start():
+    """The policy, and a reference that differs from it."""
+    with float64():
+        yield random_policy(37), random_policy(4)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +31,9 @@ def first_answers(start):
     """The naive rollout of a step, and the generator after it."""
     task, gen = Letters(), train.rng(5, "sample", 2)
     prompts = [ids for ids in task.encode(start[0].tokenizer, task.train) for _ in range(G)]
-    return naive.rollout(start[0], prompts, L, TEMPERATURE, gen), gen
+    answers = naive.rollout(start[0], prompts, L, TEMPERATURE, gen)
+    assert {1, 5, 9} < {answer[-1] for answer in answers} and len({*map(len, answers)}) > 3
+    return answers, gen
 
 
 def corrected(policy, task, rows, gen):
@@ -59,7 +43,9 @@ def corrected(policy, task, rows, gen):
     problems = []
     for i in wrong:
         others = [*range(i + 1, i - i % G + G), *range(i - i % G, i)]
-        right_first = [j for j in others if rewards[j] == 1] + [j for j in others if rewards[j] != 1]
+        right_first = [j for j in others if rewards[j] == 1] + [
+            j for j in others if rewards[j] != 1
+        ]
         problems.append(task.repair(items[i], texts[i], [texts[j] for j in right_first[:2]]))
     fixed = naive.rollout(policy, task.encode(policy.tokenizer, problems), L, TEMPERATURE, gen)
     repaired, kept = [False] * len(items), [[False] * len(answer) for answer in answers]
@@ -114,7 +100,9 @@ def naive_step(start, first_answers, config, hyper):
     with torch.no_grad():
         old = naive.log_probs(policy, prompts, answers, TEMPERATURE)
         ref = naive.log_probs(reference, prompts, answers, TEMPERATURE)
-        full = [naive.read(policy, *row, TEMPERATURE)[0] for row in zip(prompts, answers, strict=True)]
+        full = [
+            naive.read(policy, *row, TEMPERATURE)[0] for row in zip(prompts, answers, strict=True)
+        ]
         errors = naive.prediction_errors(policy, prompts, answers, TEMPERATURE, G)
     A = naive.advantages(shaped, G, method.scale)
     adv = credit(config, {"logp": old, "rewards": rewards}, kept, A, errors)
@@ -170,12 +158,16 @@ def naive_step(start, first_answers, config, hyper):
     log["tax"] = sum(taxes) / len(taxes)
     right = [i for i in range(n) if rewards[i] == 1 and A[i]][:32]
     later = naive.log_probs(policy, prompts, answers, TEMPERATURE)
-    log["delta"] = sum(float((later[i] - old[i]).sum()) for i in right) / len(right)
+    log["delta"] = sum((later[i] - old[i]).sum().item() for i in right) / len(right)
     return policy, log, norms
 
 
+EXCHANGEABLE = ("reinforce", "grpo-symmetric", "dfpo-min")  # these never have a tax
 CASES = [(name, project, 2, 64, {}) for name in METHODS for project in (False, True)]
-CASES += [("grpo", False, 2, 5, {"kl": 0.1}), ("gspo", False, 1, 64, {"eps_low": 0.1, "eps_high": 0.2})]
+CASES += [
+    ("grpo", False, 2, 5, {"kl": 0.1}),
+    ("gspo", False, 1, 64, {"eps_low": 0.1, "eps_high": 0.2}),
+]
 CASES += [("lopti", True, 1, 5, {}), ("ibpo", False, 1, 3, {}), ("nthr", False, 1, 64, {})]
 
 
@@ -187,7 +179,7 @@ def test_a_step_is_the_naive_one(
         **dict(method=method, project=project, minibatches=minibatches, micro_rows=micro_rows),
         **dict(hyper=[f"{key}={value}" for key, value in hyper.items()], repair_references=2),
         **dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, epochs=2),
-        **dict(seed=5, steps=3, lr=0.02, grad_clip=0.02),
+        **dict(seed=5, steps=3, lr=0.02, grad_clip=0.51),
     )
     expected, log, norms = naive_step(start, first_answers, config, hyper)
     policy, reference = copy.deepcopy(start)
@@ -202,5 +194,6 @@ def test_a_step_is_the_naive_one(
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=lambda m, n=name: n + m)
     assert metrics.keys() == log.keys() and metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
-    assert max(norms) > config.grad_clip and 0 < log["reward"] < 1 and 0 < log["truncated"] < 1
-    print("LOG", method, project, {k: round(v, 3) for k, v in log.items()}, [round(x,3) for x in norms])
+    assert min(norms) < config.grad_clip < max(norms) or method in ("reinforce", "ibpo")
+    assert log.get("repair_rate", 1) > 0 and log.get("reshaped", 1) > 0
+    assert log["tax"] < 1e-12 if project else log["tax"] > 0 or method in EXCHANGEABLE

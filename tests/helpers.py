@@ -1,0 +1,67 @@
+"""What several tests use: a tiny run of the trainer, a small task, random policies, float64."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from llm.policy import Policy, load_policy
+from toy.arithmetic import Arithmetic, Item
+
+TINY = "--steps 4 --warm-steps 3 --warm-rows 8 --prompts 4 --group-size 3 --layers 1 --width 16"
+TINY += " --max-tokens 12 --eval-items 6 --eval-every 2 --minibatches 2 --train-items 500"
+TINY = TINY.split()
+
+
+def run(folder: Path, *args) -> Path:
+    """Train in a directory, which is returned."""
+    train.main([*TINY, "--out", str(folder), *map(str, args)])
+    return folder
+
+
+def metrics(folder: Path) -> list[dict]:
+    """metrics.jsonl without what differs between equal runs: the seconds and their rate."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.endswith("_s")} for line in lines]
+
+
+class Letters(Arithmetic):
+    """Right: an odd number of the item's own letters. Half right: two of them."""
+
+    def __init__(self):
+        pairs = [("1+1=", "13579,so"), ("23=", "2"), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
+        others = [
+            ("6+6=", "02468so"),
+            ("7=", "13579"),
+            ("8+8+8=", "hm+"),
+            ("9+=", "so"),
+            ("0=", ""),
+        ]
+        self.train = [Item(*pair, "") for pair in pairs]
+        self.test = [Item(*pair, "") for pair in others]
+
+    def reward(self, text, item):
+        count = sum(letter in item.answer for letter in text)
+        return count % 2 + 0.5 * (count == 2)
+
+
+def random_policy(seed: int) -> Policy:
+    """A small GPT-2 that repeats itself, with three ids that end an answer."""
+    policy = load_policy(train.Config(width=8, seed=seed), Arithmetic(), "scratch")
+    policy.model.get_input_embeddings().weight.data *= 1.5
+    return Policy(policy.model, policy.tokenizer, torch.tensor([1, 5, 9]))
+
+
+@contextmanager
+def float64():
+    """Everything in float64: new tensors, and what the code asks to be fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
