@@ -143,7 +143,7 @@ def token_log_probs(
             return ChunkedLogProbs.apply(hidden, weight, bias, targets, temperature, size)
         logp = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
         with torch.no_grad():
-            entropy = -(logp.exp() * logp).sum(-1)
+            entropy = -logp.exp().mul_(logp).sum(-1)
         return logp.gather(1, targets[:, None]).squeeze(1), entropy
 
 

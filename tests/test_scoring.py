@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import float64
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from llm.policy import (
@@ -136,6 +137,41 @@ def test_the_chunked_output_layer_has_the_gradient_of_the_plain_one(monkeypatch)
             full[range(n), targets].backward(grad)
             for a, b in zip(ours[: 2 + bias], plain, strict=False):
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+
+class LiveNumbers(TorchDispatchMode):
+    """Counts the numbers in large new tensors that are alive at a time."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.now, self.most = least, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= self.least and not is_old(out, args):
+            self.now += out.numel()
+            self.most = max(self.most, self.now)
+            weakref.finalize(out.untyped_storage(), self.end, out.numel())
+        return out
+
+    def end(self, size):
+        self.now -= size
+
+
+def is_old(out, args):
+    """Whether a tensor shares its numbers with an argument: views and in-place results do."""
+    return any(isinstance(x, torch.Tensor) and x.data_ptr() == out.data_ptr() for x in args)
+
+
+def test_the_chunked_output_layer_holds_two_chunks_of_logits(monkeypatch):
+    monkeypatch.setitem(CHUNK, "cpu", 1)
+    V, n = 50, 2000
+    hidden, weight = torch.randn(n, 3, requires_grad=True), torch.randn(V, 3, requires_grad=True)
+    with LiveNumbers(400 * V) as live:  # the last chunk is 464 rows
+        logp, _ = token_log_probs(hidden, weight, None, torch.zeros(n, dtype=torch.long), 0.7)
+        forward = live.most
+        logp.sum().backward()
+    assert forward == live.most == 2 * 512 * V
 
 
 def most_activations(policy, rows, micro_rows):

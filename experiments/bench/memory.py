@@ -7,9 +7,9 @@ is scored with tensors that have shapes but no data. What autograd keeps of that
 pass is added up, every storage once. No answer ends early.
 
 With more answers than micro_rows, log_probs() keeps no activations. Backward makes them again: of
-one bucket after another, and at last of the prompts. So the peak has either those of a bucket or
-those of the prompts. The prompts' keys and values, and their gradients, are there all the time. The
-peak of the rollout comes at another time than that of backward.
+one bucket after another, and then of at most micro_rows prompts. So the peak has either those of a
+bucket or those of some prompts. The prompts' keys and values, and their gradients, are there all
+the time. The peak of the rollout comes at another time than that of backward.
 
 --measure also makes two steps from random weights on that device and prints their peak (cpu: of
 resident memory, in fp32). Needs transformers 5.
@@ -95,19 +95,21 @@ def read_answers(model, cap: int, states: tuple) -> Tensor:
 def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, float], float]:
     """GB by what needs them; and at the peak, where not all of them are there."""
     answers = case.prompts * group_size
-    rows = min(answers, micro_rows)
-    kept = count_kept(case, rows)
+    rows, prompts = min(answers, micro_rows), case.prompts
+    while answers > rows and prompts > micro_rows:  # log_probs() halves its rows
+        prompts = (prompts + 1) // 2
+    kept = count_kept(replace(case, prompts=prompts), rows)
     shared = kept.token * case.prompts * case.prompt
     chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
-    head = 3 * chunk + 4 * case.vocab * case.width
+    head = 2 * chunk + 4 * case.vocab * case.width
     rollout = answers * (kept.token * (case.prompt + case.cap) + 32 * case.vocab)
     needs = {
         "weights, gradients, AdamW's two moments": 16 * kept.parameters,
         "start policy (--no-reference: none)": 4 * kept.parameters,
         "keys and values of the prompts, their gradients": 2 * shared,
         f"activations of {rows} answers, a bf16 copy of the weights": kept.bucket,
-        f"activations of {case.prompts} prompts, a bf16 copy of the weights": kept.prompts,
-        "output layer: three chunks of logits, its gradient": head,
+        f"activations of {prompts} prompts, a bf16 copy of the weights": kept.prompts,
+        "output layer: two chunks of logits, its gradient": head,
         "rollout: keys and values, distributions": rollout,
     }
     backward = max(kept.bucket + head, kept.prompts) if answers > rows else kept.both + head
