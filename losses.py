@@ -594,12 +594,14 @@ def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, 
 
 
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
-    """The reward-irrelevant part of the gradient on shared tokens, relative to all of it there.
+    """What unequal weights add to a batch's push on shared tokens, relative to all of it there.
 
     With w = c/A and wbar its mean over the visitors S_v of node v, the node's tax is
     tax_v = sum_{S_v} (w_i - wbar) A_i. The result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over
-    nodes with at least 2 visitors: 0 if shared tokens get their credit only; it may exceed 1.
-    Answers with A_i = 0 are left out.
+    nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
+    Answers with A_i = 0 are left out. It speaks of this batch, not of the expected push (C17h). It
+    does not see what single visitors pay, and it counts what cancels between siblings. With n of G
+    answers at v, tax_v n (G - 1) / (G (n - 1)) is an unbiased estimate of the expected tax (C17h).
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D).
     """
     used, adv, node = _visitors(advantages, nodes, mask)
@@ -612,7 +614,11 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
 
 
 def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
-    """Any loss with its tax removed: w = c/A of a token becomes its mean over the node's visitors.
+    """Any loss with the node mean of its weights: no batch has a tax at any node (C17a).
+
+    w' = wbar, the mean of w = c/A over the visitors of a token's node. Single visitors keep their
+    w. In expectation a part of the tax stays where only a part of the group shares (C17h), because
+    wbar depends on the visitors' rewards. project_unbiased takes that part away, too.
 
     Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
     with A_i = 0 keep their c. Meant for losses with c proportional to A_i: a KL term's c/A_i may be
@@ -625,6 +631,27 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
     weight, visitors = terms.new_zeros(len(terms), 2).index_add_(0, node, terms).unbind(1)
     c = c.masked_scatter(used, (weight / visitors)[node] * adv)
     return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
+
+
+def project_unbiased(loss: Tensor, batch: Batch, advantages: Tensor, nodes: Tensor) -> Tensor:
+    """The projection's second kind: it goes beyond the node mean, so that the expected tax is 0.
+
+    w' = wbar + (wbar - w)(1 - n/G)/(n - 1) at a node with n >= 2 of G visitors (C17i). That is the
+    node mean where n = G. Elsewhere single batches have a tax again. Single visitors keep their w,
+    and the tax that they pay on average. Answers with A_i = 0 count neither in n nor in G.
+
+    Otherwise as project; for nodes without a context, which an answer visits once. (D, ours)
+    scalar, Batch, (N,) trajectory advantages, (N, T) -> scalar to minimise.
+    """
+    used, _, node = _visitors(advantages, nodes, batch.mask)
+    c = token_coefficients(loss, batch.logp)
+    projected = project(loss, batch.logp, advantages, nodes, batch.mask)
+    c_mean = token_coefficients(projected, batch.logp)
+    n = torch.ones_like(c).masked_scatter(used, node.bincount()[node].to(c.dtype))  # (N, T)
+    G = (advantages != 0).view(-1, batch.group_size).sum(1).clamp(min=1)  # (P,)
+    G = G.repeat_interleave(batch.group_size)[:, None]  # (N, 1)
+    c = c_mean + (c_mean - c) * (1 - n / G) / (n - 1).clamp(min=1)
+    return -(c * batch.logp).masked_fill(~batch.mask, 0.0).sum() / len(c)
 
 
 # ---------------- a method = advantage scale + credit + passes

@@ -101,9 +101,12 @@ FAILS = "FAILS AS STATED"
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo")
 ORTHOGONAL = ("adv_orthogonal", "dfpo_orthogonal")
 METER = ("learning_tax", "prefix_nodes", "dfpo_min")
+PROJECTIONS = ("project", "project_unbiased")
 LOPTI = ("lopti_low", "lopti_high")
 UNBLIND = '"cancels only if all u_i are equal" is wrong for G > 2'
 LENGTHS = "all T_i are equal, or the normaliser is a common factor"
+OWN_ANSWER = "A is R minus the group's mean, and w depends on its own answer alone"
+SIBLINGS = "two answers or more visit the node, and as C17h"
 CLAIMS = (
     Claim("M1", formulas.m1, (*ALL, *NEIGHBOURS)),
     Claim("M2", formulas.m2, (*ALL, *NEIGHBOURS)),
@@ -140,10 +143,12 @@ CLAIMS = (
     Claim("C17a", tax.c17a, ("project",)),
     Claim("C17b", tax.c17b, ("project",)),
     Claim("C17c", tax.c17c, ("project",)),
-    Claim("C17d", tax.c17d, ("project",)),
-    Claim("C17e", tax.c17e, ("project",)),
-    Claim("C17f", tax.c17f, ("project",)),
+    Claim("C17d", tax.c17d, PROJECTIONS),
+    Claim("C17e", tax.c17e, PROJECTIONS),
+    Claim("C17f", tax.c17f, PROJECTIONS),
     Claim("C17g", tax.c17g, ("project", "prefix_nodes")),
+    Claim("C17h", tax.c17h, ("project",), ONLY_IF, OWN_ANSWER),
+    Claim("C17i", tax.c17i, ("project_unbiased",), ONLY_IF, SIBLINGS),
     Claim("AUDIT", audit.audit, tuple(audit.AUDIT)),
     Claim("N1", nthr.n1, ("group_advantages",)),
     Claim("N2", nthr.n2, ("group_advantages",), ONLY_IF, "answers are counted, not tokens"),

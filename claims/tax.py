@@ -1,15 +1,19 @@
-"""C15 to C17: the learning tax, its price, and the projection that removes it.
+"""C15 to C17: the learning tax, its price, and two projections that take it away.
 
 A node v = (h, a) of the prefix tree is a history and the token taken there; S_v are the answers
 that pass through it. What a loss does to the node is the sum of c_i = w_i A_i over S_v. Here w_i is
 the effective weight that the loss gives to the advantage A_i. Weights that are equal for all
 visitors of a node are called exchangeable.
+
+C15 and C17a to C17g speak of one batch, C17h and C17i of what is expected before it is drawn.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +21,7 @@ from torch import Tensor
 import losses
 from claims.formulas import ALL, NORMALISER, WIDER
 from claims.trees import Draw, ascent, coefficients
+from toy.alike import Groups, Outcome, apply_projection
 
 
 def tax(w: list[float], A: list[float]) -> float:
@@ -38,8 +43,8 @@ def visitors(draw: Draw, *cs: Tensor) -> Iterator[tuple[list, ...]]:
 
 
 def c15(module, name, draws, evidence):
-    """A node gets credit, wbar sum A_i, plus tax, |S_v| Cov(w, A), which is 0 for every A only if w
-    is constant on it.
+    """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A): 0 for every A only if w
+    is constant.
 
     Source: learning tax (D)
 
@@ -50,7 +55,9 @@ def c15(module, name, draws, evidence):
 
     and the second sum is |S_v| Cov(w, A). The first is what these answers earned more than their
     siblings: the empirical advantage of taking the token a at h. The second depends on who else
-    shares the prefix and on what comes after it, not on this token.
+    shares the prefix and on what comes after it, not on this token. This divides one batch. What is
+    expected divides otherwise: wbar and sum A_i are correlated, too, so the expected credit of a
+    batch still has a part of the tax in it (C17h).
 
     A constant w has w_i - wbar = 0, so its tax is 0 for every A. For any other w, the advantages A
     = w - wbar are taxed with ||w - wbar||^2 > 0 ("left", over sum |c|). So the tax is 0 for every
@@ -58,10 +65,14 @@ def c15(module, name, draws, evidence):
     has no tax at fully shared nodes (C10).
 
     The number for a whole batch is sum_v |tax_v| / sum_v sum_{S_v} |c_i|, over nodes with at least
-    two visitors. 0 means full exchangeability. Answers with A_i = 0 have no w and are left out. w
+    two visitors. Full exchangeability gives 0. Answers with A_i = 0 have no w and are left out. w
     is always taken against the answer's own advantage A_i, also for methods with a credit rule:
     what such a rule breaks on purpose should show. The number needs token ids and dLoss/dlogp only,
     so it can be logged for any model, any loss and every step.
+
+    What a 0 does not say: that the expected push is credit alone (C17h), or that single visitors
+    pay nothing, whom the number leaves out. What a number above 0 does not say: that a token
+    drifts. A tax that all siblings pay alike per visit cancels between them.
 
     learning_tax is compared as a whole, and node by node: the absolute value of what the node gets
     minus its credit. It is compared with 0 for constant w, and for that worst A. prefix_nodes is
@@ -143,7 +154,7 @@ def c16(module, name, draws, evidence):
     break E_old[s f] = E_theta[f]. So what cancels shared tokens is bought with bias. To show how
     much, all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is |E g -
     unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with grad J and
-    L |E g| / |grad J|, before and after the projection of C17.
+    L |E g| / |grad J|, before and after the node mean of C17.
     """
     prices = []
     for world in (draw.all_groups for draw in draws[::4]):
@@ -175,30 +186,31 @@ def c16(module, name, draws, evidence):
         evidence.rows.append([name, *torch.tensor(prices).view(-1, 6).mean(0).tolist()])
 
 
-# ---------------- C17: the node-mean projection
+# ---------------- C17: the projection in one batch
+
+KIND_OF = {"project": "node mean", "project_unbiased": "unbiased"}
 
 
-def projected(module, draw: Draw, batch, loss: Tensor) -> Tensor:
-    """A loss after the projection of the module under test."""
-    A = torch.tensor(draw.adv, dtype=torch.float64)
-    return module.project(loss, batch.logp, A, draw.nodes, draw.mask)
+def projected(module, draw: Draw, batch, loss: Tensor, kind: str = "node mean") -> Tensor:
+    """A loss after a projection of the module under test."""
+    return apply_projection(module, kind, batch, loss, draw.nodes)
 
 
-def projections(module, draws) -> Iterator[tuple]:
+def projections(module, draws, kind: str = "node mean") -> Iterator[tuple]:
     """Method after method, each on its own tree: (draw, batch, loss, c before, c after).
 
-    The losses are the reference's: these claims are about `project` alone.
+    The losses are the reference's: these claims are about the projection alone.
     """
     methods = [(name, {}) for name in ALL] + [("grpo", {"kl": 0.1})]
     for draw, (name, hyper) in zip(draws, itertools.cycle(methods), strict=False):
         batch = draw.batch(losses, 0.6)
         loss = getattr(losses, name)(batch, **hyper)
-        after = coefficients(projected(module, draw, batch, loss), batch)
+        after = coefficients(projected(module, draw, batch, loss, kind), batch)
         yield draw, batch, loss, coefficients(loss, batch), after
 
 
 def c17a(module, name, draws, evidence):
-    """The node-mean projection of any loss has no tax at any node, fully shared or not.
+    """The node mean of any loss has no tax at any node of any batch, fully shared or not.
 
     Source: node-mean projection (D, ours)
 
@@ -207,7 +219,7 @@ def c17a(module, name, draws, evidence):
     Answers with A_i = 0 have no w; they keep their c and count nowhere.
 
       (a) w' is constant on S_v, so Cov(w', A) = 0: no tax, at any node.
-      (b) The credit wbar_v sum A_i stays: the mean of a constant is the constant.
+      (b) The batch's credit wbar_v sum A_i stays: the mean of a constant is the constant.
       (c) The mean is the constant that is closest to w in L2. So this is an orthogonal projection
           on the exchangeable weights: it is linear and idempotent, and w - w' sums to 0.
       (d) A node with one visitor has w' = w. Where answers differ, the loss and its clip are what
@@ -219,6 +231,9 @@ def c17a(module, name, draws, evidence):
     The result is stop-gradient by construction, because c' is detached. Neither transform of DFPO
     has (a) and (d) together: Min-Replace has (a) but no clip, and Adv-Orthogonal acts on whole
     answers. C16's table shows what the projection does to the bias.
+
+    All this is about one batch. In expectation a part of the tax stays, because wbar_v depends on
+    the rewards of the visitors that A_i is made of (C17h).
     """
     for draw, _, _, _, after in projections(module, draws):
         for _, A, w in visitors(draw, after):
@@ -227,12 +242,13 @@ def c17a(module, name, draws, evidence):
 
 
 def c17b(module, name, draws, evidence):
-    """The projection leaves the credit of every node as it was.
+    """The node mean leaves each node's credit in the batch, wbar sum A_i, as it was.
 
     Source: node-mean projection (D, ours); derivation: C17a
 
     The credit of a node is the mean weight of its visitors times the sum of their advantages. The
-    projection gives every visitor that mean weight, and the mean of a constant is the constant.
+    projection gives every visitor that mean weight, and the mean of a constant is the constant. The
+    expectation of this credit is not credit alone: C17h.
     """
     for draw, _, _, before, after in projections(module, draws):
         for _, A, w, w_after in visitors(draw, before, after):
@@ -240,7 +256,7 @@ def c17b(module, name, draws, evidence):
 
 
 def c17c(module, name, draws, evidence):
-    """The projection gives the closest exchangeable weights (w - w' sums to 0 at a node); it is
+    """The node mean gives the closest exchangeable weights (w - w' sums to 0 at a node); it is
     linear and idempotent.
 
     Source: node-mean projection (D, ours); derivation: C17a
@@ -268,9 +284,10 @@ def c17d(module, name, draws, evidence):
 
     The mean over one visitor is that visitor's own weight, so c' = c. Where answers differ, the
     method's clip stays as it is. An answer with A_i = 0 has no weight w = c / A_i. The projection
-    leaves it out of every mean and leaves its c, for instance a KL term's, as it was.
+    leaves it out of every mean and leaves its c, for instance a KL term's, as it was. Both kinds of
+    the projection do so.
     """
-    for draw, batch, loss, before, after in projections(module, draws):
+    for draw, batch, loss, before, after in projections(module, draws, KIND_OF[name]):
         unchanged = torch.tensor([not a for a in draw.adv])[:, None] & draw.mask
         for visits in draw.tree.values():
             if len(visits) == 1:
@@ -282,17 +299,18 @@ def c17d(module, name, draws, evidence):
 
 
 def c17e(module, name, draws, evidence):
-    """Where the whole group shares, the projection is a group constant, the mean weight: the sum is
-    0.
+    """Where the whole group shares, both kinds are a group constant, the mean weight: the sum is 0.
 
     Source: node-mean projection (D, ours); derivation: C17a
 
     At a fully shared node S_v is the whole group, so every answer gets the mean weight of the
-    group. The sum is wbar sum_i A_i, and centred advantages sum to 0.
+    group. The sum is wbar sum_i A_i, and centred advantages sum to 0. The unbiased kind has n = G
+    there, so its correction is 0. Answers with A_i = 0 count neither in n nor in G.
     """
-    for draw, _, _, before, after in projections(module, draws):
+    for draw, _, _, before, after in projections(module, draws, KIND_OF[name]):
         for visits, A, w in visitors(draw, before):
-            if len(visits) == draw.G:
+            first = visits[0][0]
+            if len(visits) == sum(draw.adv[i] != 0 for i in draw.group(first)):
                 at = tuple(zip(*visits, strict=True))
                 evidence.equal([sum(w) / len(w) * a for a in A], after[at])
                 evidence.equal(0, after[at].sum())
@@ -306,17 +324,18 @@ def c17f(module, name, draws, evidence):
 
     All visitors of a node have one ratio. So reinforce (w = 1/L), grpo-symmetric (r/L inside the
     range, 0 outside) and dfpo-min (min_j s_j / L) give them one weight, and that is its own mean.
+    The unbiased kind adds a multiple of wbar - w, which is 0.
     """
     for draw, method in itertools.product(draws, ("reinforce", "grpo_symmetric", "dfpo_min")):
         batch = draw.batch(losses, 0.6)
         loss = getattr(losses, method)(batch)
-        after = coefficients(projected(module, draw, batch, loss), batch)
+        after = coefficients(projected(module, draw, batch, loss, KIND_OF[name]), batch)
         evidence.equal(coefficients(loss, batch), after)
 
 
 def c17g(module, name, draws, evidence):
-    """Nodes merged by their last k tokens: still no tax at any node, merged or not; each merged
-    node keeps its credit.
+    """Nodes merged by their last k tokens: no tax in a batch at any node, merged or not; merged
+    nodes keep their credit.
 
     Source: node-mean projection, merged nodes (D, ours); derivation: C17a
 
@@ -347,3 +366,224 @@ def c17g(module, name, draws, evidence):
         for _, adv, old, new in visitors(draw, before, after):
             evidence.equal(0, tax(new, adv))
             evidence.record_left((sum(new) - sum(old)) / len(old) * sum(adv))
+
+
+# ---------------- C17: the projection in expectation
+
+
+class World(NamedTuple):
+    """Three ways that an answer may go, two outcomes each. The first two differ in share only."""
+
+    G: int
+    outcomes: list[Outcome]
+    shares: list[float]
+
+
+def make_worlds(draws: list[Draw]) -> Iterator[World]:
+    for draw, G in zip(draws[::4], itertools.cycle((4, 3, 5, 2)), strict=False):
+        outcomes = []
+        for ways in ((0, 1), (2,)):
+            chance = float(draw.randn(1).sigmoid())
+            lengths = torch.randperm(6, generator=draw.generator)[:2] + 1
+            numbers = ((chance, 1 - chance), draw.randn(2).tolist(), lengths.tolist())
+            kinds = list(zip(*numbers, strict=True))
+            outcomes += [Outcome(way, *kind) for way in ways for kind in kinds]
+        yield World(G, outcomes, draw.randn(3).softmax(0).tolist())
+
+
+def expected_sums(module, world: World, kind: str, scale: str = "mean") -> Tensor:
+    """P(n answers go a way) E[sum of their c | n] for n = 1, ..., G. (ways, G).
+
+    Measured over all groups, on-policy, through grpo and a kind of projection. The kind "A" is
+    reinforce, with c = A.
+    """
+    groups = Groups(world.outcomes, world.G)
+    logits = torch.tensor(world.shares, dtype=torch.float64).log().requires_grad_()
+    batch = groups.batch(logits, scale)
+    loss = losses.grpo(batch)
+    if kind == "A":
+        loss = batch.max_tokens * losses.reinforce(batch)
+    loss = apply_projection(module, kind, batch, loss, groups.nodes)
+    c = coefficients(loss, batch)[:, 0].view(-1, world.G) / len(groups.orders)  # (groups, G)
+    sums = torch.zeros(len(world.shares), world.G, dtype=torch.float64)
+    for way, row in enumerate(sums):
+        visits = groups.way.view(c.shape) == way
+        row.index_add_(0, visits.sum(1).clamp(min=1) - 1, (c * visits).sum(1))
+    return sums
+
+
+def mean_over(world: World, f, ways: set[int]) -> float:
+    """The mean of f(outcome), given that the answer goes one of these ways."""
+    chances = [(o, o.chance * world.shares[o.way]) for o in world.outcomes if o.way in ways]
+    return sum(p * f(o) for o, p in chances) / sum(p for _, p in chances)
+
+
+def expected_parts(world: World, way: int) -> tuple[list[float], list[float]]:
+    """A way's credit and its tax before a projection, for n = 1, ..., G: the formulas of C17h."""
+    others = {*range(len(world.shares))} - {way}
+    w = mean_over(world, lambda o: 1 / o.length, {way})
+    reward = mean_over(world, lambda o: o.reward, {way})
+    gap = reward - mean_over(world, lambda o: o.reward, others)
+    covariance = mean_over(world, lambda o: o.reward / o.length, {way}) - w * reward
+    p, G = world.shares[way], world.G
+    credit, tax = [], []
+    for n in range(1, G + 1):
+        chance = math.comb(G, n) * p**n * (1 - p) ** (G - n)
+        credit.append(chance * n * (1 - n / G) * w * gap)
+        tax.append(chance * n * (1 - 1 / G) * covariance)
+    return credit, tax
+
+
+def check_what_stays(module, evidence, world: World, kind: str, by_n: list, in_all: list) -> None:
+    """A projection leaves all credit, and of the expected tax these shares: by n, and by way."""
+    before, after = (expected_sums(module, world, x) for x in ("grpo", kind))
+    for way, share_in_all in enumerate(in_all):
+        credit, tax = expected_parts(world, way)
+        parts = list(zip(credit, tax, by_n, strict=True))
+        evidence.equal([x + y for x, y, _ in parts], before[way])
+        evidence.equal([x + share * y for x, y, share in parts], after[way])
+        evidence.equal(sum(credit) + share_in_all * sum(tax), after[way].sum())
+    p, q, _ = world.shares
+    alike = World(world.G, world.outcomes[:4], [p / (p + q), q / (p + q)])
+    before, after = (expected_sums(module, alike, x, "std") for x in ("grpo", kind))
+    evidence.equal(before * torch.tensor(by_n, dtype=torch.float64), after)
+
+
+def c17h(module, name, draws, evidence):
+    """In expectation the node mean leaves (G - n)/(n (G - 1)) of the tax at a node with n visitors:
+    0 if all share it.
+
+    Source: bias of the node mean (D, ours)
+
+    Let n of G independent answers visit a node v. The expected sum of w_i A_i over them, given n,
+    divides into credit, n E[w_i] E[A_i], and tax, n Cov(w_i, A_i). Here i is one of the visitors.
+
+    Let A_i = R_i - mean_j R_j, and let w_i depend on answer i alone, as 1/T_i does. For an answer
+    that visits v, let m be the mean of w, q_v that of R, and C the covariance of both. Let q_o be
+    the mean reward of the other answers. Then
+
+      sum_{S_v} A_i = (1 - n/G) sum_{S_v} R_i - (n/G) sum_{not S_v} R_j.
+
+    Answers are independent, so E[w_i R_j] = E[w_i] E[R_j] for i != j, and E[w_i R_i] = C + m q_v.
+    Hence, with credit = n (1 - n/G) m (q_v - q_o),
+
+      E[sum w_i A_i]   = credit + n (1 - 1/G) C,
+      E[wbar sum A_i]  = credit + (1 - n/G) C.
+
+    The first is what the loss does to v. The second is what the node mean does: all of the credit,
+    and of the tax the share
+
+      (1 - n/G) / (n (1 - 1/G)) = (G - n) / (n (G - 1)).
+
+    That is all of it for n = 1, and nothing for n = G. The cause is that wbar is made of the same
+    answers as sum A_i. The tax of a batch, sum (w_i - wbar) A_i, has the expectation (n - 1) C
+    only. That is too small, as a sample covariance is without Bessel's correction. Multiplied by
+    n (G - 1) / (G (n - 1)) it is unbiased.
+
+    Now let p be the probability of v, and q = 1 - p. Then n is binomial, the expected tax is
+    (G - 1) p C, and of this the node mean leaves (q - q^G) C, the share
+
+      (q + q^2 + ... + q^(G-1)) / (G - 1).
+
+    It is larger for rarer nodes. That can do what the tax itself does not. In one softmax the logit
+    of way a is pushed by p_a (f_a - fbar), up to a factor. Here f_a is the expected sum at a over
+    p_a, and fbar = sum p_a f_a: what all ways have alike drops out. Let two ways be exactly alike.
+    Without a projection f is the same for both, tax included, and nothing moves their odds. The
+    node mean leaves more of the tax to each visitor of the rarer one. So for C < 0 the commoner way
+    grows against the other, and for C > 0 the rarer one. No reward asks for it, and the learning
+    tax of every batch is 0: `python -m toy.alike`.
+
+    If all ways are alike, who visits v says nothing about w and A. Then S_v is a random part of the
+    group. Given the group, the loss has the expectation (n/G) sum w_i A_i, and the tax of the batch
+    has (n - 1)/(G - 1) sum w_i A_i. The difference is the same share of the first as above. So with
+    alike ways the shares hold for any weights and any centred advantages.
+
+    Otherwise the condition is needed. A standard deviation, a clip or a weight of the whole group
+    ties an answer to the others. "left" is what the std scale changes, as a part of the tax. The
+    same is true of graded rewards, where one answer may happen to have A_i = 0 and then counts
+    nowhere.
+
+    Measured: all groups of 2 to 5 answers, each with its probability, on three ways with random
+    rewards and lengths, through grpo on-policy with centred rewards. Two of the ways are alike but
+    for their shares. Their f is equal before; of their difference afterwards the sign is compared.
+    These two alone are also measured with the std scale.
+    """
+    for world in make_worlds(draws):
+        G = world.G
+        shares = world.shares
+        by_n = [(G - n) / (n * (G - 1)) for n in range(1, G + 1)]
+        in_all = [sum((1 - p) ** k for k in range(1, G)) / (G - 1) for p in shares]
+        check_what_stays(module, evidence, world, "node mean", by_n, in_all)
+        sums = (expected_sums(module, world, kind).sum(1) for kind in ("grpo", "node mean"))
+        before, after = (float(x[0] / shares[0] - x[1] / shares[1]) for x in sums)
+        evidence.equal(0, before)
+        covariance = expected_parts(world, 0)[1][0]  # up to a positive factor
+        direction = covariance * (shares[1] - shares[0])
+        evidence.equal(math.copysign(1, direction), math.copysign(1, after))
+        evidence.record_left(deviation(module, world, by_n))
+
+
+def deviation(module, world: World, by_n: list) -> float:
+    """How far the node mean with the std scale is from these shares, as a part of the tax."""
+    w = [mean_over(world, lambda o: 1 / o.length, {way}) for way in range(len(world.shares))]
+    kinds = ("A", "grpo", "node mean")
+    A, before, after = (expected_sums(module, world, kind, "std") for kind in kinds)
+    credit = torch.tensor(w, dtype=torch.float64)[:, None] * A
+    tax = before - credit
+    predicted = credit + torch.tensor(by_n, dtype=torch.float64) * tax
+    return float((after - predicted).abs().sum() / tax.abs().sum())
+
+
+def c17i(module, name, draws, evidence):
+    """The unbiased kind leaves none of the expected tax, but in a batch a zero-sum part of a group
+    does not cancel.
+
+    Source: unbiased projection (D, ours); setting: C17h
+
+    Take w'_i = wbar + (wbar - w_i) k with k = (1 - n/G) / (n - 1), at nodes with n >= 2 visitors.
+    With tax = sum (w_i - wbar) A_i this gives
+
+      sum w'_i A_i = wbar sum A_i - k tax.
+
+    C17h has the expectations of both: credit + (1 - n/G) C and (n - 1) C. So the sum is credit
+    alone, in expectation. In other words, the kind takes from the loss the unbiased estimate of its
+    tax, (1 + k) tax, and 1 + k = n (G - 1) / (G (n - 1)). For n = G it is the node mean, k = 0, so
+    a token that the whole group shares cancels exactly. The mean of w' is wbar, as before.
+
+    A single visitor has no sibling to be compared with: n = 1 says nothing about C. Its tax stays
+    ("left": as a share of the node's expected tax). For a node of probability p that share is
+
+      P(n = 1) (1 - 1/G) C / ((G - 1) p C) = q^(G-1),  q = 1 - p:
+
+    the chance that none of an answer's siblings goes its way. With the node mean it is the average
+    of q, ..., q^(G-1), which is more if G > 2. Rare ways keep most of it here, too. So alike ways
+    are still driven apart or together, at first more slowly: `python -m toy.alike`.
+
+    The price is (a) of C17a. Where a part of the group shares a token and its advantages sum to 0,
+    the node mean gives 0 and this kind -k tax, against what the loss has. It is 0 in expectation
+    only. That is compared on random trees, for gspo off-policy.
+    """
+    for world in make_worlds(draws):
+        by_n = [float(n == 1) for n in range(1, world.G + 1)]
+        in_all = [(1 - p) ** (world.G - 1) for p in world.shares]
+        check_what_stays(module, evidence, world, "unbiased", by_n, in_all)
+        evidence.record_left(in_all)
+    for draw in draws:
+        check_zero_sum_parts(module, draw, evidence)
+
+
+def check_zero_sum_parts(module, draw: Draw, evidence) -> None:
+    """Advantages that sum to 0 on a part of the group that shares a node, and on the others."""
+    for visits in [x for x in draw.tree.values() if 2 <= len(x) <= draw.G - 2][:2]:
+        part = [i for i, _ in visits]
+        rest = [i for i in draw.group(part[0]) if i not in part]
+        A = draw.randn(draw.N)
+        for rows in (part, rest):
+            A[rows] -= A[rows].mean()
+        batch = draw.batch(losses, 0.6, adv=A.tolist())
+        loss = losses.gspo(batch, **WIDER["gspo"])
+        after = projected(module, draw, batch, loss, "unbiased")
+        at = tuple(zip(*visits, strict=True))
+        tax_before, tax_after = (coefficients(x, batch)[at].sum() for x in (loss, after))
+        k = (1 - len(part) / draw.G) / (len(part) - 1)
+        evidence.equal(-k * tax_before, tax_after)

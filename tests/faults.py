@@ -252,6 +252,17 @@ project
     nothing done: c = c.masked_scatter(used, x_) => pass
     answers with A = 0 dropped: c.masked_scatter(used, x_) => (0 * c).masked_scatter(used, x_)
     sign: -x_ => x_
+project_unbiased
+    the node mean: c_mean + x_ => c_mean
+    nothing done: c_mean + x_ => c
+    towards the weight, not beyond the mean: c_mean - c => c - c_mean
+    from the weight: c_mean + x_ => c + x_
+    Bessel's correction forgotten: (n - 1).clamp(min=1) => n
+    one visitor fewer: (n - 1).clamp(min=1) => (n - 2).clamp(min=1)
+    without the group: 1 - n / G => 1
+    the group without this node's visitors: 1 - n / G => n / G
+    answers with A = 0 in the group: (advantages != 0) => (advantages == advantages)
+    rows for groups: (advantages != 0).view(-1, batch.group_size) => (advantages != 0).view(-1, 1)
 METHODS.grpo: without std: Method(p_) => Method(p_, scale="mean")
 METHODS.dr-grpo: with std: "mean" => "std"
 METHODS.dapo: is dr-grpo: dapo => dr_grpo

@@ -20,6 +20,7 @@ from losses import (
     learning_tax,
     prefix_nodes,
     project,
+    project_unbiased,
     token_coefficients,
 )
 
@@ -208,6 +209,11 @@ def test_learning_tax_and_projection_by_hand():
     expected = [[10 / 3, 4.0, 9.0], [-5 / 3, -2.0, 9.0], [-5 / 3, 9.0, 9.0], [9.0, 9.0, 9.0]]
     assert new.flatten().tolist() == pytest.approx(sum(expected, []))
     assert learning_tax(new, A, nodes, mask) < 1e-6
+    # unbiased: three answers count, so token 1 is fully shared, and at token 2 k = (1 - 2/3) / 1.
+    batch = Batch(logp, logp.detach(), A[:, None].expand(4, 3), mask, 4, 3)
+    new = token_coefficients(project_unbiased(-(c * logp).sum() / 4, batch, A, nodes), logp)
+    expected[0][1], expected[1][1] = 2 * (2 + 1 / 3), -(2 - 1 / 3)
+    assert new.flatten().tolist() == pytest.approx(sum(expected, []))
 
 
 @every_case
@@ -216,9 +222,12 @@ def test_the_projection_of_a_loss_takes_its_tax_whatever_the_padding_holds(name,
     tokens = torch.randint(0, 2, (16, 6), generator=torch.Generator().manual_seed(0))
     b = replace(b, logp=b.logp.masked_fill(~b.mask, math.nan).requires_grad_())
     nodes, A = prefix_nodes(tokens, b.mask, 8), b.adv[:, 0].clone()
-    loss = project(LOSSES[name](b, **options), b.logp, A, nodes, b.mask)
-    c = token_coefficients(loss, b.logp)
-    assert loss.isfinite() and (c[~b.mask] == 0).all() and learning_tax(c, A, nodes, b.mask) < 1e-12
+    loss = LOSSES[name](b, **options)
+    for projected in (project(loss, b.logp, A, nodes, b.mask), project_unbiased(loss, b, A, nodes)):
+        c = token_coefficients(projected, b.logp)
+        assert projected.isfinite() and (c[~b.mask] == 0).all() and c.isfinite().all()
+    c = token_coefficients(project(loss, b.logp, A, nodes, b.mask), b.logp)
+    assert learning_tax(c, A, nodes, b.mask) < 1e-12
 
 
 # ---------------- errors say what is wrong

@@ -1,0 +1,145 @@
+"""What the projection does where a token earns nothing: two ways to answer that are worth the same.
+
+    python -m toy.alike    the tables
+
+An answer takes one of two ways. Then it is right or wrong, with the same chances on both ways. So
+nothing speaks for one of them. Right and wrong answers differ in length, and grpo divides by the
+length. So both ways pay a tax.
+
+alike: both ways have the same lengths. The tax of a visit is the same, so it cancels between the
+ways, and grpo leaves their shares alone. A projection leaves more of it to each visitor of the
+rarer way (claims C17h, C17i). That moves the shares.
+
+unlike: one way has other lengths. The tax of a visit differs, and grpo moves the shares. A
+projection moves them less.
+
+Nothing is sampled. All groups of G answers are enumerated, and each counts with its probability. A
+push is the expected one, on-policy, on the logit of the first way. Training is plain gradient
+ascent on the logits of the two ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import losses
+
+RIGHT = 0.6  # the chance to be right
+ALIKE = ((24, 4), (24, 4))  # lengths: of the first way's right and wrong answers, of the second's
+EXCHANGED = ((4, 24), (4, 24))
+UNLIKE = ((16, 16), (4, 24))
+SIZES = (4, 8, 12)  # G
+UPDATES = {4: 300, 8: 100}  # G: how many
+STEP = 4.0  # the learning rate
+KINDS = ("grpo", "node mean", "unbiased")
+
+
+class Outcome(NamedTuple):
+    """What may become of an answer."""
+
+    way: int  # its first token, which other answers may share; after it all answers differ
+    chance: float  # on this way
+    reward: float
+    length: int
+
+
+class Groups:
+    """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
+
+    def __init__(self, outcomes: list[Outcome], G: int):
+        picks = list(itertools.combinations_with_replacement(range(len(outcomes)), G))
+        rows = [outcomes[k] for pick in picks for k in pick]
+        repeats = [math.prod(map(math.factorial, Counter(pick).values())) for pick in picks]
+        self.G = G
+        self.orders = math.factorial(G) / torch.tensor(repeats, dtype=torch.float64)  # (groups,)
+        self.way = torch.tensor([row.way for row in rows])  # (N,)
+        self.chance = torch.tensor([row.chance for row in rows], dtype=torch.float64)
+        self.rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+        place = torch.arange(max(row.length for row in rows))  # (T,)
+        self.mask = place < torch.tensor([[row.length] for row in rows])
+        tokens = torch.where(place == 0, self.way[:, None], torch.arange(len(rows))[:, None])
+        self.nodes = losses.prefix_nodes(tokens, self.mask, G)
+
+    def batch(self, logits: Tensor, scale: str) -> losses.Batch:
+        """On-policy. Losses are homogeneous in A, so each group's A carries its probability.
+
+        It also carries the number of groups, over which a loss takes the mean.
+        """
+        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
+        logp[:, 0] = logits.log_softmax(0)[self.way]
+        p = (self.chance * logp[:, 0].detach().exp()).view(-1, self.G).prod(1) * self.orders
+        weight = (p * len(p)).repeat_interleave(self.G)  # (N,)
+        A = losses.group_advantages(self.rewards, self.G, scale) * weight
+        adv = A[:, None].expand(self.mask.shape)
+        return losses.Batch(logp, logp.detach(), adv, self.mask, self.G, self.mask.shape[1])
+
+
+def apply_projection(module, kind: str, batch: losses.Batch, loss: Tensor, nodes: Tensor) -> Tensor:
+    """A loss after a kind of projection of a module; after none, if the kind is "grpo"."""
+    A = batch.adv[:, 0]
+    if kind == "node mean":
+        loss = module.project(loss, batch.logp, A, nodes, batch.mask)
+    if kind == "unbiased":
+        loss = module.project_unbiased(loss, batch, A, nodes)
+    return loss
+
+
+def make_groups(lengths: tuple[tuple[int, int], ...], G: int) -> Groups:
+    outcomes = []
+    for way, (right, wrong) in enumerate(lengths):
+        outcomes += [Outcome(way, RIGHT, 1.0, right), Outcome(way, 1 - RIGHT, 0.0, wrong)]
+    return Groups(outcomes, G)
+
+
+def expected_push(groups: Groups, start: float, kind: str, scale: str) -> tuple[float, float]:
+    """On the first way's logit, if `start` is that way's share; and the learning tax."""
+    logits = torch.tensor([start, 1 - start], dtype=torch.float64).log().requires_grad_()
+    batch = groups.batch(logits, scale)
+    loss = apply_projection(losses, kind, batch, losses.grpo(batch), groups.nodes)
+    c = losses.token_coefficients(loss, batch.logp)
+    tax = losses.learning_tax(c, batch.adv[:, 0], groups.nodes, groups.mask)
+    return -float(torch.autograd.grad(loss, logits)[0][0]), tax
+
+
+def train(groups: Groups, start: float, kind: str) -> tuple[float, float]:
+    """GRPO's share of the first way at the end, and the mean learning tax."""
+    share, taxes = start, []
+    for _ in range(UPDATES[groups.G]):
+        push, tax = expected_push(groups, share, kind, losses.METHODS["grpo"].scale)
+        taxes.append(tax)
+        log_odds = math.log(share / (1 - share)) + 2 * STEP * push  # the other logit falls as much
+        share = 1 / (1 + math.exp(-log_odds))
+    return share, sum(taxes) / len(taxes)
+
+
+def main():
+    torch.set_num_threads(1)
+    print("Expected push on the first way's logit, advantages R - mean R\n")
+    print(f"{'':28}" + "".join(f"{f'G = {G}':>10}" for G in SIZES))
+    for name, lengths, start in (("alike", ALIKE, 0.7), ("unlike", UNLIKE, 0.5)):
+        for kind in KINDS:
+            groups = [make_groups(lengths, G) for G in SIZES]
+            pushes = [expected_push(x, start, kind, "mean")[0] for x in groups]
+            print(f"{f'{name}, from {start}':18}{kind:10}" + "".join(map(format_number, pushes)))
+    print("\nShare of the first way after training, advantages of GRPO, and mean learning tax\n")
+    for name, lengths in (("alike, from 0.7", ALIKE), ("lengths exchanged", EXCHANGED)):
+        for G, updates in UPDATES.items():
+            groups = make_groups(lengths, G)
+            for kind in KINDS:
+                share, tax = train(groups, 0.7, kind)
+                where = f"{name:19}G = {G}, {updates} updates  {kind:10}"
+                print(f"{where}{share:>8.3f}{tax:>8.3f}")
+
+
+def format_number(x: float) -> str:
+    return f"{x if abs(x) > 1e-9 else 0:>10.5f}"
+
+
+if __name__ == "__main__":
+    main()
