@@ -82,7 +82,7 @@ class Config:
     task: str = knob("arithmetic", "what to learn", ("arithmetic", "gsm8k"))
     method: str = knob("grpo", "which loss of losses.py", tuple(METHODS))
     hyper: list[str] = knob([], "hyperparameters of the method: NAME=VALUE ..., as in eps_high=0.3")
-    project: bool = knob(False, "project the loss: no learning tax on shared tokens (claim C17)")
+    project: bool = knob(False, "mean weights at shared tokens: no batch has a learning tax (claim C17)")
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
     layers: int = knob(1, "layers of the scratch model")
     width: int = knob(64, "hidden size of the scratch model, a multiple of 8")
@@ -555,7 +555,7 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
 
 
 def projected(loss_fn, advantages: Tensor, nodes: Tensor, batch: Batch) -> Tensor:
-    """The loss with its learning tax removed (--project)."""
+    """The loss with the node mean of its weights (--project)."""
     return project(loss_fn(batch), batch.logp, advantages, nodes, batch.mask)
 
 
