@@ -82,7 +82,7 @@ class Config:
     task: str = knob("arithmetic", "what to learn", ("arithmetic", "gsm8k"))
     method: str = knob("grpo", "which loss of losses.py", tuple(METHODS))
     hyper: list[str] = knob([], "hyperparameters of the method: NAME=VALUE ..., as in eps_high=0.3")
-    project: bool = knob(False, "mean weights at shared tokens: no batch has a learning tax (claim C17)")
+    project: bool = knob(False, "mean weights at shared tokens: no learning tax in a batch (C17)")
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
     layers: int = knob(1, "layers of the scratch model")
     width: int = knob(64, "hidden size of the scratch model, a multiple of 8")

@@ -81,7 +81,7 @@ class Groups:
 
 
 def apply_projection(module, kind: str, batch: losses.Batch, loss: Tensor, nodes: Tensor) -> Tensor:
-    """A loss after a kind of projection of a module; after none, if the kind is "grpo"."""
+    """A loss after a kind of projection of a module; any other kind leaves it as it is."""
     A = batch.adv[:, 0]
     if kind == "node mean":
         loss = module.project(loss, batch.logp, A, nodes, batch.mask)
