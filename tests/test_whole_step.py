@@ -37,7 +37,7 @@ def first_answers(start):
 
 
 def corrected(policy, task, rows, gen):
-    """The second rollout of ibpo: for each answer whether it is repaired, which tokens it kept."""
+    """The second rollout of ibpo: which answers are repaired, and the tokens that stay in them."""
     items, prompts, answers, texts, rewards = rows
     wrong = [i for i, reward in enumerate(rewards) if reward == 0]
     problems = []
@@ -51,9 +51,8 @@ def corrected(policy, task, rows, gen):
     repaired, kept = [False] * len(items), [[False] * len(answer) for answer in answers]
     for i, correction in zip(wrong, fixed, strict=True):
         repaired[i] = task.reward(naive.decode(policy, correction), items[i]) == 1
-        if repaired[i]:
-            a, b = torch.tensor([answers[i]]), torch.tensor([correction])
-            kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
+        a, b = torch.tensor([answers[i]]), torch.tensor([correction])
+        kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
     return repaired, kept, sum(map(len, fixed))
 
 
