@@ -62,7 +62,10 @@ def credit(config, old, kept, A, errors):
     if "reweighting" in config.method or config.method == "ar-lopti":
         return [(0.3 * p.exp() + 0.7) * a for p, a in zip(old["logp"], adv, strict=True)]
     if config.method == "ibpo":
-        return [a * ~torch.tensor(k) for a, k in zip(adv, kept, strict=True)]
+        for a, row, repaired, tokens in zip(A, adv, old["repaired"], kept, strict=True):
+            for t, stays in enumerate(tokens if repaired else []):
+                row[t] = max(a, 0.0) if stays else min(a, 0.0)
+        return adv
     if "nthr" not in config.method:
         return adv
     scores = naive.nthr_scores(errors, old["rewards"], G)
@@ -88,7 +91,7 @@ def naive_step(start, first_answers, config, hyper):
     rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
     n, tokens = len(items), sum(map(len, answers))
     log = {"step": 2, "tokens": tokens, "generated": tokens, "reward": sum(rewards) / n}
-    shaped, kept = rewards, None
+    shaped, repaired, kept = rewards, None, None
     if method.repair:
         rows = (items, prompts, answers, texts, rewards)
         repaired, kept, more = corrected(policy, task, rows, gen)
@@ -104,7 +107,8 @@ def naive_step(start, first_answers, config, hyper):
         ]
         errors = naive.prediction_errors(policy, prompts, answers, TEMPERATURE, G)
     A = naive.advantages(shaped, G, method.scale)
-    adv = credit(config, {"logp": old, "rewards": rewards}, kept, A, errors)
+    known = {"logp": old, "rewards": rewards, "repaired": repaired}
+    adv = credit(config, known, kept, A, errors)
     k3 = [(q - p).exp() - (q - p) - 1 for p, q in zip(old, ref, strict=True)]
     groups = [shaped[i : i + G] for i in range(0, n, G)]
     log |= {
