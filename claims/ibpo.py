@@ -65,7 +65,7 @@ def i1(module, name, draws, evidence):
 
 
 def i2(module, name, draws, evidence):
-    """Repairs in all-wrong groups make right answers likelier and slips less likely; all-right
+    """Repairs in all-wrong groups make right answers likelier, slips rarer (on average); all-right
     groups teach nothing.
 
     Source: IBPO (S); by sign, and in expectation (D)
@@ -113,9 +113,9 @@ def i2(module, name, draws, evidence):
                 push = toy.push(reading, float(before[right])) / (toy.G * len(toy.right))
                 predicted += push * toy.policy.grad_log_prob(h, right)
                 odds = (after / after[right]).log() - (before / before[right]).log()
-                falls = -30.0 * push * (1 - before[right] + before)
-                falls[right] = 0.0
-                evidence.equal(falls, odds)
+                change = -30.0 * push * (1 - before[right] + before)
+                change[right] = 0.0
+                evidence.equal(change, odds)
                 if reading in ("sign", "correction"):
                     evidence.equal(True, bool(after[right] > before[right]))
             evidence.equal(predicted, g)
