@@ -87,8 +87,8 @@ RULES = """
 """
 # What a default may be mistaken for. One that is not here stays.
 OTHER_DEFAULTS = """
-    'std'='mean' 'geometric'='product' 'sign'='changed' float('inf')=0.1 True=False False=True 0.0003=0.0004
-    0.0004=0.0003 0.2=0.28 0.28=0.2 0.3=0.1 0.5=0.6 0.6=0.3 0.0=0.04 1.0=0.5 -1.0=1.0
+    'std'='mean' 'geometric'='product' 'sign'='changed' float('inf')=0.1 True=False False=True
+    0.0003=0.0004 0.0004=0.0003 0.2=0.28 0.28=0.2 0.3=0.1 0.5=0.6 0.6=0.3 0.0=0.04 1.0=0.5 -1.0=1.0
 """
 TABLE = """
 Batch

@@ -80,9 +80,10 @@ def test_the_step_on_changed_tokens_rewards_mistakes_and_the_others_do_not():
 
 
 def test_the_command_prints_the_table(capsys, monkeypatch):
-    monkeypatch.setattr(ibpo, "STEPS", 21)
+    monkeypatch.setattr(ibpo, "STEPS", 2)
+    monkeypatch.setattr(ibpo, "EARLY", 1)
     ibpo.main(["--starts", "2", "--seeds", "2"])
     out = capsys.readouterr().out
-    assert all(f"\n{name} " in out for name in ibpo.READINGS) and "after 21 steps" in out
+    assert all(f"\n{name} " in out for name in ibpo.READINGS) and "after 2 steps" in out
     with pytest.raises(SystemExit):
         ibpo.main(["--seeds", "1"])
