@@ -502,9 +502,9 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
     A' comes from shaped_rewards. IBPO (S) has token-level credit come from the correction. Its
     sources, an abstract and a caption, do not settle which tokens get it. This reading is ours (D),
-    by a principle: no update rewards a changed token of a wrong answer, or blames a kept one (I3).
-    "changed" is m = 1[changed] for both signs. Where A'_i > 0 it rewards the mistake (I2); it is
-    here to show that. "none" is m = 1.
+    by a principle: no update rewards a changed token of a repaired answer or blames a kept one.
+    "changed" is m = 1[changed] for both signs. Where A'_i > 0 it rewards the mistake (I2); it
+    is here to show that. "none" is m = 1.
     Shared token: repaired answers leave the sum by sign, so it does not cancel, on purpose.
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """

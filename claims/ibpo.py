@@ -190,7 +190,7 @@ def i3(module, name, draws, evidence):
     Source: IBPO (S); by sign (D)
 
     The sources do not settle which tokens get credit, so a principle has to. No update may reward a
-    changed token of a wrong answer, or blame a kept one: the changed tokens are the mistake, and
+    changed token of a repaired answer, or blame a kept one: the changed tokens are the mistake, and
     the kept ones stand in a right answer. Hence the mask m that multiplies A'_i. On a repaired
     answer it is 0 on changed tokens where A'_i > 0, and 0 on kept ones where A'_i < 0. Everywhere
     else it is 1, also on all answers whose corrections failed. What it leaves out has no gradient,
