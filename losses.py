@@ -23,7 +23,7 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     nthr, nthr-random      std   r; losers softer  min, 0.2        answer   not where they soften
     advantage-reweighting  std   r; rare softer    min, 0.2        tokens   unclipped
     lopti, ar-lopti        std   r; two passes     min, 0.2        tokens   unclipped
-    ibpo                   std   r; kept tokens 0  min, 0.2        answer   not where it masks
+    ibpo                   std   r; mask by sign   min, 0.2        answer   not where it masks
 
 What is not known for certain, and where this file deviates from a paper. Grades: P stated by the
 paper, S second-hand, D derived here.
@@ -44,8 +44,9 @@ paper, S second-hand, D derived here.
  10. NTHR's self term, its eta and the vocabulary of its score are ambiguous. They are arguments of
      `nthr`, with our choice as the default.
  11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without KL.
- 12. IBPO is second-hand throughout. Which sequence carries its mask (here the wrong answer, not its
-     correction) and how its two weights combine (here as a product) is not known for certain.
+ 12. IBPO is second-hand throughout. Which tokens carry its credit is not known for certain; our
+     reading, by the sign of the advantage (D), is explained at `ibpo`. Nor is it known how its two
+     weights combine; here they multiply.
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1,
 NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929, IBPO 2605.16302.
@@ -372,13 +373,16 @@ class OldPolicy:
     hidden: Tensor | None = None  # (N, T, d) last hidden states, which predict the tokens
     head: Tensor | None = None  # (V, d) output embeddings: logits = hidden @ head.T / temperature
     gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
-    kept_mask: Tensor | None = None  # (N, T) bool, tokens that a right correction left as they were
+    kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction left as they were
+    repaired: Tensor | None = None  # (N,) bool, wrong answers of which the correction is right
 
     def __post_init__(self):
         rows, size = len(self.tokens), self.group_size
         expected = {"mask": self.tokens.shape, "logp": self.tokens.shape, "rewards": (rows,)}
         if self.kept_mask is not None:
             expected["kept_mask"] = self.tokens.shape
+        if self.repaired is not None:
+            expected["repaired"] = (rows,)
         if self.hidden is not None and self.head is not None:
             expected["hidden"] = (*self.tokens.shape, self.head.shape[1])
         for name, shape in expected.items():
@@ -492,16 +496,26 @@ def nthr_scores(old: OldPolicy, self_term: bool = True, full_vocab: bool = False
     return scores.masked_fill(~old.mask, 0.0)
 
 
-def ibpo(adv: Tensor, old: OldPolicy) -> Tensor:
-    """Blame a repaired wrong answer for the tokens that its correction changed, and for no others.
+def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
+    """Blame a repaired answer for what its correction changed, or praise it for what that kept.
 
-    A_{i,t} = m_{i,t} A'_i with A' from shaped_rewards and m = 0 on kept_mask, else 1. IBPO (S).
-    Shared token: repaired answers that kept it leave the sum, so it does not cancel, on purpose.
-    (N, T), OldPolicy -> (N, T). Raises ValueError without kept_mask.
+    A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
+    A' comes from shaped_rewards. IBPO (S) has token-level credit come from the correction. Its
+    sources, an abstract and a caption, do not settle which tokens get it. This reading is ours (D),
+    by a principle: no update rewards a changed token of a repaired answer or blames a kept one.
+    "changed" is m = 1[changed] for both signs. Where A'_i > 0 it rewards the mistake (I2); it
+    is here to show that. "none" is m = 1.
+    Shared token: repaired answers leave the sum by sign, so it does not cancel, on purpose.
+    (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """
-    if old.kept_mask is None:
-        raise ValueError("ibpo needs the corrections: kept_mask is None")
-    return adv.masked_fill(old.kept_mask, 0.0)
+    if reading not in ("sign", "changed", "none"):
+        raise ValueError(f'reading must be "sign", "changed" or "none", not {reading!r}')
+    if old.kept_mask is None or old.repaired is None:
+        raise ValueError("ibpo needs the corrections: kept_mask or repaired is None")
+    if reading == "none":
+        return adv
+    silent_mask = old.kept_mask if reading == "changed" else old.kept_mask == (adv < 0)
+    return adv.masked_fill(silent_mask & old.repaired[:, None], 0.0)
 
 
 def shaped_rewards(

@@ -319,7 +319,7 @@ class Answers:
     shaped: Tensor  # (N,) what is compared: the rewards, for repaired answers with a bonus
     generated: int  # tokens, those of corrections included
     repaired: Tensor | None = None  # (N,) bool: wrong, and its correction is right (ibpo)
-    kept_mask: Tensor | None = None  # (N, T) bool: tokens that a right correction kept (ibpo)
+    kept_mask: Tensor | None = None  # (N, T) bool: tokens that its correction kept (ibpo)
 
 
 def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answers:
@@ -332,8 +332,10 @@ def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answ
     rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
     rewards = torch.tensor(rewards, device=logp.device)
     answers = Answers(step, items, texts, rows, logp, rewards, rewards, int(rows.mask.sum()))
-    if config.chosen_method.repair:
-        correct(policy, task, answers, config, gen)
+    if repair := config.chosen_method.repair:
+        fixed, answers.repaired, answers.kept_mask = correct(policy, task, answers, config, gen)
+        answers.shaped = repair(rewards, answers.repaired)
+        answers.generated += int(fixed.mask.sum())
     return answers
 
 
@@ -391,10 +393,13 @@ def decode(policy: Policy, rows: Rows) -> list[str]:
     return policy.tokenizer.batch_decode(ids)
 
 
-def correct(policy: Policy, task, answers: Answers, config: Config, gen):
+def correct(
+    policy: Policy, task, answers: Answers, config: Config, gen
+) -> tuple[Rows, Tensor, Tensor]:
     """IBPO's second rollout: the policy corrects each of its wrong answers, shown beside siblings.
 
-    Right siblings come first. Fills in what the corrections say about the answers.
+    Right siblings come first. Returns the corrections of the wrong answers, which of all answers
+    are repaired (N,), and which tokens a correction kept (N, T).
     """
     rewards, G, problems = answers.rewards, config.group_size, []
     wrong = (rewards == 0).nonzero().flatten()
@@ -403,19 +408,17 @@ def correct(policy: Policy, task, answers: Answers, config: Config, gen):
         siblings.sort(key=lambda j: rewards[j].item() != 1)
         shown = [answers.texts[j] for j in siblings[: config.repair_references]]
         problems.append(task.repair(answers.items[i], answers.texts[i], shown))
-    answers.repaired = torch.zeros_like(rewards, dtype=torch.bool)
-    answers.kept_mask = torch.zeros_like(answers.rows.mask)
-    if problems:
-        prompts = task.encode(policy.tokenizer, problems)
-        fixed, _ = generate(policy, prompts, config.max_tokens, config.temperature, gen)
-        pairs = zip(decode(policy, fixed), wrong.tolist(), strict=True)
-        right = [task.reward(text, answers.items[i]) == 1 for text, i in pairs]
-        answers.repaired[wrong] = torch.tensor(right, device=rewards.device)
-        first = answers.rows[wrong]
-        kept = kept_tokens(first.tokens, first.mask, fixed.tokens, fixed.mask)
-        answers.kept_mask[wrong] = kept & answers.repaired[wrong, None]
-        answers.generated += int(fixed.mask.sum())
-    answers.shaped = config.chosen_method.repair(rewards, answers.repaired)
+    repaired = torch.zeros_like(rewards, dtype=torch.bool)
+    kept_mask, first = torch.zeros_like(answers.rows.mask), answers.rows[wrong]
+    if not problems:
+        return first, repaired, kept_mask  # no rows
+    prompts = task.encode(policy.tokenizer, problems)
+    fixed, _ = generate(policy, prompts, config.max_tokens, config.temperature, gen)
+    pairs = zip(decode(policy, fixed), wrong.tolist(), strict=True)
+    right = [task.reward(text, answers.items[i]) == 1 for text, i in pairs]
+    repaired[wrong] = torch.tensor(right, device=rewards.device)
+    kept_mask[wrong] = kept_tokens(first.tokens, first.mask, fixed.tokens, fixed.mask)
+    return fixed, repaired, kept_mask
 
 
 # ---------------- 2. score: log-probs, advantages, credit
@@ -453,7 +456,8 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
         head = policy.model.get_output_embeddings().weight.detach() if method.needs_hidden else None
         draws = rng(config.seed, "credit", answers.step)
         facts = (rows.tokens, rows.mask, old, answers.rewards, G, config.temperature)
-        adv = method.credit(adv, OldPolicy(*facts, hidden, head, draws, answers.kept_mask))
+        facts += (hidden, head, draws, answers.kept_mask, answers.repaired)
+        adv = method.credit(adv, OldPolicy(*facts))
     batch = Batch(old, old, adv, rows.mask, G, config.max_tokens, ref)
     nodes = prefix_nodes(rows.tokens, rows.mask, G)
     return Scored(answers.step, rows, batch, logp, entropy, advantages, nodes)

@@ -288,10 +288,12 @@ def m5(module, name, draws, evidence):
         return
     valid = {"tokens": draw.tokens, "mask": draw.mask, "logp": draw.logp}
     valid |= {"rewards": draw.noise[:, 0], "group_size": draw.G, "kept_mask": draw.mask}
+    valid["repaired"] = draw.mask[:, 0]
     valid |= {"hidden": draw.noise[..., None], "head": draw.noise[:, :1]}
     for field in ("mask", "logp", "kept_mask", "hidden"):
         evidence.raises(module.OldPolicy, **valid | {field: valid[field][:, 1:]})
     evidence.raises(module.OldPolicy, **valid | {"rewards": draw.noise[1:, 0]})
+    evidence.raises(module.OldPolicy, **valid | {"repaired": draw.mask[1:, 0]})
     evidence.raises(module.OldPolicy, **valid | {"head": draw.noise})
     evidence.raises(module.OldPolicy, **valid | {"group_size": 1})
     evidence.raises(module.OldPolicy, **valid | {"group_size": draw.N + 1})

@@ -11,10 +11,12 @@ with y_i (M8): tokens that it left as they were are called kept, the others chan
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
-from claims.trees import coefficients
+from claims.trees import ascent, coefficients
+from toy.policy import Policy
 
 
 def variance(x, odds) -> float:
@@ -63,59 +65,163 @@ def i1(module, name, draws, evidence):
 
 
 def i2(module, name, draws, evidence):
-    """An all-wrong group learns something as soon as one correction succeeds; an all-correct group
-    still nothing.
+    """Repairs in all-wrong groups make right answers likelier, slips rarer (on average); all-right
+    groups teach nothing.
 
-    Source: IBPO (S)
+    Source: IBPO (S); by sign, and in expectation (D)
 
-    In an all-wrong group R' is l rho for the repaired answers and 0 for the others. So the shaped
-    rewards differ, and A' is not 0. Where all answers are right there is nothing to repair, and all
-    advantages are 0. "Something" is the coefficient of grpo, masked: A'_i / T_i on all tokens but
-    the kept ones.
+    An answer has T places. At place t it takes token a with probability pi_t(a), whatever stands
+    before. The right answer is k_1 .. k_T; let Q be its probability. A slip is a token other than
+    k_t at place t. A correction that succeeds mends all slips and changes nothing else; it succeeds
+    with probability q, whatever the slips are. Let m of the G answers of an all-wrong group be
+    repaired. Their R' is l rho, and that of the others is 0. So A'_i = l rho (1 - m/G) for the
+    repaired ones, which is not negative, and -l rho m/G for the others. Let S be the expected sum
+    of A'_i over the repaired ones: S = l rho (G - 1) q (1 - q). Over the others the sum is -S.
+
+    The mean of e_y - pi_t over all answers is 0. It is (1 - Q) times its mean over wrong answers,
+    plus Q (e_k - pi_t). So over wrong answers it is -u (e_k - pi_t), with u = Q / (1 - Q). Of wrong
+    answers the share p = (pi_t(k_t) - Q) / (1 - Q) has k_t. So their kept tokens alone give
+    p (e_k - pi_t), and their changed ones the rest, -(u + p) (e_k - pi_t). The expected push at
+    place t is therefore f_t grad log pi_t(k_t) / (G T), with a number for each reading:
+
+      none         f_t = -S u + S u = 0
+      sign         f_t =  S p + S u = S pi_t(k_t) / (1 - Q)
+      changed      f_t = -S (u + p) + S u = -S (pi_t(k_t) - Q) / (1 - Q)
+      correction   f_t =  S (1 - p) + S u = S (1 - pi_t(k_t) + Q) / (1 - Q)
+
+    The last one stands for "changed" on the correction, put in the place of the wrong answer.
+
+    By sign f_t > 0 at all places. Then a step of any size along this push makes k_t likelier. For
+    any two distributions (e_k - pi').(e_k - pi) is positive, as it is (1 - pi'_k)(1 - pi_k) plus
+    the sum of pi'_a pi_a over a != k. A step eta changes the log-odds of a slip a against k_t by
+    -eta f_t (1 - pi_k + pi_a) / (G T). "changed" does the opposite of both: it rewards mistakes.
+
+    All groups are enumerated. One group may differ from their mean, because an answer that is not
+    repaired is blamed for its right tokens, too. Where all answers are right, all R' are equal, A'
+    is 0, and so are all coefficients.
     """
-    for draw, right in itertools.product(draws, (False, True)):
-        R = torch.full((draw.N,), float(right), dtype=torch.float64)
-        repaired = torch.zeros(draw.N, dtype=torch.bool)
-        repaired[:: draw.G] = not right
-        A = module.group_advantages(module.shaped_rewards(R, repaired), draw.G, "mean")
-        kept_mask = draw.mask & repaired[:, None] & (draw.noise > 0)
-        logp = draw.logp.detach()
-        old = module.OldPolicy(draw.tokens, draw.mask, logp, R, draw.G, kept_mask=kept_mask)
+    for k, draw in enumerate(draws[:8]):
+        toy = Repairs(draw, size=2 + k % 2, q=0.2 + 0.1 * (k % 5))
+        for reading in ("sign", "changed", "none", "correction"):
+            g = toy.expected_push(module, reading)
+            moved = toy.policy.step(g, 30.0)
+            predicted = torch.zeros_like(g)
+            for t, right in enumerate(toy.right):
+                h = toy.right[: t + 1]  # its first token stands for the prompt
+                before = toy.policy.probs(h)
+                after = moved.probs(h)
+                push = toy.push(reading, float(before[right])) / (toy.G * len(toy.right))
+                predicted += push * toy.policy.grad_log_prob(h, right)
+                odds = (after / after[right]).log() - (before / before[right]).log()
+                change = -30.0 * push * (1 - before[right] + before)
+                change[right] = 0.0
+                evidence.equal(change, odds)
+                if reading in ("sign", "correction"):
+                    evidence.equal(True, bool(after[right] > before[right]))
+            evidence.equal(predicted, g)
+    for draw in draws:
+        R = torch.ones(draw.N, dtype=torch.float64)
+        nothing = torch.zeros(draw.N, dtype=torch.bool)
+        A = module.group_advantages(module.shaped_rewards(R, nothing), draw.G)
+        facts = (draw.tokens, draw.mask, draw.logp.detach(), R, draw.G)
+        old = module.OldPolicy(*facts, kept_mask=draw.mask & (draw.noise > 0), repaired=nothing)
         batch = draw.batch(module, adv=module.ibpo(draw.rows(A), old))
-        c = coefficients(module.grpo(batch), batch)
-        predicted = []
-        for i in range(draw.N):
-            shaped_adv = 0.0 if right else 0.3 * (i % draw.G == 0) - 0.3 / draw.G
-            predicted.append([shaped_adv / draw.T[i]])
-        predicted = torch.tensor(predicted, dtype=torch.float64)
-        evidence.equal(torch.where(draw.mask & ~kept_mask, predicted, 0), c)
+        evidence.equal(torch.zeros_like(draw.noise), coefficients(module.grpo(batch), batch))
+
+
+class Repairs:
+    """Every all-wrong group of a toy with 9 answers of 2 tokens, with every way to repair it.
+
+    A token's probability depends on its place only. Corrections are right with probability q.
+    """
+
+    def __init__(self, draw, size: int, q: float):
+        self.G = size
+        self.right = (1, 2)
+        self.q = q
+        place = torch.eye(2, dtype=torch.float64)
+        W = draw.randn(3, 2).requires_grad_()
+        self.policy = Policy(W, lambda history: place[len(history) - 1], 2)
+        p = [self.policy.probs((0,) * (t + 1)).tolist() for t in range(2)]
+        self.Q = p[0][1] * p[1][2]
+        wrong = [y for y in itertools.product(range(3), repeat=2) if y != self.right]
+        odds = {}  # of (a wrong answer, whether it is repaired)
+        for (a, b), repaired in itertools.product(wrong, (True, False)):
+            chance = q if repaired else 1 - q
+            odds[(a, b), repaired] = chance * p[0][a] * p[1][b] / (1 - self.Q)
+        self.groups = list(itertools.combinations_with_replacement(odds, size))
+        self.odds = []
+        for group in self.groups:
+            orders = len(set(itertools.permutations(group)))
+            self.odds.append(orders * math.prod(odds[row] for row in group))
+
+    def expected_push(self, module, reading: str):
+        """The mean ascent direction of grpo with the credit of a reading. (V, D)."""
+        rows = [row for group in self.groups for row in group]
+        repaired = torch.tensor([is_repaired for _, is_repaired in rows])
+        kept_mask = torch.tensor([y for y, _ in rows]) == torch.tensor(self.right)
+        answers = [y for y, _ in rows]
+        if reading == "correction":
+            answers = [self.right if is_repaired else y for y, is_repaired in rows]
+        tokens = torch.tensor(answers)
+        R = torch.zeros(len(rows), dtype=torch.float64)
+        A = module.group_advantages(module.shaped_rewards(R, repaired), self.G, "mean")
+        odds = torch.tensor(self.odds, dtype=torch.float64).repeat_interleave(self.G)
+        adv = (A * odds * len(self.groups))[:, None].expand(tokens.shape)
+        logp = self.policy.W.log_softmax(0)[tokens, torch.arange(2)]  # one column for each place
+        mask = torch.ones_like(kept_mask)
+        facts = (tokens, mask, logp.detach(), R, self.G)
+        old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
+        adv = module.ibpo(adv, old, "changed" if reading == "correction" else reading)
+        batch = module.Batch(logp, logp.detach(), adv, mask, self.G, 2)
+        return ascent(module.grpo(batch), self.policy.W)
+
+    def push(self, reading: str, p: float) -> float:
+        """f_t, where p is the probability of the right token."""
+        S = 0.3 * (self.G - 1) * self.q * (1 - self.q)
+        f = {"none": 0.0, "sign": p, "changed": self.Q - p, "correction": 1 - p + self.Q}
+        return S * f[reading] / (1 - self.Q)
 
 
 def i3(module, name, draws, evidence):
-    """Tokens that a successful correction kept get coefficient 0; without any correction the method
-    is grpo.
+    """A repaired answer is blamed on its changed tokens only and praised on its kept ones only; all
+    else is grpo.
 
-    Source: IBPO (S)
+    Source: IBPO (S); by sign (D)
 
-    The mask is 0 on kept tokens and 1 elsewhere, and it multiplies the advantage. What it leaves
-    out has no gradient, whatever the ratio and the clip. With nothing kept and nothing repaired,
-    advantages and rewards are as they were.
+    The sources do not settle which tokens get credit, so a principle has to. No update may reward a
+    changed token of a repaired answer, or blame a kept one: the changed tokens are the mistake, and
+    the kept ones stand in a right answer. Hence the mask m that multiplies A'_i. On a repaired
+    answer it is 0 on changed tokens where A'_i > 0, and 0 on kept ones where A'_i < 0. Everywhere
+    else it is 1, also on all answers whose corrections failed. What it leaves out has no gradient,
+    whatever the ratio and the clip.
+
+    Two other readings can be chosen. "changed" has m = 0 on kept tokens for both signs. "none" has
+    m = 1, which is grpo with shaped rewards. Without a repair all three are grpo.
     """
     method = module.METHODS["ibpo"]
-    for draw in draws:
-        zero = torch.zeros(draw.N, dtype=torch.float64)
-        A = torch.tensor(draw.adv, dtype=torch.float64)
-        some = draw.mask & (draw.noise > 0.3)
-        for kept_mask in (some, torch.zeros_like(some)):
-            logp = draw.logp.detach()
-            old = module.OldPolicy(draw.tokens, draw.mask, logp, zero, draw.G, kept_mask=kept_mask)
-            plain = draw.batch(module, 0.6)
-            batch = draw.batch(module, 0.6, adv=method.credit(draw.rows(draw.adv), old))
-            grpo = coefficients(module.grpo(plain), plain)
-            predicted = torch.where(kept_mask, 0, grpo)
+    for k, draw in enumerate(draws):
+        kept_mask = draw.mask & (draw.noise > 0)
+        repaired = torch.rand(draw.N, generator=draw.generator) < (k % 4) / 3  # none .. all
+        R = torch.zeros(draw.N, dtype=torch.float64)
+        facts = (draw.tokens, draw.mask, draw.logp.detach(), R, draw.G)
+        old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
+        plain = draw.batch(module, 0.6)
+        grpo = coefficients(module.grpo(plain), plain)
+        for hyper in ({}, {"reading": "sign"}, {"reading": "changed"}, {"reading": "none"}):
+            predicted = grpo.clone()
+            for i, t in draw.mask.nonzero().tolist():
+                spared = bool(kept_mask[i, t]) == (draw.adv[i] < 0)
+                if hyper == {"reading": "changed"}:
+                    spared = bool(kept_mask[i, t])
+                if repaired[i] and spared and hyper != {"reading": "none"}:
+                    predicted[i, t] = 0.0
+            batch = draw.batch(module, 0.6, adv=method.credit(draw.rows(draw.adv), old, **hyper))
             evidence.equal(predicted, coefficients(method.passes[0](batch), batch))
-        no_corrections = module.OldPolicy(draw.tokens, draw.mask, draw.logp, zero, draw.G)
-        evidence.raises(method.credit, draw.rows(draw.adv), no_corrections)
+        evidence.raises(method.credit, draw.rows(draw.adv), old, reading="kept")
+        for partly in ({}, {"kept_mask": kept_mask}, {"repaired": repaired}):
+            incomplete = module.OldPolicy(*facts, **partly)
+            evidence.raises(method.credit, draw.rows(draw.adv), incomplete)
         evidence.equal(True, len(method.passes) == 1 and method.repair and method.scale == "std")
-        nothing_repaired = torch.zeros(draw.N, dtype=torch.bool)
-        evidence.equal(A, module.shaped_rewards(A, nothing_repaired))
+        A = torch.tensor(draw.adv, dtype=torch.float64)
+        evidence.equal(A, module.shaped_rewards(A, torch.zeros(draw.N, dtype=torch.bool)))

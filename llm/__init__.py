@@ -112,5 +112,5 @@ def try_out(method: Method, reference: bool):
     if method.repair:
         method.repair(zeros[:, 0], none[:, 0])
     if method.credit:
-        old = OldPolicy(none.long(), ~none, zeros, zeros[:, 0], 2)
-        method.credit(zeros, replace(old, hidden=hidden, head=hidden[0], kept_mask=none))
+        old = OldPolicy(none.long(), ~none, zeros, zeros[:, 0], 2, hidden=hidden, head=hidden[0])
+        method.credit(zeros, replace(old, kept_mask=none, repaired=none[:, 0]))

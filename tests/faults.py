@@ -87,8 +87,8 @@ RULES = """
 """
 # What a default may be mistaken for. One that is not here stays.
 OTHER_DEFAULTS = """
-    'std'='mean' 'geometric'='product' float('inf')=0.1 True=False False=True 0.0003=0.0004
-    0.0004=0.0003 0.2=0.28 0.28=0.2 0.3=0.1 0.5=0.6 0.6=0.3 0.0=0.04 1.0=0.5 -1.0=1.0
+    'std'='mean' 'geometric'='product' 'sign'='changed' float('inf')=0.1 True=False False=True
+    0.0003=0.0004 0.0004=0.0003 0.2=0.28 0.28=0.2 0.3=0.1 0.5=0.6 0.6=0.3 0.0=0.04 1.0=0.5 -1.0=1.0
 """
 TABLE = """
 Batch
@@ -172,6 +172,7 @@ lopti_high: both passes low: x_ > eta => x_ <= eta
 _lopti: denominators shrunk: token_mean(x_.masked_fill(~m_, v_), y_) => token_mean(x_, y_ & m_)
 OldPolicy
     kept_mask of any shape: v_["kept_mask"] = x_ => pass
+    repaired of any shape: v_["repaired"] = x_ => pass
     hidden states of any width: v_["hidden"] = x_ => pass
 advantage_reweighting
     alpha on the wrong side: alpha * x_ + 1 - alpha => (1 - alpha) * x_ + alpha
@@ -213,8 +214,17 @@ nthr_scores
     half precision: torch.promote_types(old.hidden.dtype, torch.float32) => old.hidden.dtype
     carries a gradient: torch.no_grad() => torch.enable_grad()
 ibpo
-    blames what was kept: adv.masked_fill(m_, v_) => adv.masked_fill(~m_, v_)
-    corrections missing, unnoticed: raise x_ => return adv
+    everything else masked: adv.masked_fill(m_, v_) => adv.masked_fill(~m_, v_)
+    halves: adv.masked_fill(m_, v_) => torch.where(m_, adv / 2, adv)
+    sign turned: adv < 0 => adv > 0
+    kept for changed: old.kept_mask == x_ => old.kept_mask != x_
+    blames kept tokens: old.kept_mask == (adv < 0) => ~old.kept_mask & (adv > 0)
+    praises changed tokens: old.kept_mask == (adv < 0) => old.kept_mask & (adv < 0)
+    acts on answers that are not repaired: old.repaired[:, None] => ~old.repaired[:, None]
+    acts on all answers that are not right: old.repaired[:, None] => (old.rewards < 1)[:, None]
+    no mask by default: reading='none'
+    none masks by sign: return adv => pass
+    none for sign: reading == "none" => reading == "sign"
 shaped_rewards
     all that are not right earn it: rewards == 0 => rewards < 1
     taken away: rewards + x_ => rewards - x_
@@ -291,6 +301,7 @@ UNSEEN = {
     "pos_only: default eps_low=0.28": "equal: no advantage is below 0",
     "pos_only: eps_low ignored": "equal: no advantage is below 0",
     "nthr: adv <= 0": "equal: the factor times 0",
+    "ibpo: adv <= 0": "equal: a mask times 0",
     "nthr_random: adv <= 0": "equal: an answer's advantages have one sign",
     "nthr_selected: lowest <= torch.inf": "equal: beta times inf is inf",
 }

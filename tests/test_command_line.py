@@ -49,6 +49,7 @@ MISTAKES = [
     ("--method ar-lopti --hyper beta=1", "alpha=0.3, eta=0.5, eps_low=0.2, eps_high=0.2"),
     ("--method dfpo-min --hyper ratio=sum", 'ratio=sum: ratio must be "geometric" or "product"'),
     ("--method ibpo --hyper bonus=5", "below the reward"),
+    ("--method ibpo --hyper reading=kept", "reading=kept: reading must be"),
 ]
 
 
@@ -123,6 +124,7 @@ def test_hyperparameters_reach_the_functions_that_take_them():
     assert bind("nthr", {"self_term": "False"}).credit.keywords == {"self_term": False}
     method = bind("ibpo", {"bonus": 1, "kl": 0.1})
     assert method.repair.keywords == {"bonus": 1.0} and method.credit is losses.ibpo
+    assert bind("ibpo", {"reading": "changed"}).credit.keywords == {"reading": "changed"}
     assert isinstance(method.passes[0], partial) and method.passes[0].keywords == {"kl": 0.1}
     assert bind("dfpo-min", {"ratio": "product"}).passes[0].keywords == {"ratio": "product"}
     assert bind("grpo", {}) == losses.METHODS["grpo"]

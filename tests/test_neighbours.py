@@ -197,6 +197,23 @@ def test_kept_tokens_by_hand(answer, correction, kept):
     assert found[0].tolist() == [x == "1" for x in kept]
 
 
+READINGS = [("sign", "0011", "1100"), ("changed", "0011", "0011"), ("none", "1111", "1111")]
+
+
+@pytest.mark.parametrize("reading, blamed, praised", READINGS)
+def test_ibpo_by_hand(reading, blamed, praised):
+    """Two kept tokens, then two changed ones; the last two answers are not repaired."""
+    kept_mask = torch.tensor([[True, True, False, False]] * 4)
+    adv = torch.tensor([-2.0, 3.0, -1.0, 5.0], dtype=torch.float64)[:, None].expand(4, 4)
+    old = OldPolicy(kept_mask.long(), kept_mask | True, adv, torch.zeros(4), 2)
+    old.kept_mask, old.repaired = kept_mask, torch.tensor([True, True, False, False])
+    expected = adv.clone()
+    for row, marks in enumerate((blamed, praised)):
+        expected[row] *= torch.tensor([float(mark) for mark in marks])
+    assert losses.ibpo(adv, old, reading).equal(expected)
+    assert losses.ibpo(adv, old).equal(expected) or reading != "sign"
+
+
 # ---------------- errors say what is wrong
 
 
@@ -208,6 +225,7 @@ def test_kept_tokens_by_hand(answer, correction, kept):
         ({"rewards": torch.zeros(2)}, r"rewards .*\(2,\).*\(4,\)"),
         ({"hidden": torch.zeros(4, 3, 6)}, r"hidden .*\(4, 3, 6\).*\(4, 3, 5\)"),
         ({"kept_mask": torch.zeros(4, 2).bool()}, r"kept_mask .*\(4, 2\).*\(4, 3\)"),
+        ({"repaired": torch.zeros(4, 3).bool()}, r"repaired .*\(4, 3\).*\(4,\)"),
         ({"group_size": 3}, "4 rows .*group_size 3"),
         ({"group_size": 1}, "group_size 1"),
     ],
@@ -226,5 +244,10 @@ def test_what_a_rule_lacks_is_named():
     for missing in ("hidden", "head"):
         with pytest.raises(ValueError, match="hidden states and output embeddings"):
             nthr(make_adv(old), replace(old, **{missing: None}))
-    with pytest.raises(ValueError, match="corrections"):
-        losses.ibpo(make_adv(old), old)
+    kept_mask, repaired = old.mask, old.rewards == 0
+    for known in ({}, {"kept_mask": kept_mask}, {"repaired": repaired}):
+        with pytest.raises(ValueError, match="corrections: kept_mask or repaired is None"):
+            losses.ibpo(make_adv(old), replace(old, **known))
+    whole = replace(old, kept_mask=kept_mask, repaired=repaired)
+    with pytest.raises(ValueError, match="reading must be .*, not 'kept'"):
+        losses.ibpo(make_adv(old), whole, "kept")

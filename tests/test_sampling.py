@@ -68,6 +68,15 @@ def test_every_step_and_seed_draws_answers_of_its_own(scratch):
     assert len({train.rng(*key).initial_seed() for key in uses}) == len(uses)
 
 
+def test_without_a_wrong_answer_nothing_is_corrected(scratch, monkeypatch):
+    monkeypatch.setattr(Arithmetic, "reward", lambda self, text, item: 1.0)
+    task, config = Arithmetic(), train.Config(method="ibpo", group_size=3, max_tokens=8)
+    answers = train.sample(scratch, task, task.train[:2], 1, config)
+    assert answers.repaired.tolist() == [False] * 6 and not answers.kept_mask.any()
+    assert answers.generated == answers.rows.mask.sum() and answers.shaped.tolist() == [1.0] * 6
+    assert (train.score(scratch, None, answers, config).batch.adv == 0).all()
+
+
 def test_few_training_items_are_those_with_the_shortest_solutions():
     lengths = sorted(len(item.demo) for item in Arithmetic().train)
     task = train.load_task(train.Config(train_items=40))

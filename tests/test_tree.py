@@ -237,7 +237,7 @@ def coefficients(group: tree.Group, logp: torch.Tensor, chosen: dict) -> tuple:
     name, _, number = chosen["method"].partition(" pass ")
     method = METHODS[name]
     rewards = torch.tensor([float(digit) for digit in chosen["won"]]).double()
-    shaped = method.repair(rewards, group.repaired) if method.repair else rewards
+    shaped = method.repair(rewards, group.facts.repaired) if method.repair else rewards
     A = group_advantages(shaped, tree.G, method.scale)
     adv = A[:, None].expand_as(group.old)
     if method.credit:
@@ -404,6 +404,9 @@ def test_each_preset_shows_what_its_sentence_says(browser, page):
     assert [x != 0 for x in pushes["Above the clip range"]] == [False, True, False, True]
     assert pushes["NTHR"][1] == pushes["NTHR"][3] == 0 and shown["IBPO"]["chips"]["1.3"] < 0
     assert [shown["IBPO"]["chips"][key] for key in ("1.2", "1.4")] == [0, 0]
+    browser.go("method=ibpo&lengths=equal&look=1.1&won=0000")
+    chips = browser.run(SEEN)["chips"]
+    assert chips["1.3"] == 0 and chips["1.2"] > 0 and chips["1.4"] > 0
 
 
 def test_texts_of_a_model_are_shown_and_not_run(browser, run):

@@ -114,7 +114,8 @@ def test_a_credit_rule_sees_the_whole_batch_once(policy, monkeypatch):
     assert torch.equal(scored.batch.adv, adv * 0.5) and torch.equal(old.rewards, answers.rewards)
     assert torch.equal(old.tokens, answers.rows.tokens) and torch.equal(old.mask, mask)
     assert torch.equal(old.logp, scored.batch.logp) and not old.logp.requires_grad
-    assert old.kept_mask is answers.kept_mask and old.hidden is None and old.group_size == 3
+    assert old.kept_mask is answers.kept_mask and old.repaired is answers.repaired
+    assert old.hidden is None and old.group_size == 3
 
 
 def test_clip_share_leaves_out_the_kl_term_of_groups_without_an_advantage(policy):

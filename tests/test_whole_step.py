@@ -37,7 +37,7 @@ def first_answers(start):
 
 
 def corrected(policy, task, rows, gen):
-    """The second rollout of ibpo: for each answer whether it is repaired, which tokens it kept."""
+    """The second rollout of ibpo: which answers are repaired, and the tokens that stay in them."""
     items, prompts, answers, texts, rewards = rows
     wrong = [i for i, reward in enumerate(rewards) if reward == 0]
     problems = []
@@ -51,9 +51,8 @@ def corrected(policy, task, rows, gen):
     repaired, kept = [False] * len(items), [[False] * len(answer) for answer in answers]
     for i, correction in zip(wrong, fixed, strict=True):
         repaired[i] = task.reward(naive.decode(policy, correction), items[i]) == 1
-        if repaired[i]:
-            a, b = torch.tensor([answers[i]]), torch.tensor([correction])
-            kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
+        a, b = torch.tensor([answers[i]]), torch.tensor([correction])
+        kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
     return repaired, kept, sum(map(len, fixed))
 
 
@@ -63,7 +62,10 @@ def credit(config, old, kept, A, errors):
     if "reweighting" in config.method or config.method == "ar-lopti":
         return [(0.3 * p.exp() + 0.7) * a for p, a in zip(old["logp"], adv, strict=True)]
     if config.method == "ibpo":
-        return [a * ~torch.tensor(k) for a, k in zip(adv, kept, strict=True)]
+        for a, row, repaired, tokens in zip(A, adv, old["repaired"], kept, strict=True):
+            for t, stays in enumerate(tokens if repaired else []):
+                row[t] = max(a, 0.0) if stays else min(a, 0.0)
+        return adv
     if "nthr" not in config.method:
         return adv
     scores = naive.nthr_scores(errors, old["rewards"], G)
@@ -89,7 +91,7 @@ def naive_step(start, first_answers, config, hyper):
     rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
     n, tokens = len(items), sum(map(len, answers))
     log = {"step": 2, "tokens": tokens, "generated": tokens, "reward": sum(rewards) / n}
-    shaped, kept = rewards, None
+    shaped, repaired, kept = rewards, None, None
     if method.repair:
         rows = (items, prompts, answers, texts, rewards)
         repaired, kept, more = corrected(policy, task, rows, gen)
@@ -105,7 +107,8 @@ def naive_step(start, first_answers, config, hyper):
         ]
         errors = naive.prediction_errors(policy, prompts, answers, TEMPERATURE, G)
     A = naive.advantages(shaped, G, method.scale)
-    adv = credit(config, {"logp": old, "rewards": rewards}, kept, A, errors)
+    known = {"logp": old, "rewards": rewards, "repaired": repaired}
+    adv = credit(config, known, kept, A, errors)
     k3 = [(q - p).exp() - (q - p) - 1 for p, q in zip(old, ref, strict=True)]
     groups = [shaped[i : i + G] for i in range(0, n, G)]
     log |= {

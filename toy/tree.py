@@ -83,7 +83,6 @@ class Group:
     logp: Tensor  # (S, G, T) log pi of each policy
     max_tokens: int
     facts: OldPolicy | None = None  # for methods that need a model
-    repaired: Tensor | None = None  # (G,) bool, for ibpo
 
     def __post_init__(self):
         self.nodes = losses.prefix_nodes(self.tokens, self.mask, len(self.tokens))
@@ -120,10 +119,10 @@ def toy_group(lengths: str, won: str) -> Group:
     repaired = (rewards == 0) & (torch.arange(G) < 3)
     last = mask.sum(1, keepdim=True) - 2
     corrections = tokens.scatter(1, last, vocabulary.index(RIGHT))
-    kept_mask = losses.kept_tokens(tokens, mask, corrections, mask) & repaired[:, None]
-    facts = OldPolicy(tokens, mask, old, rewards, G, hidden=hidden, head=W, kept_mask=kept_mask)
+    facts = OldPolicy(tokens, mask, old, rewards, G, hidden=hidden, head=W, repaired=repaired)
+    facts.kept_mask = losses.kept_tokens(tokens, mask, corrections, mask)
 
-    group = Group(PROMPT, answers, tokens, mask, rewards, old, old[None], L, facts, repaired)
+    group = Group(PROMPT, answers, tokens, mask, rewards, old, old[None], L, facts)
     own = (group.nodes[:, None] == group.nodes).sum(1) == 1  # (G, T)
     factor = torch.tensor(FACTOR, dtype=torch.float64).log()[:, None] * own  # (G, T)
     moves = [math.log(float(m)) + s * factor for m in MOVED for s in SPREAD.values()]
@@ -198,7 +197,7 @@ def advantages(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     """A_i (G,), and what the method's credit rule makes of it (G, T)."""
     rewards = group.rewards
     if method.repair:
-        rewards = method.repair(rewards, group.repaired)
+        rewards = method.repair(rewards, group.facts.repaired)
     A = losses.group_advantages(rewards, len(rewards), method.scale)
     adv = A[:, None].expand_as(group.old).masked_fill(~group.mask, 0.0)
     if method.credit:
