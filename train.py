@@ -2,12 +2,14 @@
 
 config -> main -> sample -> score -> learn -> update -> diagnose -> evaluate -> warm start
 
+(main makes the warm start first. It stands last, because it is not RL.)
+
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
 
 `python train.py` needs no GPU and no download; `python train.py --help` lists every flag. To follow
-a step, this file and losses.py are enough: llm/policy.py loads the model and makes sampling and
-scoring fast, llm/runs.py keeps the files of a run.
+the algorithm, this file and losses.py are enough. llm/policy.py loads the model and makes sampling
+and scoring fast; llm/runs.py keeps the files of a run.
 """
 
 from __future__ import annotations
@@ -440,7 +442,7 @@ class Scored:
 def score(policy: Policy, reference: Policy | None, answers: Answers, config: Config) -> Scored:
     """Compare the answers of a group, once: advantages and credit stay fixed for all updates."""
     rows, method, G = answers.rows, config.chosen_method, config.group_size
-    with torch.set_grad_enabled(config.minibatches == 1):
+    with torch.set_grad_enabled(config.minibatches == 1):  # then learn() begins with this graph
         logp, entropy, hidden = log_probs(policy, rows, config, method.needs_hidden)  # (N, T) ...
     old, ref = logp.detach(), None
     gap = (old - answers.logp)[rows.mask].abs()
@@ -456,8 +458,9 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
         head = policy.model.get_output_embeddings().weight.detach() if method.needs_hidden else None
         draws = rng(config.seed, "credit", answers.step)
         facts = (rows.tokens, rows.mask, old, answers.rewards, G, config.temperature)
-        facts += (hidden, head, draws, answers.kept_mask, answers.repaired)
-        adv = method.credit(adv, OldPolicy(*facts))
+        model_facts = dict(hidden=hidden, head=head, gen=draws)
+        repairs = dict(kept_mask=answers.kept_mask, repaired=answers.repaired)
+        adv = method.credit(adv, OldPolicy(*facts, **model_facts, **repairs))
     batch = Batch(old, old, adv, rows.mask, G, config.max_tokens, ref)
     nodes = prefix_nodes(rows.tokens, rows.mask, G)
     return Scored(answers.step, rows, batch, logp, entropy, advantages, nodes)
@@ -469,11 +472,11 @@ def log_probs(
     """log pi of the answers' tokens (differentiable) and entropies of pi: (N, T), 0 on padding.
 
     With keep_hidden also the hidden states that predict the tokens, (N, T, d). With more rows than
-    micro_rows the forward pass keeps no activations; backward makes them again, bucket by bucket.
+    micro_rows, backward makes all activations again, of so many answers or prompts at a time.
     """
     model, head = policy.model, policy.model.get_output_embeddings()
 
-    def score_bucket(bucket: Tensor) -> list[Tensor]:
+    def score_bucket(prompts, bucket: Tensor) -> list[Tensor]:
         mask, tokens = rows.mask[bucket], rows.tokens[bucket]  # (n, T)
         width = int(mask.sum(1).max())
         cache, before, attention = prompts.of(bucket)
@@ -494,17 +497,17 @@ def log_probs(
         return [x.new_zeros(*mask.shape, *x.shape[1:]).index_put((mask,), x) for x in flat]
 
     many = len(rows.prompts) > config.micro_rows and torch.is_grad_enabled()
-    if many and len({*map(tuple, rows.prompts)}) > config.micro_rows:  # nor more prompts at once
-        halves = torch.arange(len(rows.prompts), device=rows.mask.device).chunk(2)
+    if many and len({*map(tuple, rows.prompts)}) > config.micro_rows:
+        halves = torch.arange(len(rows.prompts), device=model.device).chunk(2)
         parts = zip(*(log_probs(policy, rows[h], config, keep_hidden) for h in halves), strict=True)
         return tuple(None if x[0] is None else torch.cat(x) for x in parts)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    device, read = rows.mask.device, partial(read_prompts, model, rows.prompts)
-    bf16 = dict(dtype=torch.bfloat16, enabled=device.type == "cuda")
-    with torch.autocast(device.type, **bf16, cache_enabled=not many):  # or gradients add up in bf16
-        prompts = again(read) if many else read()  # each different prompt once
+    read = partial(read_prompts, model, rows.prompts)  # each different prompt once
+    # No cache for many: a weight's cached bf16 copy would add up their gradients in bf16.
+    with torch.autocast(model.device.type, torch.bfloat16, model.device.type == "cuda", not many):
+        work = partial(score_bucket, again(read) if many else read())
         buckets = length_buckets(rows.mask, config.micro_rows)
-        parts = [again(score_bucket, x) if many else score_bucket(x) for x in buckets]
+        parts = [again(work, bucket) if many else work(bucket) for bucket in buckets]
     back = torch.cat(buckets).argsort()
     logp, entropy, *hidden = (torch.cat(part)[back] for part in zip(*parts, strict=True))
     return logp, entropy, hidden[0] if keep_hidden else None
@@ -547,7 +550,7 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
                     logp = scored.logp[index]  # its graph is at hand
                 else:
                     logp, _, _ = log_probs(policy, rows, config)  # (n, T)
-                if updates:  # before the first one the ratio is 1, and not 1 up to rounding
+                if updates:  # the first one keeps logp_old: its ratios are exactly 1
                     batch.logp = logp.detach()
                 try:
                     c, norm = update(optimizer, loss_fn, batch, logp, config.grad_clip)
