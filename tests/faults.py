@@ -287,23 +287,14 @@ METHODS.ar-lopti: without reweighting: advantage_reweighting => None
 METHODS.ibpo: without corrections: shaped_rewards => None
 METHODS.ibpo: without its mask: ibpo => None
 """
-# Made by the rules, seen neither by the claims nor by the unit tests: holes, or no faults at all.
+# Made by the rules, and no faults at all.
 UNSEEN = {
-    "nthr_selected: scores >= tau": "hole: tau may be the score of a right answer with one token",
-    "shaped_rewards: accepts weight * bonus >= 1": "hole: only test_command_line sees it",
-    "shaped_rewards: weight * bonus > 1": "hole: a product of 1 is accepted",
-    "shaped_rewards: factor bonus left out beside weight in weight * bonus >= 1": "hole",
-    "shaped_rewards: factor weight left out beside bonus in weight * bonus >= 1": "hole",
-    "kept_tokens: ~substitute left out beside (t > 0) & ~match": "hole: ties broken otherwise",
-    "kept_tokens: ~match left out beside both": "equal: a match never costs an edit",
-    "_dfpo: default eps=0.1": "equal: both callers pass it",
-    "_dfpo: (token_ratio(batch) - 1).abs() >= eps": "equal, unless r is 1 + eps",
-    "pos_only: default eps_low=0.28": "equal: no advantage is below 0",
-    "pos_only: eps_low ignored": "equal: no advantage is below 0",
-    "nthr: adv <= 0": "equal: the factor times 0",
-    "ibpo: adv <= 0": "equal: a mask times 0",
-    "nthr_random: adv <= 0": "equal: an answer's advantages have one sign",
-    "nthr_selected: lowest <= torch.inf": "equal: beta times inf is inf",
+    "_dfpo: default eps=0.1": "both callers pass it",
+    "pos_only: eps_low ignored": "no advantage is below 0, and only there eps_low acts",
+    "nthr: adv <= 0": "an advantage of 0 times the factor is 0",
+    "nthr_random: adv <= 0": "an answer's advantages have one sign, or all are 0",
+    "kept_tokens: ~match left out beside both": "where tokens match, no shortest edit needs more",
+    "ibpo: adv <= 0": "a mask times 0",
 }
 
 

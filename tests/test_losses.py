@@ -5,6 +5,7 @@ unequal lengths, garbage in the padding, ratios on both sides of both clips, and
 group between two mixed ones.
 """
 
+import inspect
 import math
 from dataclasses import replace
 
@@ -32,7 +33,9 @@ CASES += [(name, WIDE) for name in ("grpo", "grpo_symmetric", "dr_grpo", "pos_on
 CASES += [("lopti_low", {"eta": 0.2}), ("lopti_high", {"eta": 0.2}), ("gspo", NARROW)]
 CASES += [("grpo", {"kl": 0.3}), ("grpo", {"kl": 0.3, **WIDE})]
 DFPO = ("dfpo_min", "dfpo_orthogonal")
-CASES += [(name, more) for name in DFPO for more in ({"ratio": "product"}, {"eps": 0.15})]
+CASES += [
+    (name, more) for name in DFPO for more in ({"ratio": "product"}, {"eps": 0.15}, {"eps": 0.0})
+]
 every_case = pytest.mark.parametrize("name, options", CASES, ids=str)
 
 
@@ -228,6 +231,39 @@ def test_the_projection_of_a_loss_takes_its_tax_whatever_the_padding_holds(name,
         assert projected.isfinite() and (c[~b.mask] == 0).all() and c.isfinite().all()
     c = token_coefficients(project(loss, b.logp, A, nodes, b.mask), b.logp)
     assert learning_tax(c, A, nodes, b.mask) < 1e-12
+
+
+# ---------------- defaults
+
+CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
+EVERY_READING = {"beta": 1.0, "self_term": True, "full_vocab": False}  # ours: the paper is open
+DEFAULTS = {
+    "group_advantages": {"scale": "std"},  # GRPO sec. 4.1.2
+    "sequence_ratio": {"kind": "geometric"},  # GSPO Eq. 7
+    "grpo": CLIP | {"kl": 0.0},  # off; in the paper 0.04
+    "dapo": {"eps_low": 0.2, "eps_high": 0.28},  # DAPO sec. 4.1
+    "gspo": {"eps_low": 3e-4, "eps_high": 4e-4},  # GSPO sec. 5.1
+    **dict.fromkeys(("grpo_symmetric", "dr_grpo", "pos_only", "token_grpo"), CLIP),
+    **dict.fromkeys(DFPO, {"ratio": "geometric", "eps": math.inf}),  # ours; DFPO has no clip
+    **dict.fromkeys(("lopti_low", "lopti_high"), {"eta": 0.5} | CLIP),  # AR/Lopti
+    "advantage_reweighting": {"alpha": 0.3},  # AR/Lopti; 0.1 for maths
+    "nthr": EVERY_READING | {"eta": -1.0},  # -1 stands for NTHR's 2|0.5 - p|
+    **dict.fromkeys(("nthr_random", "nthr_selected"), EVERY_READING),
+    "nthr_scores": {"self_term": True, "full_vocab": False},
+    "shaped_rewards": {"bonus": 0.5, "weight": 0.6},  # IBPO, second-hand
+    "prefix_nodes": {"context": None},
+    "Batch": {"logp_ref": None},
+    "OldPolicy": {"temperature": 1.0} | dict.fromkeys(("hidden", "head", "gen", "kept_mask")),
+    "Method": {"scale": "std", "credit": None, "needs_hidden": False, "repair": None},
+}
+
+
+def test_the_defaults_are_those_of_the_papers():
+    for name, function in vars(losses).items():
+        if getattr(function, "__module__", "") == losses.__name__ and not name.startswith("_"):
+            parameters = inspect.signature(function).parameters.values()
+            given = {x.name: x.default for x in parameters if x.default is not x.empty}
+            assert given == DEFAULTS.get(name, {}), name
 
 
 # ---------------- errors say what is wrong

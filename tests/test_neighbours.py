@@ -80,11 +80,18 @@ def test_scores_and_selection_are_the_double_sum(shape, self_term, full_vocab):
     old = make_old(1, **shape)
     scores = naive_scores(old, self_term, full_vocab)
     assert_naive(nthr_scores(old, self_term, full_vocab), scores, old)
-    for beta in (0.0, 0.3, 1.0, 2.0):
+    for beta in (-1.0, 0.0, 0.3, 1.0, 2.0):
         chosen = naive.nthr_selected(scores, old.rewards.tolist(), old.group_size, beta)
         assert_naive(nthr_selected(old, beta, self_term, full_vocab), chosen, old)
     assert 0 < nthr_selected(old, 0.0).sum() < old.mask.sum()
     assert nthr_scores(old).equal(nthr_scores(old, self_term=True, full_vocab=False))
+
+
+def test_a_token_whose_score_is_tau_is_not_above_it():
+    old = make_old(1)
+    assert nthr_selected(old, 0.0)[-1, 0]
+    old.hidden[-1, 0] = 0.0
+    assert nthr_scores(old)[-1, 0] == 0 and not nthr_selected(old, 0.0)[-1, 0]
 
 
 def test_scores_survive_padding_row_order_and_splitting():
@@ -187,7 +194,7 @@ def test_kept_tokens_are_those_of_a_shortest_edit_of_rows_of_any_length():
 
 KEPT = [("so #107", "so #85", "1111000"), ("abc", "abc", "111"), ("abc", "xaxbxcx", "111")]
 KEPT += [("abc", "", "000"), ("5+9=14,#84", "5+9=15,#85", "1111101110"), ("aab", "ab", "011")]
-KEPT += [("kitten", "sitting", "011101")]
+KEPT += [("kitten", "sitting", "011101"), ("aaa", "ab", "010")]
 
 
 @pytest.mark.parametrize("answer, correction, kept", KEPT)
@@ -237,6 +244,16 @@ def test_what_does_not_fit_is_refused(change, message):
     OldPolicy(**good)
     with pytest.raises(ValueError, match=message):
         OldPolicy(**good | change)
+
+
+def test_a_near_miss_must_count_less_than_a_right_answer():
+    zero, repaired = torch.zeros(2), torch.tensor([True, False])
+    for bonus, weight in ((1.0, 1.0), (0.5, 2.0), (4.0, 0.3)):
+        with pytest.raises(ValueError, match=f"weight {weight} times bonus {bonus} must stay"):
+            losses.shaped_rewards(zero, repaired, bonus, weight)
+    for bonus, weight in ((2.0, 0.4), (0.4, 2.0)):
+        shaped = losses.shaped_rewards(zero, repaired, bonus, weight)
+        assert shaped.tolist() == pytest.approx([0.8, 0.0])
 
 
 def test_what_a_rule_lacks_is_named():
