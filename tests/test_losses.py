@@ -251,9 +251,12 @@ DEFAULTS = {
     **dict.fromkeys(("nthr_random", "nthr_selected"), EVERY_READING),
     "nthr_scores": {"self_term": True, "full_vocab": False},
     "shaped_rewards": {"bonus": 0.5, "weight": 0.6},  # IBPO, second-hand
+    "ibpo": {"reading": "sign"},  # ours
     "prefix_nodes": {"context": None},
     "Batch": {"logp_ref": None},
-    "OldPolicy": {"temperature": 1.0} | dict.fromkeys(("hidden", "head", "gen", "kept_mask")),
+    "OldPolicy": {"temperature": 1.0}
+    | dict.fromkeys(("hidden", "head", "gen"))
+    | dict.fromkeys(("kept_mask", "repaired")),
     "Method": {"scale": "std", "credit": None, "needs_hidden": False, "repair": None},
 }
 
