@@ -20,10 +20,10 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     dfpo-min               std   min of s          none            budget   always
     dfpo-orthogonal        std   s minus its A     none            budget   always
     pos-only               std   r; losers 0       min, 0.2        answer   never
-    nthr, nthr-random      std   r; losers softer  min, 0.2        answer   not where they soften
+    nthr, nthr-random      std   r; losers softer  min, 0.2        answer   as grpo, if not softer
     advantage-reweighting  std   r; rare softer    min, 0.2        tokens   unclipped
     lopti, ar-lopti        std   r; two passes     min, 0.2        tokens   unclipped
-    ibpo                   std   r; mask by sign   min, 0.2        answer   not where it masks
+    ibpo                   std   r; mask by sign   min, 0.2        answer   as grpo, if not masked
 
 What is not known for certain, and where this file deviates from a paper. Grades: P stated by the
 paper, S second-hand, D derived here.
@@ -44,6 +44,8 @@ paper, S second-hand, D derived here.
  10. NTHR's self term, its eta and the vocabulary of its score are ambiguous. They are arguments of
      `nthr`, with our choice as the default.
  11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without KL.
+     Lopti's two passes alternate here in every minibatch. The authors' code makes the first one
+     over the whole rollout batch, then the second. Its eta is 0.4 (with AR 0.5), its clip 0.2/0.24.
  12. IBPO is second-hand throughout. Which tokens carry its credit is not known for certain; our
      reading, by the sign of the advantage (D), is explained at `ibpo`. Nor is it known how its two
      weights combine; here they multiply.
@@ -502,7 +504,7 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
     A' comes from shaped_rewards. IBPO (S) has token-level credit come from the correction. Its
     sources, an abstract and a caption, do not settle which tokens get it. This reading is ours (D),
-    by a principle: no update rewards a changed token of a repaired answer or blames a kept one.
+    by a principle: a repaired answer never rewards what was changed or blames what was kept.
     "changed" is m = 1[changed] for both signs. Where A'_i > 0 it rewards the mistake (I2); it
     is here to show that. "none" is m = 1.
     Shared token: repaired answers leave the sum by sign, so it does not cancel, on purpose.
@@ -534,26 +536,27 @@ def shaped_rewards(
 def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:
     """The tokens of each row that stay when it is edited into the other row.
 
-    The edit has the fewest insertions, deletions and substitutions (Levenshtein); of several
-    shortest ones, that which matches latest. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
+    The edit has the fewest insertions, deletions and substitutions (Levenshtein), and of several
+    such edits it keeps the most tokens. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
     """
     n, width = tokens.shape
+    price = width + 1  # of an edit; a kept token earns 1, so that all of them earn less
     rows = torch.arange(n, device=tokens.device)
-    steps = torch.arange(others.shape[1] + 1, device=tokens.device)
     same = tokens[:, :, None] == others[:, None]  # (N, T, U)
-    edits = steps.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
+    inserts = price * torch.arange(others.shape[1] + 1, device=tokens.device)
+    costs = inserts.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
     for t in range(width):
-        substituted, deleted = edits[:, t, :-1] + ~same[:, t], edits[:, t] + 1
-        best = torch.cat([deleted[:, :1], torch.minimum(substituted, deleted[:, 1:])], 1)
-        inserted = (best - steps).cummin(1).values + steps  # one more for every step to the right
-        edits[:, t + 1] = inserted
+        deleted = costs[:, t] + price
+        diagonal = costs[:, t, :-1] + torch.where(same[:, t], -1, price)
+        best = torch.cat([deleted[:, :1], torch.minimum(diagonal, deleted[:, 1:])], 1)
+        costs[:, t + 1] = (best - inserts).cummin(1).values + inserts
     kept = torch.zeros_like(mask)
     t, u = mask.sum(1), others_mask.sum(1)
     for _ in range(int((t + u).amax())):  # back from the end of each row
-        both, here = (t > 0) & (u > 0), edits[rows, t, u]
+        both, here = (t > 0) & (u > 0), costs[rows, t, u]
         match = both & same[rows, t - 1, u - 1]
-        substitute = both & ~match & (edits[rows, t - 1, u - 1] + 1 == here)
-        delete = (t > 0) & ~match & ~substitute & (edits[rows, t - 1, u] + 1 == here)
+        substitute = both & ~match & (costs[rows, t - 1, u - 1] + price == here)
+        delete = (t > 0) & ~match & ~substitute & (costs[rows, t - 1, u] + price == here)
         kept[rows[match], t[match] - 1] = True
         t, u = t - (match | substitute | delete).long(), u - ((u > 0) & ~delete).long()
     return kept

@@ -388,33 +388,34 @@ def m7(module, name, draws, evidence):
 def edit_cost(a: tuple, b: tuple, kept: set[int] | None = None) -> float:
     """Fewest insertions, deletions and substitutions that turn a into b; the textbook's table.
 
-    With `kept`, the positions of a that must meet an equal token of b; all others must change or
-    go.
+    An edit costs more than all tokens of a together, and one that stays earns 1. With `kept`, the
+    positions of a that must meet an equal token of b; all others must change or go.
     """
-    table = [list(range(len(b) + 1))]
+    price = len(a) + 1
+    table = [[price * u for u in range(len(b) + 1)]]
     for t, x in enumerate(a):
         must_stay = kept is not None and t in kept
         may_stay = kept is None or t in kept
-        row = [math.inf if must_stay else table[t][0] + 1]
+        row = [math.inf if must_stay else table[t][0] + price]
         for u, y in enumerate(b):
-            stay = table[t][u] if may_stay and x == y else math.inf
-            go = math.inf if must_stay else min(table[t][u], table[t][u + 1]) + 1
-            row.append(min(stay, go, row[u] + 1))
+            stay = table[t][u] - 1 if may_stay and x == y else math.inf
+            go = math.inf if must_stay else min(table[t][u], table[t][u + 1]) + price
+            row.append(min(stay, go, row[u] + price))
         table.append(row)
     return table[-1][-1]
 
 
 def m8(module, name, draws, evidence):
-    """The kept tokens are those of a shortest edit: keeping just them costs no more than the
-    Levenshtein distance.
+    """The kept tokens are those of a shortest edit (Levenshtein), and no shortest edit keeps more.
 
     Source: Levenshtein alignment (D)
 
     IBPO asks which tokens of a wrong answer its correction left as they were. The answer is an
-    alignment with the fewest insertions, deletions and substitutions. The textbook's table of
-    prefix distances gives that number. Filled once more under a condition, it gives the cost of an
-    alignment in which a given set of tokens meets equal ones and every other token changes or goes.
-    Several alignments can be shortest, so their sets are not compared; their costs are.
+    alignment with the fewest insertions, deletions and substitutions, and with the most kept tokens
+    among those. The textbook's table of prefix distances gives both numbers. Filled once more under
+    a condition, it gives those of an alignment in which a given set of tokens meets equal ones and
+    every other token changes or goes. Several alignments can be the best, so their sets are not
+    compared; their numbers are.
     """
     for draw in draws:
         order = torch.randperm(draw.N, generator=draw.generator)

@@ -229,9 +229,11 @@ shaped_rewards
     all that are not right earn it: rewards == 0 => rewards < 1
     taken away: rewards + x_ => rewards - x_
 kept_tokens
-    substitution for free: x_ + ~same[:, t] => x_
-    no insertions: (best - steps).cummin(1).values + steps => best
-    deletion for free: edits[:, t] + 1 => edits[:, t]
+    substitution for free: torch.where(same[:, t], -1, price) => torch.where(same[:, t], -1, 0)
+    of several edits any: torch.where(same[:, t], -1, price) => torch.where(same[:, t], 0, price)
+    more kept for more edits: price = width + 1 => price = 1
+    no insertions: (best - inserts).cummin(1).values + inserts => best
+    deletion for free: costs[:, t] + price => costs[:, t]
     back from the padded end: mask.sum(1) => mask.sum(1) * 0 + width
     back from the other's padded end: others_mask.sum(1) => others_mask.sum(1) * 0 + others.shape[1]
     the place after: t[match] - 1 => t[match] % width
@@ -294,6 +296,8 @@ UNSEEN = {
     "nthr: adv <= 0": "an advantage of 0 times the factor is 0",
     "nthr_random: adv <= 0": "an answer's advantages have one sign, or all are 0",
     "kept_tokens: ~match left out beside both": "where tokens match, no shortest edit needs more",
+    "kept_tokens: t >= 0 in (t > 0) & ~match": "no edit of all tokens costs one less than none",
+    "kept_tokens: t > 0 left out beside ~match": "no edit of all tokens costs one less than none",
     "ibpo: adv <= 0": "a mask times 0",
 }
 
