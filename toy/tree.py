@@ -363,12 +363,12 @@ def pack(data: dict) -> str:
 def source(choice: Loss) -> dict:
     """What a loss does, and where its functions stand, with their formula and what they return."""
     functions = filter(None, (choice.method.repair, choice.method.credit, choice.function))
-    lines = [part for function in functions for part in show_function(function)]
+    lines = [part for function in functions for part in describe(function)]
     first = choice.method.repair or choice.method.credit or choice.function
     return {"about": getattr(first, "func", first).__doc__.splitlines()[0], "source": lines}
 
 
-def show_function(function: Callable) -> list[tuple[str, str]]:
+def describe(function: Callable) -> list[tuple[str, str]]:
     """Where a function of losses.py stands, and what it computes.
 
     Of dfpo_min and dfpo_orthogonal, what the transform of the weights returns is shown instead.
@@ -383,7 +383,7 @@ def show_function(function: Callable) -> list[tuple[str, str]]:
     returned = "".join(code).rpartition("return ")[2].strip()
     where = f"losses.py:{number} {function.__name__} {given}".strip()
     if function in TRANSFORM:
-        return [(where, formula), *show_function(TRANSFORM[function])]
+        return [(where, formula), *describe(TRANSFORM[function])]
     return [(where, f"{formula}\nreturn {returned}")]
 
 
