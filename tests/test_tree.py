@@ -62,8 +62,8 @@ FAULTS = """((width) => {
   const sticky = getComputedStyle(document.querySelector("#detail")).position === "sticky";
   const scrolls = getComputedStyle(document.querySelector("#tree")).overflowX === "auto";
   const boxes = [...document.querySelectorAll(
-    "h1, #lead, #say, #presets a, #presets small, #controls > *, .card, .chip, .leaf, .prompt, #words div"
-    + (sticky ? "" : ", #detail"))];
+    "h1, #lead, #say, #presets a, #presets small, #controls > *, .card, .chip, .leaf, .prompt"
+    + ", #words div" + (sticky ? "" : ", #detail"))];
   const rects = boxes.map((box) => box.getBoundingClientRect());
   boxes.forEach((box, i) => {
     const a = rects[i];
