@@ -114,7 +114,9 @@ class Config:
     eval_items: int = knob(200, "held-out items per evaluation")
     eval_samples: int = knob(4, "k of pass@k: samples per held-out item")
     out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
-    resume: str = knob("", "a run directory to resume; only --steps and --micro-rows may change")
+    resume: str = knob(
+        "", "a run directory to resume; --micro-rows may change, --steps on a constant schedule"
+    )
 
     @cached_property
     def chosen_method(self) -> Method:

@@ -4,6 +4,7 @@ known exactly.
     python verify.py                    all claims, the audit of all methods, what cancelling costs
     python verify.py --only C9 C17      some of them
     python verify.py --explain C14      what a claim says, and why it is so
+    python verify.py --explain symbols  what the letters mean
     python verify.py --explain          all derivations in order, for printing on paper
     python verify.py --losses FILE      grade another file, such as exercises/06_min_replace.py
     python verify.py --markdown         the tables of claims/README.md
@@ -192,7 +193,7 @@ def explain(claims: list[Claim]) -> None:
             print(f"{claim.verdict.capitalize()}: {claim.condition}.")
         print(f"Source: {source}\n\n{derivation}\n")
     if not whole:
-        print("The symbols are explained at the top of `python verify.py --explain`.")
+        print("The symbols: python verify.py --explain symbols")
 
 
 # ---------------- the command line
@@ -220,7 +221,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.error = fail
     add = parser.add_argument
     add("--only", nargs="+", metavar="ID", help="check these claims only")
-    add("--explain", nargs="*", metavar="ID", help="print derivations: of these claims, or all")
+    add("--explain", nargs="*", metavar="ID", help="print derivations (default all); or symbols")
     add("--losses", metavar="FILE", help="grade this file instead of losses.py")
     add("--markdown", action="store_true", help="print markdown tables")
     add("--seed", type=int, default=0, help="of the random trees (default 0)")
@@ -232,6 +233,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.explain == ["symbols"]:
+        print(NOTATION)
+        return 0
     ids = options.explain or options.only or ["all"]
     known = CLAIMS
     if options.losses or any(id_[:1] in "xX" for id_ in ids):

@@ -1,4 +1,4 @@
-"""X2 to X10: what the exercises ask beyond the contract of losses.py.
+"""X2, X3, X5, X7, X9 and X10: what the exercises ask beyond the contract of losses.py.
 
 These are claims like those of ../claims/. Measured is what the student wrote. Predicted comes from
 autograd, through losses.py.

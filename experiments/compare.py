@@ -65,10 +65,10 @@ def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.error = fail
-    parser.add_argument("--method", default="grpo", help="methods, with commas between them")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--out", default="runs/compare", help="directory of the comparison")
+    parser.add_argument("--method", default="grpo", help="methods, comma-separated (default grpo)")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
+    parser.add_argument("--out", default="runs/compare", help="directory (default runs/compare)")
     options, others = parser.parse_known_args(argv)
     if options.seeds < 1:
         fail(f"--seeds {options.seeds}: must be at least 1")
@@ -142,7 +142,8 @@ def make(jobs: Iterable[Job]) -> list[str]:
     left = [job for job in runs if job.args]
     needed = {job.start for job in left}
     starts = [job for job in jobs if job.args and job.folder in needed]
-    print(f"{len(runs)} runs; to do: {len(starts)} warm starts, {len(left)} runs", flush=True)
+    to_do = f"{len(starts)} warm start(s), {len(left)} run(s)"
+    print(f"{len(runs)} run(s); to do: {to_do}", flush=True)
     total = sum(job.config.steps + 1 for job in starts + left)
     with tqdm(total=total, unit="step", disable=None) as bar:
         failures = run_all(starts, bar)

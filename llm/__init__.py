@@ -96,8 +96,8 @@ def converted(key: str, value: object, default: object) -> object:
         return str(value) == "True"
     try:
         number = type(default)(value)
-    except ValueError as error:
-        raise ValueError(f"{key}={value}: {error}") from None
+    except ValueError:
+        raise ValueError(f"{key}={value}: a number is expected") from None
     if isinstance(number, float) and number != default and not 0 <= number < math.inf:
         raise ValueError(f"{key}={value}: must be a finite number, at least 0")
     return number

@@ -156,7 +156,8 @@ def saved_config(given: dict, default) -> dict:
     run = given["resume"]
     if extra := set(given) - {"resume", "steps", "micro_rows"}:
         flag = "--" + min(extra).replace("_", "-")
-        fail(f"{flag} cannot be changed when resuming; only --steps and --micro-rows can")
+        accepted = "--micro-rows can, and --steps of a constant schedule"
+        fail(f"{flag} cannot be changed when resuming; only {accepted}")
     try:
         saved = json.loads((Path(run) / "config.json").read_text())["config"]
         kinds = {key: type(value) for key, value in vars(default).items()}
@@ -167,7 +168,7 @@ def saved_config(given: dict, default) -> dict:
     steps = given.get("steps", saved["steps"])
     if saved["schedule"] == "linear" and steps != saved["steps"]:
         laid_out = f"the linear schedule was laid out for {saved['steps']} steps"
-        fail(f"--steps {steps}: {laid_out} and cannot be extended")
+        fail(f"--steps {steps}: {laid_out}; --steps cannot change")
     return saved
 
 

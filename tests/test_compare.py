@@ -273,7 +273,7 @@ def test_a_comparison_runs_in_parallel_is_resumed_and_ends_with_the_table(
     assert sorted(end.value.code.removeprefix("error: ").split("\n       ")) == said
     lines = logs[0].read_text().splitlines()
     assert lines[0].startswith("$ ") and lines[1:] == ["a line of the run", "error: no luck"]
-    assert "6 runs; to do: 2 warm starts, 6 runs" in capfd.readouterr().out
+    assert "6 run(s); to do: 2 warm start(s), 6 run(s)" in capfd.readouterr().out
     (tmp_path / "mended").mkdir()
     left = {job.folder.name: job.args for job in compare.plan(argv).values() if job.args}
     assert left.keys() == {"gspo-s0", "gspo-s1", "dapo-s0", "dapo-s1"}
@@ -283,7 +283,7 @@ def test_a_comparison_runs_in_parallel_is_resumed_and_ends_with_the_table(
     assert smaller.args == [*resume, "2"]
     compare.main(argv)
     out = capfd.readouterr().out
-    assert "6 runs; to do: 0 warm starts, 4 runs" in out
+    assert "6 run(s); to do: 0 warm start(s), 4 run(s)" in out
     assert "| grpo | 2 |" in out and "| dapo minus grpo | 2 |" in out
     assert [m["step"] for m in curves.read_run(tmp_path / "dapo-s0").lines] == [0, 1, 2, 3, 4]
 

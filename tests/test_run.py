@@ -220,7 +220,9 @@ def test_a_constant_schedule_can_be_extended_and_a_linear_one_cannot(tmp_path, c
     assert json.loads((half / "config.json").read_text())["config"]["steps"] == 4
     linear = run(tmp_path / "linear", "--steps", "2")
     capsys.readouterr()
-    assert "cannot be extended" in refused(capsys, "--resume", linear, "--steps", "4")
+    for steps in ("1", "4"):
+        said = refused(capsys, "--resume", linear, "--steps", steps)
+        assert "the linear schedule was laid out for 2 steps; --steps cannot change" in said
     assert "has already made 2 of 2 steps" in refused(capsys, "--resume", linear)
     about = (half / "config.json").read_text()
     assert "has already made 4 of 3 steps" in refused(capsys, "--resume", half, "--steps", "3")

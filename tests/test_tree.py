@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -45,10 +46,14 @@ SEEN = """(() => {
     }])),
     chips: Object.fromEntries(all(document, ".chip").map((chip) =>
       [chip.dataset.key, number(chip.querySelector("output"))])),
+    leaves: Object.fromEntries(all(document, ".leaf").map((leaf) => [leaf.dataset.key,
+      all(leaf, "span").map((line) => Number(line.textContent.replace("−", "-").slice(4)))])),
     meter: number(document.querySelector("#meter")),
     say: document.querySelector("#say").textContent,
     preset: all(document, "#presets a[aria-current]").map((link) => link.firstChild.data),
+    heading: all(document, "#presets div:has([aria-current]) small").map((x) => x.textContent),
     detail: all(document, "#detail dd").map(number),
+    code: all(document, "#detail pre").map((line) => line.textContent),
   };
 })()"""
 # Boxes that lie over each other, stick out of the page or do not hold their text.
@@ -57,8 +62,8 @@ FAULTS = """((width) => {
   const sticky = getComputedStyle(document.querySelector("#detail")).position === "sticky";
   const scrolls = getComputedStyle(document.querySelector("#tree")).overflowX === "auto";
   const boxes = [...document.querySelectorAll(
-    "h1, #lead, #say, #presets a, #controls > *, .card, .chip, .leaf, .prompt, #words div"
-    + (sticky ? "" : ", #detail"))];
+    "h1, #lead, #say, #presets a, #presets small, #controls > *, .card, .chip, .leaf, .prompt"
+    + ", #words div" + (sticky ? "" : ", #detail"))];
   const rects = boxes.map((box) => box.getBoundingClientRect());
   boxes.forEach((box, i) => {
     const a = rects[i];
@@ -212,17 +217,14 @@ def fresh(setting: str) -> dict:
     seen = {"cards": {}, "chips": {}, "meter": learning_tax(c, A, nodes, group.mask)}
     look = tuple(map(int, chosen.get("look", "0.0").split(".")))
     ratio = (logp - group.old).exp().detach()
-    facts = [
-        group.old.exp()[look],
-        ratio[look],
-        A[look[0]],
-        adv[look],
-        c[look] / A[look[0]],
-        c[look],
-    ]
-    facts = [float(fact.nan_to_num()) for fact in facts]
+    sizes = [len(text) for text in group.texts]
+    s = [math.prod(row[:size]) ** (1 / size) for row, size in zip(ratio, sizes, strict=True)]
+    by_answer = chosen["method"] in ("gspo", "dfpo-min", "dfpo-orthogonal")
     credited = METHODS[chosen["method"].split(" pass ")[0]].credit
-    seen["detail"] = facts if credited else facts[:3] + facts[4:]
+    facts = [group.old.exp()[look], ratio[look], *[s[look[0]]] * by_answer, A[look[0]]]
+    facts += [*[adv[look]] * bool(credited), c[look] / A[look[0]], c[look]]
+    seen["detail"] = [float(fact.nan_to_num()) for fact in facts]
+    seen["leaves"] = {f"leaf {i}": [float(A[i]), *[float(s[i])] * by_answer] for i in range(tree.G)}
     for i, t in places:
         rows = visitors(group, i, t)
         if len(rows) == 1:
@@ -268,6 +270,9 @@ def assert_shown(seen: dict, expected: dict):
     near(seen["chips"], expected["chips"])
     near(seen["meter"], expected["meter"])
     near(seen["detail"], expected["detail"])
+    assert seen["leaves"].keys() == expected["leaves"].keys()
+    for leaf, numbers in expected["leaves"].items():
+        near(seen["leaves"][leaf], numbers)
     for node, wanted in expected["cards"].items():
         shown = seen["cards"][node]
         near(shown["pushes"], wanted["pushes"])
@@ -292,6 +297,19 @@ def test_every_setting_of_the_toy_is_a_policy_that_exists():
                 for t, token in enumerate(text):
                     after.setdefault(tuple(text[:t]), {})[token] = row[t]
             assert all(sum(children.values()) < 1 for children in after.values())
+
+
+def test_s_is_shown_where_a_token_feels_the_ratios_of_its_whole_answer():
+    group = tree.toy_group("equal", "1010")
+    moved = group.old.clone()
+    moved[1, -1] -= 0.05
+    group.logp = torch.stack([group.old, moved])
+    for loss in tree.all_losses(tree.HYPER, model=True):
+        c, _ = tree.coefficients(group, loss.function, *tree.advantages(group, loss.method))
+        shown = tree.sequence_ratios(group, loss.function) is not None
+        assert shown == bool((c[0, :, 0] - c[1, :, 0]).abs().max() > 1e-9), loss.name
+    product = partial(losses.dfpo_min, ratio="product")
+    assert tree.sequence_ratios(group, product)[1, 1] == pytest.approx(math.exp(-0.05))
 
 
 def test_a_run_is_shown_before_and_after_its_step_with_its_own_hyperparameters(run):
@@ -391,8 +409,9 @@ def test_each_preset_shows_what_its_sentence_says(browser, page):
         "Equal lengths": ("cancels", "cancels"),
         "Unequal lengths": ("tax only", "tax only"),
         "Above the clip range": ("tax only", "tax only"),
-        "Clip without min": ("no gradient", "no gradient"),
         "GSPO": ("tax only", "tax only"),
+        "One divisor": ("cancels", "cancels"),
+        "Clip without min": ("no gradient", "no gradient"),
         "Min-Replace": ("cancels", "cancels"),
         "Adv-Orthogonal": ("cancels", "tax only"),
         "Projection": ("cancels", "credit only"),
@@ -400,6 +419,14 @@ def test_each_preset_shows_what_its_sentence_says(browser, page):
         "Lopti": ("cancels", "no gradient"),
         "IBPO": ("tax only", "credit and tax"),
     }
+    at_so = {heading: set() for seen in shown.values() for heading in seen["heading"]}
+    for seen in shown.values():
+        at_so[seen["heading"][0]].add(seen["0.0"])
+    assert list(at_so) == ["Cancels", "Three things break it", "Repairs", "Related methods"]
+    assert at_so["Cancels"] == {"cancels"} and at_so["Three things break it"] == {"tax only"}
+    assert at_so["Repairs"] == {"cancels", "no gradient"}
+    assert "return w.detach().amin(1" in shown["Min-Replace"]["code"][-1]
+    assert "return w - projection * adv" in shown["Adv-Orthogonal"]["code"][-1]
     pushes = {name: seen["cards"]["0.0"]["pushes"] for name, seen in shown.items()}
     assert [x != 0 for x in pushes["Above the clip range"]] == [False, True, False, True]
     assert pushes["NTHR"][1] == pushes["NTHR"][3] == 0 and shown["IBPO"]["chips"]["1.3"] < 0

@@ -180,6 +180,13 @@ def test_explain_prints_the_derivation(capsys):
     assert "(.6, .3, .1)" in out and "-.3" in out and len(out.splitlines()) > 8
 
 
+def test_explain_names_the_command_that_prints_the_symbols_alone(capsys):
+    main(["--explain", "C14"])
+    command = capsys.readouterr().out.splitlines()[-1].partition(": python verify.py ")[2]
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == NOTATION + "\n"
+
+
 @pytest.mark.parametrize("arguments", [["--explain"], ["--explain", "all"]])
 def test_explain_without_an_id_prints_the_symbols_and_every_derivation_in_order(arguments, capsys):
     assert main(arguments) == 0

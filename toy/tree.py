@@ -66,6 +66,12 @@ HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}
 
 WORDS = ("cancels", "credit only", "tax only", "credit and tax", "no gradient")  # for a node
 PROJECTION = ("off", "on")
+# The losses whose weights are made of the answers' ratios s_i, and what DFPO does to these.
+TRANSFORM = {
+    losses.dfpo_min: losses.min_replace,
+    losses.dfpo_orthogonal: losses.adv_orthogonal,
+}
+ON_SEQUENCE_RATIO = (losses.gspo, *TRANSFORM)
 OWN = 8  # shown tokens of what an answer shares with no other
 LIMIT = 400_000  # bytes of a page
 
@@ -224,6 +230,18 @@ def coefficients(group: Group, loss: Callable, A: Tensor, adv: Tensor) -> tuple[
     return plain.view(S, G, T), projected.view(S, G, T)
 
 
+def sequence_ratios(group: Group, loss: Callable) -> Tensor | None:
+    """s_i (S, G) of every answer under every policy of the group; None if the loss uses none."""
+    if getattr(loss, "func", loss) not in ON_SEQUENCE_RATIO:
+        return None
+    kind = getattr(loss, "keywords", {}).get("ratio", "geometric")
+    S, G, T = group.logp.shape
+    old, mask = group.old.repeat(S, 1), group.mask.repeat(S, 1)
+    unused = torch.zeros_like(old)  # the ratio does not depend on the advantages
+    batch = Batch(group.logp.reshape(S * G, T), old, unused, mask, G, group.max_tokens)
+    return losses.sequence_ratio(batch, kind).view(S, G)
+
+
 def branches(group: Group, rows: list[int], t: int = 0) -> list[dict]:
     """The prefix tree of answers that agree in their first t tokens.
 
@@ -306,10 +324,12 @@ class Page:
         for choice in self.choices:
             A, adv = advantages(group, choice.method)
             both = coefficients(group, choice.function, A, adv)
+            s = sequence_ratios(group, choice.function)
             for projection, c in zip(PROJECTION, both, strict=True):
                 scene["losses"][f"{choice.name}/{projection}"] = {
                     "A": self.tidy(A),
                     "adv": self.tidy(adv[mask]) if choice.method.credit else None,
+                    "s": None if s is None else self.tidy(s),
                     "numbers": self.numbers(c, A, mask, nodes),
                 }
         return pack(scene)
@@ -342,20 +362,29 @@ def pack(data: dict) -> str:
 
 def source(choice: Loss) -> dict:
     """What a loss does, and where its functions stand, with their formula and what they return."""
-    lines, about = [], ""
-    for function in filter(None, (choice.method.repair, choice.method.credit, choice.function)):
-        given = ""
-        if isinstance(function, functools.partial):
-            given = ", ".join(f"{key} = {value}" for key, value in function.keywords.items())
-            function = function.func
-        code, number = inspect.getsourcelines(function)
-        doc = [line.strip() for line in function.__doc__.splitlines()]
-        formula = next(line for line in doc if line.startswith(("J = ", "A_", "R' = ")))
-        returned = "".join(code).rpartition("return ")[2].strip()
-        where = f"losses.py:{number} {function.__name__} {given}".strip()
-        lines.append((where, f"{formula}\nreturn {returned}"))
-        about = about or doc[0]
-    return {"about": about, "source": lines}
+    functions = filter(None, (choice.method.repair, choice.method.credit, choice.function))
+    lines = [part for function in functions for part in describe(function)]
+    first = choice.method.repair or choice.method.credit or choice.function
+    return {"about": getattr(first, "func", first).__doc__.splitlines()[0], "source": lines}
+
+
+def describe(function: Callable) -> list[tuple[str, str]]:
+    """Where a function of losses.py stands, and what it computes.
+
+    Of dfpo_min and dfpo_orthogonal, what the transform of the weights returns is shown instead.
+    """
+    given = ""
+    if isinstance(function, functools.partial):
+        given = ", ".join(f"{key} = {value}" for key, value in function.keywords.items())
+        function = function.func
+    code, number = inspect.getsourcelines(function)
+    doc = [line.strip() for line in function.__doc__.splitlines()]
+    formula = next(line for line in doc if line.startswith(("J = ", "A_", "R' = ", "w~")))
+    returned = "".join(code).rpartition("return ")[2].strip()
+    where = f"losses.py:{number} {function.__name__} {given}".strip()
+    if function in TRANSFORM:
+        return [(where, formula), *describe(TRANSFORM[function])]
+    return [(where, f"{formula}\nreturn {returned}")]
 
 
 def control(name: str, label: str, options: Iterable[str], kind: str, style: str = "radio") -> dict:
@@ -408,6 +437,8 @@ def run_page(run: Path) -> str:
         )
         if not own:
             lead += f" {config['method']} needs more than a group keeps, so grpo is shown first."
+        if hyper.get("ratio") == "product":
+            lead += f" In {config['method']}, s is the product of an answer's r."
         controls = [
             control("group", "group", shown, "scene", "select"),
             *loss_controls(choices),
