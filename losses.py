@@ -616,9 +616,10 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     With w = c/A and wbar its mean over the visitors S_v of node v, the node's tax is
     tax_v = sum_{S_v} (w_i - wbar) A_i. The result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over
     nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
-    Answers with A_i = 0 are left out. It speaks of this batch, not of the expected push (C17h). It
-    does not see what single visitors pay, and it counts what cancels between siblings. With n of G
-    answers at v, tax_v n (G - 1) / (G (n - 1)) is an unbiased estimate of the expected tax (C17h).
+    Answers with A_i = 0 are left out. It speaks of this batch, not of the expected push. It does
+    not see what single visitors pay, and it counts what cancels between siblings. With n > 1 of G
+    answers at v, tax_v n (G - 1) / (G (n - 1)) estimates the expected tax without bias, under the
+    condition of C17h.
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D).
     """
     used, adv, node = _visitors(advantages, nodes, mask)
@@ -635,11 +636,12 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
 
     w' = wbar, the mean of w = c/A over the visitors of a token's node. Single visitors keep their
     w. In expectation a part of the tax stays where only a part of the group shares (C17h), because
-    wbar depends on the visitors' rewards. project_unbiased takes that part away, too.
+    wbar depends on the visitors' rewards. project_unbiased leaves less of it.
 
     Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
     with A_i = 0 keep their c. Meant for losses with c proportional to A_i: a KL term's c/A_i may be
-    huge, so add such a term outside. Claim C17 (D, ours).
+    huge, so add such a term outside. What a method breaks on purpose (pos-only, nthr, the mask of
+    ibpo) is averaged, too. Claim C17 (D, ours).
     scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise.
     """
     used, adv, node = _visitors(advantages, nodes, mask)
@@ -651,11 +653,12 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
 
 
 def project_unbiased(loss: Tensor, batch: Batch, advantages: Tensor, nodes: Tensor) -> Tensor:
-    """The projection's second kind: it goes beyond the node mean, so that the expected tax is 0.
+    """The projection's second kind: at nodes with several visitors the expected tax is 0.
 
-    w' = wbar + (wbar - w)(1 - n/G)/(n - 1) at a node with n >= 2 of G visitors (C17i). That is the
-    node mean where n = G. Elsewhere single batches have a tax again. Single visitors keep their w,
-    and the tax that they pay on average. Answers with A_i = 0 count neither in n nor in G.
+    w' = wbar + (wbar - w)(1 - n/G)/(n - 1) at a node with n >= 2 of G visitors. That is the node
+    mean where n = G. Elsewhere single batches have a tax again. Single visitors keep their w, and
+    the tax that they pay on average. Answers with A_i = 0 count neither in n nor in G. Exact for
+    advantages R - mean R and weights that depend on the own answer only (C17i).
 
     Otherwise as project; for nodes without a context, which an answer visits once. (D, ours)
     scalar, Batch, (N,) trajectory advantages, (N, T) -> scalar to minimise.

@@ -602,7 +602,7 @@ def effect(loss_fn, batch: Batch) -> tuple[float, Tensor]:
 def diagnose(
     policy: Policy, answers: Answers, scored: Scored, updates: list[Update], config: Config
 ) -> dict[str, float]:
-    """The metrics of a step, in nats, tokens and shares of 1."""
+    """The metrics of a step, in nats, tokens and shares of 1. With a KL term nothing is clipped."""
     batch, rewards, mask = scored.batch, answers.rewards, scored.rows.mask
     groups, tokens = answers.shaped.view(-1, config.group_size), mask.sum()
     ended = (torch.isin(scored.rows.tokens, policy.eos) & mask).any(1)  # (N,)

@@ -34,7 +34,8 @@ def i1(module, name, draws, evidence):
 
     Let P(R = 1) = p, and let a correction succeed with probability q. Then phi = rho with
     probability (1-p) q, and only where R = 0. So Cov(R, phi) = -p (1-p) q rho, and Var(phi) = rho^2
-    (1-p) q (1 - (1-p) q). The variance falls if and only if p > (l rho / 2)(1 - (1-p) q).
+    (1-p) q (1 - (1-p) q). For p < 1 and q > 0 the variance falls if and only if
+    p > (l rho / 2)(1 - (1-p) q).
 
     With l = 0.6, rho = 0.5 and q = 0.2 it rises at p = 0.05 and 0.10 and falls from 0.15 on
     ("left": how much it rises there, relative to Var(R)). The formula is compared with the variance
@@ -65,10 +66,12 @@ def i1(module, name, draws, evidence):
 
 
 def i2(module, name, draws, evidence):
-    """Repairs in all-wrong groups make right answers likelier, slips rarer (on average); all-right
-    groups teach nothing.
+    """Repairs that do not depend on the slips make, on average, right answers likelier and slips as
+    a whole rarer.
 
     Source: IBPO (S); by sign, and in expectation (D)
+
+    This is about groups in which all answers are wrong. Groups of right answers teach nothing.
 
     An answer has T places. At place t it takes token a with probability pi_t(a), whatever stands
     before. The right answer is k_1 .. k_T; let Q be its probability. A slip is a token other than
@@ -96,7 +99,8 @@ def i2(module, name, draws, evidence):
     the sum of pi'_a pi_a over a != k. A step eta changes the log-odds of a slip a against k_t by
     -eta f_t (1 - pi_k + pi_a) / (G T). "changed" does the opposite of both: it rewards mistakes.
 
-    All groups are enumerated. One group may differ from their mean, because an answer that is not
+    Advantages have the scale "mean" here; with "std" the pushes are not linear in the rewards. All
+    groups are enumerated. One group may differ from their mean, because an answer that is not
     repaired is blamed for its right tokens, too. Where all answers are right, all R' are equal, A'
     is 0, and so are all coefficients.
     """
@@ -189,12 +193,12 @@ def i3(module, name, draws, evidence):
 
     Source: IBPO (S); by sign (D)
 
-    The sources do not settle which tokens get credit, so a principle has to. No update may reward a
-    changed token of a repaired answer, or blame a kept one: the changed tokens are the mistake, and
-    the kept ones stand in a right answer. Hence the mask m that multiplies A'_i. On a repaired
-    answer it is 0 on changed tokens where A'_i > 0, and 0 on kept ones where A'_i < 0. Everywhere
-    else it is 1, also on all answers whose corrections failed. What it leaves out has no gradient,
-    whatever the ratio and the clip.
+    The sources do not settle which tokens get credit, so a principle has to. A repaired answer may
+    not reward its changed tokens or blame its kept ones: the changed tokens are the mistake, and
+    the kept ones stand in a right answer. Other answers that share these tokens still may. Hence
+    the mask m that multiplies A'_i. On a repaired answer it is 0 on changed tokens where A'_i > 0,
+    and 0 on kept ones where A'_i < 0. Everywhere else it is 1, also on all answers whose
+    corrections failed. What it leaves out has no gradient, whatever the ratio and the clip.
 
     Two other readings can be chosen. "changed" has m = 0 on kept tokens for both signs. "none" has
     m = 1, which is grpo with shaped rewards. Without a repair all three are grpo.

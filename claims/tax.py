@@ -434,6 +434,19 @@ def expected_parts(world: World, way: int) -> tuple[list[float], list[float]]:
     return credit, tax
 
 
+def two_alike(world: World) -> World:
+    """The first two ways without the third."""
+    p, q, _ = world.shares
+    return World(world.G, world.outcomes[:4], [p / (p + q), q / (p + q)])
+
+
+def odds_push(module, world: World, kind: str) -> float:
+    """How fast the log-odds of two ways move: a softmax's logit gets sum_a - p_a (sum of all)."""
+    sums = expected_sums(module, world, kind).sum(1)
+    push = sums - torch.tensor(world.shares, dtype=torch.float64) * sums.sum()
+    return float(push[0] - push[1])
+
+
 def check_what_stays(module, evidence, world: World, kind: str, by_n: list, in_all: list) -> None:
     """A projection leaves all credit, and of the expected tax these shares: by n, and by way."""
     before, after = (expected_sums(module, world, x) for x in ("grpo", kind))
@@ -443,8 +456,7 @@ def check_what_stays(module, evidence, world: World, kind: str, by_n: list, in_a
         evidence.equal([x + y for x, y, _ in parts], before[way])
         evidence.equal([x + share * y for x, y, share in parts], after[way])
         evidence.equal(sum(credit) + share_in_all * sum(tax), after[way].sum())
-    p, q, _ = world.shares
-    alike = World(world.G, world.outcomes[:4], [p / (p + q), q / (p + q)])
+    alike = two_alike(world)
     before, after = (expected_sums(module, alike, x, "std") for x in ("grpo", kind))
     evidence.equal(before * torch.tensor(by_n, dtype=torch.float64), after)
 
@@ -487,11 +499,12 @@ def c17h(module, name, draws, evidence):
 
     It is larger for rarer nodes. That can do what the tax itself does not. In one softmax the logit
     of way a is pushed by p_a (f_a - fbar), up to a factor. Here f_a is the expected sum at a over
-    p_a, and fbar = sum p_a f_a: what all ways have alike drops out. Let two ways be exactly alike.
-    Without a projection f is the same for both, tax included, and nothing moves their odds. The
-    node mean leaves more of the tax to each visitor of the rarer one. So for C < 0 the commoner way
-    grows against the other, and for C > 0 the rarer one. No reward asks for it, and the learning
-    tax of every batch is 0: `python -m toy.alike`.
+    p_a, and fbar = sum p_a f_a: what all ways have alike drops out. Let there be two ways, exactly
+    alike. Their odds move by 2 p_a p_b (f_a - f_b). Without a projection f is the same for both,
+    tax included, and nothing moves. The node mean leaves more of the tax to each visitor of the
+    rarer one. So for C < 0 the commoner way grows, and for C > 0 the rarer one. No reward asks for
+    it, and the learning tax of every batch is 0: `python -m toy.alike`. With a third way, f_a - f_b
+    is as stated, but the odds of a and b also depend on the third one's f.
 
     If all ways are alike, who visits v says nothing about w and A. Then S_v is a random part of the
     group. Given the group, the loss has the expectation (n/G) sum w_i A_i, and the tax of the batch
@@ -505,8 +518,8 @@ def c17h(module, name, draws, evidence):
 
     Measured: all groups of 2 to 5 answers, each with its probability, on three ways with random
     rewards and lengths, through grpo on-policy with centred rewards. Two of the ways are alike but
-    for their shares. Their f is equal before; of their difference afterwards the sign is compared.
-    These two alone are also measured with the std scale.
+    for their shares. These two alone give the push on their odds: it is 0 before, and of what it is
+    afterwards the sign is compared. They are also measured with the std scale.
     """
     for world in make_worlds(draws):
         G = world.G
@@ -514,12 +527,13 @@ def c17h(module, name, draws, evidence):
         by_n = [(G - n) / (n * (G - 1)) for n in range(1, G + 1)]
         in_all = [sum((1 - p) ** k for k in range(1, G)) / (G - 1) for p in shares]
         check_what_stays(module, evidence, world, "node mean", by_n, in_all)
-        sums = (expected_sums(module, world, kind).sum(1) for kind in ("grpo", "node mean"))
-        before, after = (float(x[0] / shares[0] - x[1] / shares[1]) for x in sums)
+        alike = two_alike(world)
+        a, b = alike.shares
+        before, after = (odds_push(module, alike, kind) for kind in ("grpo", "node mean"))
         evidence.equal(0, before)
-        covariance = expected_parts(world, 0)[1][0]  # up to a positive factor
-        direction = covariance * (shares[1] - shares[0])
-        evidence.equal(math.copysign(1, direction), math.copysign(1, after))
+        covariance = expected_parts(alike, 0)[1][0]  # up to a positive factor
+        direction = math.copysign(1, covariance * (b - a))
+        evidence.equal(direction, math.copysign(1, after))
         evidence.record_left(deviation(module, world, by_n))
 
 

@@ -274,8 +274,8 @@ def shared_tokens(tree: list[dict]) -> Iterator[tuple[list[int], int]]:
 def account(c: Tensor, A: Tensor) -> Tensor:
     """Credit and tax of one node, from c (S, n) and A (n,) of its visitors. (S, 7).
 
-    Columns: sum c, wbar, sum A, credit, tax, the place of a word in WORDS, sum |c|. Answers with
-    A_i = 0 are left out, as in losses.learning_tax.
+    Columns: sum c, wbar, sum A, credit, tax, the place of a word in WORDS, and what the learning
+    tax divides by: sum |c|, or 0 for a single visitor. Answers with A_i = 0 are left out of all.
     """
     c, A = c[:, A != 0], A[A != 0]
     w = c / A  # (S, n)
@@ -284,7 +284,8 @@ def account(c: Tensor, A: Tensor) -> Tensor:
     zero = 1e-9 * size  # what rounding leaves
     word = (credit.abs() > zero) + 2 * (tax.abs() > zero)
     word = word.masked_fill(size < 1e-9, WORDS.index("no gradient"))
-    return torch.stack([c.sum(1), mean, A.sum().expand(len(c)), credit, tax, word, size], 1)
+    counted = size * (len(A) > 1)
+    return torch.stack([c.sum(1), mean, A.sum().expand(len(c)), credit, tax, word, counted], 1)
 
 
 # ---------------- the page
