@@ -11,6 +11,8 @@ known exactly.
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
 to 3 prompts with 2 to 16 answers each, on-policy and off-policy, inside and outside the clip range.
+Most are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
+rewards that nearly agree, hundreds of tokens. These decide about verdicts, not about the numbers.
 
 "predicted" is computed by hand and "measured" by autograd; both are shown where they are furthest
 apart. "error" is the largest error of all draws. "left" is the average size of what remains when

@@ -284,7 +284,7 @@ def two_zero_sum_parts(draw: Draw) -> tuple[Tensor, Tensor]:
 
     The first G//2 advantages sum to zero, and so do the others.
     """
-    A = draw.randn(3, draw.G)
+    A = draw.size * draw.randn(3, draw.G)
     half = draw.G // 2
     A[:, :half] -= A[:, :half].mean(1, keepdim=True)
     A[:, half:] -= A[:, half:].mean(1, keepdim=True)

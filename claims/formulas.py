@@ -224,6 +224,8 @@ def m3(module, name, draws, evidence):
     for draw in draws:
         values = draw.randn(draw.N + 2 * draw.G).tolist()
         rewards = [round(x, 1) if draw.equal_lengths else float(x > 0) for x in values]
+        if draw.kind:  # real-valued, and nearly equal where the advantages are small
+            rewards = [0.7 + draw.size * x for x in values]
         rewards[: draw.G] = [0.1] * draw.G
         for scale in ("mean", "std"):
             predicted = []

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from claims.trees import Draw
+from claims.trees import LARGE, Draw
 from toy.policy import Policy, pad
 
 GROUPS = 200  # sampled ones, for the claims that are about shares
@@ -32,14 +32,16 @@ class Readout:
     def __init__(self, draw: Draw):
         features = defaultdict(lambda: draw.randn(4))
         self.draw = draw
-        self.head = draw.randn(draw.vocabulary + 5, 4)  # (V, 4); five ids occur in no answer
+        self.answers = [tuple(draw.ids[a] for a in y) for y in draw.answers]
+        # (V, 4); five ids or more occur in no answer
+        self.head = draw.randn(LARGE if draw.kind == "steep" else draw.vocabulary + 5, 4)
         policy = Policy(self.head, features.__getitem__, draw.longest)
-        logp, _ = policy.log_probs(draw.prompts, draw.answers)
+        logp, _ = policy.log_probs(draw.prompts, self.answers)
         self.logp = torch.full(draw.mask.shape, 1e4, dtype=torch.float64)
         self.hidden = torch.full((*draw.mask.shape, 4), math.nan, dtype=torch.float64)
         self.g = {}  # (i, t) -> prediction error (V,)
         self.h = {}  # (i, t) -> hidden state (4,)
-        for i, (x, y) in enumerate(zip(draw.prompts, draw.answers, strict=True)):
+        for i, (x, y) in enumerate(zip(draw.prompts, self.answers, strict=True)):
             for t, token in enumerate(y):
                 self.h[i, t] = policy.phi(x + y[:t])
                 self.g[i, t] = -policy.probs(x + y[:t])
@@ -52,9 +54,10 @@ class Readout:
         """Mixed in the first group; the second is all right or all wrong, or has no reward of 1."""
         draw, G = self.draw, self.draw.G
         R = (draw.randn(draw.N) > 0).double().tolist()
-        R[:3] = [1.0, 0.0, 0.5][:G]
+        R[:3] = [1.0, 0.0, 1 - 1e-6 if draw.kind else 0.5][:G]
         if draw.N > G:
-            R[G : 2 * G] = [R[G]] * G if draw.equal_lengths else [0.5, *R[G + 1 : 2 * G]]
+            other = 1.5 if draw.kind else 0.5
+            R[G : 2 * G] = [R[G]] * G if draw.equal_lengths else [other, *R[G + 1 : 2 * G]]
         return R
 
     def old(self, module, seed: int = 0):
@@ -86,7 +89,7 @@ class Readout:
         return [(i, t) for i in rows for t in range(self.draw.T[i])]
 
     def ids(self, rows) -> set[int]:
-        return {a for i in rows for a in self.draw.answers[i]}
+        return {a for i in rows for a in self.answers[i]}
 
     def sums(self, rows, winners, ids, self_term: bool = True) -> Tensor:
         """sum of <g, g'> <h, h'> over the winners' tokens, for each of the rows' K tokens. (K,).

@@ -20,25 +20,38 @@ from torch.nn.functional import pad as pad_columns
 from toy.policy import EOS, Policy, all_histories, pad, tabular
 
 GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
+# Trees beyond the ordinary ones, where users are: group size, index (which decides on prompts and
+# lengths), how many tokens all share, longest answer, size of the advantages.
+EXTREMES = {
+    "steep": (3, 2, 2, 5, 100.0),  # ratios of 20 and more, and the ids of a large vocabulary
+    "wide": (64, 6, 2, 5, 1e-6),  # a large group whose rewards nearly agree
+    "long": (3, 1, 260, 300, 1.0),  # more tokens than a byte counts
+}
+LARGE = 152_000  # ids; these are alike for short integers
+LARGE_IDS = [LARGE - 1, 1, 65_537, 131_073, 257]
 
 
 class Draw:
     """A random prefix tree: 1 to 3 prompts with G answers each.
 
     The answers to a prompt share their first token or two. Token t of answer i leads to the node
-    (prompt number, prefix); `tree` lists the visits (i, t) of every node.
+    (prompt number, prefix); `tree` lists the visits (i, t) of every node. The policy has the ids
+    below `vocabulary`; `tokens` has those of `ids` in their place.
     """
 
-    def __init__(self, seed: int, index: int, group_size: int | None = None):
-        rng = random.Random(f"{seed} {index} {group_size}")
+    def __init__(self, seed: int, index: int, group_size: int | None = None, kind: str = ""):
+        size, index, common, longest, self.size = EXTREMES.get(kind, (0, index, 2, 0, 1.0))
+        rng = random.Random(f"{seed} {index} {group_size}{kind}")
+        self.kind = kind
         self.seed = rng.getrandbits(40)
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.G = group_size or 2 + 7 * index % 15  # 2 to 16, all of them in 15 draws
+        self.G = group_size or size or 2 + 7 * index % 15  # 2 to 16, all of them in 15 draws
         self.equal_lengths = index % 3 == 0
-        self.max_tokens = rng.randint(8, 12)
+        self.max_tokens = rng.randint(8, 12) + longest
         self.vocabulary = rng.randint(3, 5)
-        self.longest = rng.randint(4, 6)
-        self._grow_answers(rng, index)
+        self.longest = longest or rng.randint(4, 6)
+        self.ids = LARGE_IDS if kind == "steep" else list(range(self.vocabulary))
+        self._grow_answers(rng, index, common)
         self._build_tree(rng)
         histories = set()
         for x, y in zip(self.prompts, self.answers, strict=True):
@@ -51,12 +64,13 @@ class Draw:
         self.shared = [node for node, visits in self.tree.items() if len(visits) == self.G]
         self.scores = [self.policy.grad_log_prob((p, *y[:-1]), y[-1]) for p, y in self.shared]
 
-    def _grow_answers(self, rng: random.Random, index: int) -> None:
+    def _grow_answers(self, rng: random.Random, index: int, common: int) -> None:
         """Answers and advantages. Advantages sum to zero in each group; in some draws one of them
         is 0, in others those of a whole group are."""
         self.prompts, self.answers, self.adv = [], [], []
         for p in range(1 + index // 2 % 3):
-            start = [rng.randrange(1, self.vocabulary) for _ in range(rng.randint(1, 2))]
+            shared = rng.randint(common - 1, common)
+            start = [rng.randrange(1, self.vocabulary) for _ in range(shared)]
             for _ in range(self.G):
                 length = self.longest
                 if not self.equal_lengths:
@@ -64,7 +78,7 @@ class Draw:
                 middle = [rng.randrange(1, self.vocabulary) for _ in range(length - len(start) - 1)]
                 self.prompts.append((p,))
                 self.answers.append((*start, *middle, EOS))
-            size = 0.0 if index % 2 == 1 and p == 1 else 1.0
+            size = 0.0 if index % 2 == 1 and p == 1 else self.size
             some = self.G - (index % 4 == 2 and self.G > 2)
             x = [size * rng.gauss(0, 1) for _ in range(some)]
             self.adv += [v - sum(x) / some for v in x] + [0.0] * (self.G - some)
@@ -79,7 +93,7 @@ class Draw:
         tokens, mask = pad(self.answers)
         self.mask = pad_columns(mask, (0, 1))  # (N, T): the last column is padding only
         junk = torch.randint(0, self.vocabulary, self.mask.shape, generator=self.generator)
-        self.tokens = junk.masked_scatter(self.mask, tokens[mask])
+        self.tokens = torch.tensor(self.ids)[junk.masked_scatter(self.mask, tokens[mask])]
         self.nodes = torch.full(self.mask.shape, -1)
         self.noise = torch.zeros(self.mask.shape, dtype=torch.float64)
         numbers = rng.sample(range(len(self.tree)), len(self.tree))
@@ -87,6 +101,9 @@ class Draw:
             at = tuple(zip(*visits, strict=True))
             self.nodes[at] = number
             self.noise[at] = rng.uniform(-1, 1)
+        far = (self.nodes % 3 == 0) & (self.kind == "steep")  # up and down by turns
+        up_or_down = 1 - 2 * (self.nodes % 2)
+        self.far_noise = torch.where(far, up_or_down * (4 + self.noise.abs()), self.noise)
 
     @cached_property
     def all_groups(self) -> AllGroups:
@@ -111,9 +128,11 @@ class Draw:
     def log_ratio(self, spread: float, offset: float = 0.0) -> Tensor:
         """log(pi/pi_old), the same at every visit of a node. (N, T).
 
-        |log r| lies between offset and offset + spread.
+        |log r| lies between offset and offset + spread. In steep trees every third one is up to
+        five times as large, but not under a small spread, which keeps ratios inside a clip range.
         """
-        return spread * self.noise + offset * self.noise.sign()
+        noise = self.far_noise if spread >= 0.6 else self.noise
+        return spread * noise + offset * self.noise.sign()
 
     def batch(self, module, spread: float = 0.0, offset: float = 0.0, adv=None):
         """These answers as the Batch of a module; adv is (N,) or (N, T), the draw's own if None."""

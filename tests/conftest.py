@@ -49,6 +49,7 @@ def build(kind: str, folder) -> str:
         more = dict(top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True)
         model.generation_config.update(eos_token_id=[1, 2], **more)
         tokenizer.chat_template = CHAT
+        model.to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -1,6 +1,7 @@
 """Planted faults: one wrong edit of a source file at a time, to see who notices.
 
-    python -m tests.faults      who sees what: the claims alone, the unit tests alone, both
+    python -m tests.faults              losses.py: the claims alone, the unit tests alone, both
+    python -m tests.faults train.py     the trainer's tests; of train.py or another of its files
 
 A fault is a change of the syntax tree, so formatting, comments and docstrings never matter. In the
 tables below, a line without indentation names a function, a class, a method (Batch.__getitem__) or
@@ -10,7 +11,8 @@ an entry of a table (METHODS.dr-grpo). A line with indentation is one fault in t
     what is wrong: name=value         other defaults, of arguments or of a dataclass's fields
 
 A letter with an underscore, such as x_, stands for any expression. A line that is indented further
-continues the one above. RULES has the same notation and holds wherever a pattern fits.
+continues the one above. RULES has the same notation and holds wherever a pattern fits. So has
+trainer_faults.txt, where a line [train.py] names the file that the following lines are about.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import ast
 import copy
 import os
 import re
+import signal
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +34,18 @@ import pytest
 import torch
 
 import losses
-from claims import CLAIMS, Draws, examine
+from claims import CLAIMS, ORDINARY, Draws, examine_on
 
 LOSSES = Path(losses.__file__)
+ROOT = LOSSES.resolve().parent
 UNIT_TESTS = [Path(__file__).with_name(f"test_{name}.py") for name in ("neighbours", "losses")]
-DRAWS = Draws(seed=0, count=5)
+DRAWS, EXTREME = Draws(seed=0, count=5, kinds=()), Draws(seed=0, count=0)
+TRAINER_TABLE = Path(__file__).with_name("trainer_faults.txt")
+# Not test_promises.py: a process that a test starts does not have the fault.
+TRAINER_TESTS = "whole_step run evaluation sampling update scoring arithmetic gsm8k models"
+TRAINER_TESTS += " command_line"
+TRAINER_MODULES = r"(train|losses|llm|toy|naive|helpers|conftest|test_\w+)(\..*)?"
+PATIENCE = 300  # seconds; a fault may let a run hang
 torch.set_num_threads(1)  # a forked process waits for ever for the threads of its parent
 
 RULES = """
@@ -275,6 +287,18 @@ project_unbiased
     the group without this node's visitors: 1 - n / G => n / G
     answers with A = 0 in the group: (advantages != 0) => (advantages == advantages)
     rows for groups: (advantages != 0).view(-1, batch.group_size) => (advantages != 0).view(-1, 1)
+token_ratio: at most 10: x_.exp() => x_.exp().clamp(max=10)
+lengths: below 256: batch.mask.sum(1) => batch.mask.sum(1, dtype=torch.uint8).long()
+group_advantages: nearly equal is equal: x_ == groups.amin(1, keepdim=True) =>
+        x_ - groups.amin(1, keepdim=True) < 1e-3
+adv_orthogonal: small advantages are none: norm == 0 => norm < 1e-6
+_visitors: small advantages are none: adv != 0 => adv.abs() > 1e-4
+nthr_scores: short ids: tokens.contiguous() => tokens.to(torch.int16).contiguous()
+kept_tokens: short ids: tokens[:, :, None] == others[:, None] =>
+        tokens[:, :, None].to(torch.int16) == others[:, None].to(torch.int16)
+prefix_nodes: short ids: groups[:, :, None] == groups[:, None] =>
+        groups[:, :, None].to(torch.int16) == groups[:, None].to(torch.int16)
+prefix_nodes: 99 tokens: x_ * width + y_ => x_ * width + y_.clamp(max=99)
 METHODS.grpo: without std: Method(p_) => Method(p_, scale="mean")
 METHODS.dr-grpo: with std: "mean" => "std"
 METHODS.dapo: is dr-grpo: dapo => dr_grpo
@@ -474,17 +498,25 @@ def by_rule(rules: list[Fault], path: Path) -> Iterator[Fault]:
 
 # A dict, because `a_ * b_` of x * x is the same edit twice.
 FAULTS = list(dict.fromkeys([*read(TABLE), *by_rule(read(RULES), LOSSES)]))
+_, *sections = re.split(r"^\[(.+)\]\n", TRAINER_TABLE.read_text(), flags=re.MULTILINE)
+TRAINER = {path: read(table) for path, table in zip(sections[::2], sections[1::2], strict=True)}
 
 
 # ---------------- who sees it
 
 
 def verify_says(module: types.ModuleType, suspect: str = "") -> str:
-    """The first claim that fails on a few random trees, or ""; those about the suspect go first."""
+    """The first claim that fails on a few random trees, or ""; those about the suspect go first.
+
+    Extreme trees are tried last, and where claims speak of the suspect only with these.
+    """
     # The claims on 200 sampled groups take most of the time and see nothing that the others do not.
     tasks = [(c, f) for c in CLAIMS for f in c.functions if c.id not in ("N7", "A3", "A5")]
-    for claim, function in sorted(tasks, key=lambda task: task[1] != suspect):
-        outcome = examine(module, claim, function, DRAWS[claim.group_size])
+    tasks.sort(key=lambda task: task[1] != suspect)
+    about = [task for task in tasks if task[1] == suspect] or tasks
+    beyond = [(EXTREME, *task) for task in about if task[0].id not in ORDINARY]
+    for draws, claim, function in [*((DRAWS, *task) for task in tasks), *beyond]:
+        outcome = examine_on(draws[claim.group_size], module, claim, function)
         if outcome.state != "ok":
             return f"{claim.id} {function}: {outcome.message}"
     return ""
@@ -505,7 +537,52 @@ def unit_tests_fail(module: types.ModuleType, suspect: str = "") -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
+def trainer_tests_fail(path: str = "", fault: Fault | None = None) -> str:
+    """The first test of the trainer that fails with a fault in one of its files, or "".
+
+    Its modules import each other. So the fault is planted where Python reads a file, in a forked
+    process in which all of them and their tests are imported anew.
+    """
+    source, log = ROOT / path, tempfile.TemporaryFile("w+")
+    code = fault and compile(faulty_tree(source, fault), source, "exec")
+    suspect = fault.where.split(".")[-1] if fault else ""
+    tests = [ROOT / "tests" / f"test_{name}.py" for name in TRAINER_TESTS.split()]
+    tests.sort(key=lambda test: f"{suspect}(" not in test.read_text())  # those that call it first
+    child = os.fork()
+    if not child:
+        real = SourceFileLoader.get_code
+
+        def get_code(self, name):
+            return code if fault and Path(self.path).resolve() == source else real(self, name)
+
+        SourceFileLoader.get_code = get_code
+        for name in [name for name in sys.modules if re.fullmatch(TRAINER_MODULES, name)]:
+            del sys.modules[name]
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        signal.alarm(PATIENCE)
+        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+        os._exit(pytest.main([*options, *map(str, tests)]))
+    status = os.waitpid(child, 0)[1]
+    log.seek(0)
+    said = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", log.read(), re.MULTILINE)
+    return (said or [f"status {status}"])[0] if status else ""
+
+
+def show_trainer(path: str, name: str = ""):
+    """Print who sees the faults in a file of the trainer, or those whose names hold a text."""
+    missed = []
+    faults = [fault for fault in TRAINER[path] if name in fault.name]
+    for fault in faults:
+        said = trainer_tests_fail(path, fault)
+        missed += [] if said else [fault.name]
+        print(f"{fault.name:60} {said or '-'}", flush=True)
+    print(f"\n{len(faults)} faults in {path}, not noticed: {missed}")
+
+
 def main():
+    if sys.argv[1:]:
+        return show_trainer(*sys.argv[1:])
     if unit_tests_fail(losses) or verify_says(losses):
         sys.exit("losses.py does not pass as it is")
     counts = dict.fromkeys(("claims alone", "unit tests alone", "together"), 0)

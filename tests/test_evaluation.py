@@ -16,15 +16,20 @@ from toy.arithmetic import Arithmetic
 
 @pytest.fixture(scope="module")
 def policy():
+    """Its output layer has a bias."""
     with float64():
-        yield random_policy(37)
+        policy = random_policy(37)
+        head = policy.model.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(head.weight)))
+        yield policy
 
 
 @pytest.mark.parametrize("eval_items, k", [(3, 4), (5, 2), (99, 1)])
 def test_evaluation_is_the_naive_one(policy, monkeypatch, eval_items, k):
     """On the first held-out items, in batches of as many rows as a rollout has."""
-    monkeypatch.setattr(train, "prefix_probabilities", lambda *_: {})
+    monkeypatch.setattr(train, "prefix_probabilities", lambda *args: {"prefixes": args[2]})
     task = Letters()
+    task.test *= 8 if k == 1 else 1
     config = train.Config(eval_items=eval_items, eval_samples=k, seed=2, max_tokens=7)
     config.temperature, config.prompts, config.group_size = 0.8, 2, 4
     metrics, lines = train.evaluate(policy, task, config)
@@ -44,6 +49,7 @@ def test_evaluation_is_the_naive_one(policy, monkeypatch, eval_items, k):
         "greedy": sum(greedy) / len(items),
         "sampled": sum(map(sum, sampled)) / len(items) / k,
         f"pass@{k}": sum(1 in rewards for rewards in sampled) / len(items),
+        "prefixes": items[:32],
     }
     assert lines == shown[: min(3, at_once)] and 0 < metrics["sampled"] < 1
 
@@ -77,7 +83,7 @@ def test_the_warm_start_is_the_naive_one(policy, method):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
     sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
-    config, task = train.Config(method=method, **sizes), Arithmetic()
+    config, task = train.Config(method=method, temperature=0.7, **sizes), Arithmetic()
     task.train = task.train[:20]
     ours, theirs = copy.deepcopy(policy), copy.deepcopy(policy)
     train.warm_start(ours, task, config)

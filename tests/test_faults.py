@@ -1,4 +1,4 @@
-"""Single faults in losses.py (faults.py): claims and unit tests let none of them through."""
+"""Single faults in losses.py and in the trainer (faults.py): claims and tests let none through."""
 
 import ast
 import os
@@ -7,13 +7,16 @@ import pytest
 from faults import (
     FAULTS,
     LOSSES,
+    ROOT,
     RULES,
+    TRAINER,
     UNSEEN,
     by_rule,
     find_edits,
     losses,
     plant,
     read,
+    trainer_tests_fail,
     unit_tests_fail,
     verify_says,
 )
@@ -21,6 +24,7 @@ from faults import (
 pytestmark = pytest.mark.filterwarnings("ignore:std")  # a fault that accepts groups of one
 
 LONG = os.environ.get("LONG")
+TRAINER_FAULTS = [(path, fault) for path, faults in TRAINER.items() for fault in faults]
 SEEN = [fault for fault in FAULTS if fault.name not in UNSEEN]
 SOME = SEEN if LONG else SEEN[::8]  # all of them: make test-faults
 
@@ -134,6 +138,18 @@ def test_the_claims_alone_see_nine_in_ten(survivors):
 
 def test_the_unit_tests_see_the_rest(survivors):
     assert [f.name for f in survivors if not unit_tests_fail(plant(LOSSES, f), f.where)] == []
+
+
+def test_the_faults_of_the_trainer_are_many_and_have_their_places():
+    assert len({fault[1:] for _, fault in TRAINER_FAULTS}) == len(TRAINER_FAULTS) > 200
+    for path, fault in TRAINER_FAULTS:
+        assert find_edits(ast.parse((ROOT / path).read_text()), fault), fault
+
+
+@pytest.mark.skipif(not LONG, reason="half an hour: make test-faults")
+def test_the_tests_of_the_trainer_see_every_fault_in_it():
+    assert trainer_tests_fail() == ""
+    assert [f.name for path, f in TRAINER_FAULTS if not trainer_tests_fail(path, f)] == []
 
 
 @pytest.mark.skipif(not LONG, reason="a minute: make test-faults")

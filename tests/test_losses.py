@@ -54,10 +54,14 @@ def make_batch(seed=0, groups=4, size=4, width=6, spread=0.4, credit=False):
     adv[1:2], adv[2:3, 0] = 0.0, 0.0
     adv = adv.view(n, 1)
     mask = torch.arange(width) < lengths[:, None]
+    logp_old = logp + spread * (2 * rand(n, width) - 1)
+    if credit:  # which may leave out all first tokens of a group
+        adv = adv * rand(n, width)
+        adv[2 * size : 3 * size, 0] = 0.0
     return Batch(
         logp=logp,
-        logp_old=logp + spread * (2 * rand(n, width) - 1),
-        adv=torch.where(mask, adv * (rand(n, width) if credit else 1.0), rand(n, width)),
+        logp_old=logp_old,
+        adv=torch.where(mask, adv, rand(n, width)),
         mask=mask,
         group_size=size,
         max_tokens=width + 5,
@@ -187,6 +191,9 @@ def test_kl_term_is_k3_and_needs_a_reference():
 def test_with_a_context_nodes_are_equal_iff_group_and_last_tokens_are(context):
     b = make_batch(groups=3, size=4, width=6)
     tokens = torch.randint(0, 2, (12, 6), generator=torch.Generator().manual_seed(0))
+    tokens[1] = tokens[0]  # but for the first token
+    tokens[1, 0] += 2
+    b.mask[:2] = True
     nodes, pairs = prefix_nodes(tokens, b.mask, 4, context), set()
     for i, t in b.mask.nonzero().tolist():
         last = (*tokens[i, max(0, t + 1 - context) : t + 1].tolist(),)

@@ -40,6 +40,8 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(policy, mod
 def test_scratch_is_gpt2_with_its_own_gelu(scratch):
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    ours = load("scratch", layers=3, width=24).model.config
+    assert (ours.n_layer, ours.n_embd) == (3, 24)
     ours = scratch.model.config
     assert ours.activation_function != GPT2Config().activation_function == "gelu_new"
     config = GPT2Config.from_dict(ours.to_dict() | {"activation_function": "gelu_new"})

@@ -150,6 +150,31 @@ def test_the_random_control_takes_as_many_tokens_of_each_wrong_answer_and_all_of
     assert nthr_random(-adv, old).equal(-adv)  # nothing to soften where there is no penalty
 
 
+def test_the_random_control_is_uniform_and_independent_between_rows_groups_and_steps(monkeypatch):
+    """Two of four tokens are drawn: six sets. 120 is exceeded by chance once in 10^9 times."""
+    n, bits = 7200, torch.tensor([1, 2, 4, 8, 0])
+    mask = (bits > 0).expand(n, 5)
+    monkeypatch.setattr(losses, "nthr_selected", lambda *_: mask & (bits < 4))
+    drawn = []
+    for seed in (0, 1):
+        gen = torch.Generator().manual_seed(seed)
+        old = OldPolicy(mask.long(), mask, mask.double(), torch.zeros(n), 4, gen=gen)
+        gone = nthr_random(-mask.double(), old) == 0
+        drawn.append((gone * bits).sum(1).unique(return_inverse=True)[1])
+        assert drawn[-1].max() == 5
+    first, second = drawn
+    rows = torch.arange(0, n, 8)  # the first row of every other group
+    for one, other in (
+        (first[rows], first[rows + 1]),  # neighbours in a group
+        (first[rows], first[rows + 4]),  # the same place in another group
+        (first[rows + 3], first[rows + 4]),
+        (first, second),
+    ):
+        counts = (6 * one + other).bincount(minlength=36)
+        expected = len(one) / 36
+        assert ((counts - expected) ** 2 / expected).sum() < 120
+
+
 def test_reweighting_by_hand():
     p = torch.tensor([[0.1, 0.9]] * 2, dtype=torch.float64)
     old = OldPolicy(torch.ones(2, 2).long(), p > 0, p.log(), torch.tensor([1.0, 0.0]), 2)

@@ -1,5 +1,6 @@
 """Answers are drawn from the policy's own distribution; each use of chance has its own draws."""
 
+import itertools
 from types import SimpleNamespace
 
 import naive
@@ -64,8 +65,9 @@ def test_every_step_and_seed_draws_answers_of_its_own(scratch):
         config = train.Config(group_size=3, seed=seed, max_tokens=8)
         texts.add(tuple(train.sample(scratch, task, task.train[:2], step, config).texts))
     assert len(texts) == 4
-    uses = [(0, "sample", 1), (0, "credit", 1), (0, "learn", 1), (0, "warm", 1), (0, "evaluate")]
-    assert len({train.rng(*key).initial_seed() for key in uses}) == len(uses)
+    uses = ("sample", "credit", "learn", "warm", "order", "evaluate")
+    keys = list(itertools.product(range(3), uses, range(100)))
+    assert len({train.rng(*key).initial_seed() for key in keys}) == len(keys)
 
 
 def test_without_a_wrong_answer_nothing_is_corrected(scratch, monkeypatch):

@@ -55,6 +55,7 @@ def test_a_non_finite_gradient_stops_before_the_weights_change(policy):
 def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(policy):
     _, scored, config = prepare(policy, lr=0.01, schedule="constant")
     optimizer, before = adamw(policy.model, 0.01), copy.deepcopy(policy)
+    scored.batch.adv = 1e-6 * scored.batch.adv  # a faint signal is one
     train.learn(policy, optimizer, scored, config)
     with pytest.raises(AssertionError):
         assert_unchanged(policy, before)
@@ -116,6 +117,27 @@ def test_a_credit_rule_sees_the_whole_batch_once(policy, monkeypatch):
     assert torch.equal(old.logp, scored.batch.logp) and not old.logp.requires_grad
     assert old.kept_mask is answers.kept_mask and old.repaired is answers.repaired
     assert old.hidden is None and old.group_size == 3
+
+
+def test_the_budget_is_the_configs_however_short_the_answers_are(policy):
+    answers, _, config = prepare(policy)
+    rows = answers.rows
+    answers.rows = replace(rows, tokens=rows.tokens[:, :5], mask=rows.mask[:, :5])
+    answers.logp = answers.logp[:, :5]
+    assert train.score(policy, None, answers, config).batch.max_tokens == 8
+
+
+def test_delta_is_that_of_right_answers_which_have_an_advantage(policy):
+    answers, _, config = prepare(policy)
+    answers.shaped = answers.rewards = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0])
+    scored = train.score(policy, None, answers, config)
+    made = train.Update(torch.arange(12), 0, scored.batch.adv, 1.0, 0.1)
+    right = torch.tensor([3, 9, 10])  # the first group's rewards are equal
+    scored.batch.logp_old = scored.batch.logp_old - 5.0
+    scored.batch.logp_old[right] += 6.0
+    expected = -scored.rows.mask.shape[1]
+    found = train.diagnose(policy, answers, scored, [made], config)["delta"]
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_clip_share_leaves_out_the_kl_term_of_groups_without_an_advantage(policy):

@@ -12,7 +12,7 @@ import verify
 from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, examine
 from claims.audit import AUDIT
 from claims.formulas import ALL
-from claims.trees import ascent, coefficients
+from claims.trees import EXTREMES, LARGE_IDS, ascent, coefficients
 from verify import main
 
 
@@ -40,9 +40,9 @@ def test_every_verdict_is_the_expected_one_and_the_tables_follow(capsys):
     assert titles == ["N3:", "N7:", "A3:"]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_verdicts_do_not_depend_on_the_seed(seed):
-    outcomes = verify.verify(losses, CLAIMS, Draws(seed, 5))
+@pytest.mark.parametrize("seed, kinds", [(1, ()), (2, EXTREMES)])
+def test_the_verdicts_do_not_depend_on_the_seed(seed, kinds):
+    outcomes = verify.verify(losses, CLAIMS, Draws(seed, 5, kinds))
     assert [(o.claim, o.function, o.message) for o in outcomes if o.message] == []
 
 
@@ -76,7 +76,7 @@ def test_every_function_of_the_contract_is_spoken_of():
 
 
 def test_the_draws_are_as_varied_as_verify_says():
-    draws = Draws(0)[None]
+    draws = Draws(0, kinds=())[None]
     assert {2, 16} <= {draw.G for draw in draws}
     assert {draw.N // draw.G for draw in draws} == {1, 2, 3}
     assert {len(set(draw.T)) > 1 for draw in draws} == {True, False}
@@ -93,6 +93,18 @@ def test_the_draws_are_as_varied_as_verify_says():
         ratio = (batch.logp - batch.logp_old).exp()
         gap = ratio[draw.mask] - draw.log_ratio(0.6)[draw.mask].exp()
         assert gap.abs().max() < 1e-14
+
+
+def test_extreme_draws_reach_where_users_are():
+    steep, wide, long = Draws(0, 0)[None]
+    assert [draw.kind for draw in (steep, wide, long)] == list(EXTREMES)
+    assert {*steep.tokens[steep.mask].tolist()} <= {*LARGE_IDS} and max(LARGE_IDS) == 151_999
+    far, near = (steep.log_ratio(spread)[steep.mask] for spread in (0.6, 0.3))
+    assert far.max().exp() > 10 and far.min().exp() < 0.1 and near.abs().max() <= 0.3
+    assert wide.G == 64 and 0 < max(map(abs, wide.adv)) < 1e-5
+    assert len(long.shared) > 256 and max(long.T) - min(long.T) > 1
+    for draw in (steep, wide, long):
+        assert sum(draw.adv) == pytest.approx(0, abs=1e-12 * draw.size)
 
 
 def test_the_tree_is_the_set_of_prefixes_and_its_ratios_belong_to_nodes():

@@ -186,7 +186,7 @@ def test_a_step_is_the_naive_one(
     )
     expected, log, norms = naive_step(start, first_answers, config, hyper)
     policy, reference = copy.deepcopy(start)
-    optimizer = adamw(policy.model, config.lr)
+    optimizer = adamw(policy.model, 9.0)  # a step sets its own learning rate
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     scored = train.score(policy, reference, answers, config)
