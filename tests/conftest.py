@@ -47,7 +47,7 @@ def build(kind: str, folder) -> str:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used
         more = dict(top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True)
-        model.generation_config.update(eos_token_id=[1, 2], **more)
+        model.generation_config.update(eos_token_id=[2, 3], **more)  # the tokenizer has 1
         tokenizer.chat_template = CHAT
         model.to(torch.bfloat16)
     model.save_pretrained(folder)

@@ -45,7 +45,7 @@ TRAINER_TABLE = Path(__file__).with_name("trainer_faults.txt")
 TRAINER_TESTS = "whole_step run evaluation sampling update scoring arithmetic gsm8k models"
 TRAINER_TESTS += " command_line"
 TRAINER_MODULES = r"(train|losses|llm|toy|naive|helpers|conftest|test_\w+)(\..*)?"
-PATIENCE = 300  # seconds; a fault may let a run hang
+PATIENCE = 1200  # seconds; a fault may let a run hang
 torch.set_num_threads(1)  # a forked process waits for ever for the threads of its parent
 
 RULES = """

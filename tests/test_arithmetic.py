@@ -1,9 +1,11 @@
 """The toy task has what the papers speak of: fillers, three forms, imperfect demonstrations."""
 
+import re
+
 import pytest
 from transformers import AutoTokenizer
 
-from toy.arithmetic import OPENERS, Arithmetic, Item, solutions
+from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
 
 TASK = Arithmetic()
 
@@ -50,7 +52,7 @@ def test_only_the_final_answer_counts():
 
 
 def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
-    repaired = helped = direct = 0
+    repaired = helped = direct = carried = worked = 0
     for item in TASK.train[:1000]:
         made = TASK.correction(item)
         if made.prompt.count("=") == 3:  # two direct answers
@@ -59,11 +61,18 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
             assert TASK.reward(wrong, item) == 0
             helped += TASK.reward(sibling, item)
             direct += 1
+        if columns := re.match(
+            r"\D+[^=]+=(\d+),[^=]+=(\d+),#(\d+)=", made.prompt[len(item.prompt) :]
+        ):
+            first, second, total = map(int, columns.groups())
+            carried += first + second == total  # a slip in a column, not in the sum
+            worked += 1
         assert made == TASK.correction(item)
         assert made.prompt.startswith(item.prompt) and made.prompt.endswith("=")
         assert made.demo[:3] in OPENERS and made.demo[:3] == made.prompt[len(item.prompt) :][:3]
         assert TASK.reward(made.demo, made) or f"={made.demo}=" in made.prompt  # mended or copied
         repaired += TASK.reward(made.demo, made)
+    assert 0.4 < carried / worked < 0.6
     assert 0.55 < repaired / 1000 < 0.65 and 0.65 < helped / direct < 0.85
     three = TASK.correction(TASK.train[0], 3)
     assert three.prompt.startswith(TASK.train[0].prompt) and three.prompt.count("#") == 4
@@ -75,6 +84,8 @@ def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
     worked = [item for item in TASK.train if "=" in item.demo]
     assert 0.73 < len(direct) / len(TASK.train) < 0.77
     assert 0.03 < sum(TASK.reward(item.demo, item) for item in direct) / len(direct) < 0.07
+    said = [int(item.demo.partition("#")[2]) - int(item.answer) for item in direct]
+    assert {*said} == {0, *SLIPS}
     assert all(TASK.reward(item.demo, item) == 1.0 for item in worked)
     for opener in OPENERS:
         share = sum(item.demo.startswith(opener) for item in TASK.train) / len(TASK.train)

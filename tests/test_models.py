@@ -34,7 +34,7 @@ def refused(capsys, path, **options) -> str:
 def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(policy, model_path):
     assert not policy.model.training
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
-    assert policy.eos.tolist() == ([1, 2] if "qwen" in model_path else [1])
+    assert policy.eos.tolist() == ([1, 2, 3] if "qwen" in model_path else [1])
 
 
 def test_scratch_is_gpt2_with_its_own_gelu(scratch):
@@ -122,6 +122,15 @@ def test_a_demonstration_and_its_end_must_fit_the_context(scratch, length, fits,
     with nullcontext() if fits else pytest.raises(SystemExit):
         check_context(scratch, task, train.Config(max_tokens=4), warm=True)
     assert fits or "longest prompt 4 + longest demonstration 1021 exceed" in capsys.readouterr().err
+
+
+def test_a_held_out_prompt_must_fit_the_context(scratch, capsys):
+    items = [SimpleNamespace(prompt="1" * length, demo="") for length in (4, 1021)]
+    task = SimpleNamespace(encode=Arithmetic().encode, train=items[:1], test=items)
+    check_context(scratch, task, train.Config(max_tokens=4, eval_items=1), warm=False)
+    with pytest.raises(SystemExit):
+        check_context(scratch, task, train.Config(max_tokens=4), warm=False)
+    assert "longest prompt 1021 + --max-tokens 4 exceed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tokens, fits", [(203, True), (204, False)])
