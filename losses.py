@@ -4,7 +4,8 @@ N answers ("trajectories") are rewarded at the end only. The G answers to one pr
 are compared with each other: A_i is the advantage of answer i. Every method turns the log-probs of
 the sampled tokens into one scalar. What that scalar really does to a token is its coefficient
 c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there the coefficients
-of the group add up. They ought to add up to credit alone, and to nothing where all G answers share.
+of the group add up. They ought to add up to what the token earned, its credit, and to nothing
+where all G answers share the token.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
@@ -18,7 +19,7 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     dapo                   std   r                 min, 0.2/0.28   tokens   unclipped
     gspo                   std   s                 min, 3e-4/4e-4  answer   equal lengths, on-policy
     dfpo-min               std   min of s          none            budget   always
-    dfpo-orthogonal        std   s minus its A     none            budget   always
+    dfpo-orthogonal        std   s, not along A    none            budget   always
     pos-only               std   r; losers 0       min, 0.2        answer   never
     nthr, nthr-random      std   r; losers softer  min, 0.2        answer   as grpo, if not softer
     advantage-reweighting  std   r; rare softer    min, 0.2        tokens   unclipped
@@ -499,15 +500,16 @@ def nthr_scores(old: OldPolicy, self_term: bool = True, full_vocab: bool = False
 
 
 def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
-    """Blame a repaired answer for what its correction changed, or praise it for what that kept.
+    """Blame a repaired answer for what its correction changed, or praise it for what was kept.
 
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
-    A' comes from shaped_rewards. IBPO (S) has token-level credit come from the correction. Its
+    A' comes from shaped_rewards. IBPO (S) takes token-level credit from the correction. Its
     sources, an abstract and a caption, do not settle which tokens get it. This reading is ours (D),
     by a principle: a repaired answer never rewards what was changed or blames what was kept.
     "changed" is m = 1[changed] for both signs. Where A'_i > 0 it rewards the mistake (I2); it
     is here to show that. "none" is m = 1.
-    Shared token: repaired answers leave the sum by sign, so it does not cancel, on purpose.
+    Shared token: by the sign of A', a repaired answer drops out of the sum, which then does not
+    cancel, on purpose.
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """
     if reading not in ("sign", "changed", "none"):
@@ -580,7 +582,7 @@ def prefix_nodes(
     """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
-    them. With context: iff the rows agree in so many last tokens, wherever in the answers these
+    them. With context: iff the rows agree in that many last tokens, wherever in the answers these
     stand (ours, claim C17g). (N, T), (N, T) -> (N, T) int64. Raises ValueError for a context < 1.
     """
     n, width = tokens.shape
@@ -613,13 +615,13 @@ def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, 
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
     """What unequal weights add to a batch's push on shared tokens, relative to all of it there.
 
-    With w = c/A and wbar its mean over the visitors S_v of node v, the node's tax is
+    With w = c/A and wbar its mean over S_v, the answers that visit node v, the node's tax is
     tax_v = sum_{S_v} (w_i - wbar) A_i. The result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over
     nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
     Answers with A_i = 0 are left out. It speaks of this batch, not of the expected push. It does
-    not see what single visitors pay, and it counts what cancels between siblings. With n > 1 of G
-    answers at v, tax_v n (G - 1) / (G (n - 1)) estimates the expected tax without bias, under the
-    condition of C17h.
+    not see what single visitors pay, and it counts what cancels between sibling nodes. With n > 1
+    of G answers at v, tax_v n (G - 1) / (G (n - 1)) estimates the expected tax without bias, under
+    the condition of C17h.
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D).
     """
     used, adv, node = _visitors(advantages, nodes, mask)
@@ -632,11 +634,11 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
 
 
 def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
-    """Any loss with the node mean of its weights: no batch has a tax at any node (C17a).
+    """Give each token of any loss the node mean of its weights: no batch has a tax then (C17a).
 
-    w' = wbar, the mean of w = c/A over the visitors of a token's node. Single visitors keep their
-    w. In expectation a part of the tax stays where only a part of the group shares (C17h), because
-    wbar depends on the visitors' rewards. project_unbiased leaves less of it.
+    w' = wbar, the mean of w = c/A over the answers that visit a token's node. Single visitors keep
+    their w. In expectation a part of the tax stays where only a part of the group shares (C17h),
+    because wbar depends on the visitors' rewards. project_unbiased leaves less of it.
 
     Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
     with A_i = 0 keep their c. Meant for losses with c proportional to A_i: a KL term's c/A_i may be
@@ -656,7 +658,7 @@ def project_unbiased(loss: Tensor, batch: Batch, advantages: Tensor, nodes: Tens
     """The projection's second kind: at nodes with several visitors the expected tax is 0.
 
     w' = wbar + (wbar - w)(1 - n/G)/(n - 1) at a node with n >= 2 of G visitors. That is the node
-    mean where n = G. Elsewhere single batches have a tax again. Single visitors keep their w, and
+    mean where n = G. Where n < G, a single batch has a tax again. Single visitors keep their w, and
     the tax that they pay on average. Answers with A_i = 0 count neither in n nor in G. Exact for
     advantages R - mean R and weights that depend on the own answer only (C17i).
 

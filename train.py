@@ -2,7 +2,7 @@
 
 config -> main -> sample -> score -> learn -> update -> diagnose -> evaluate -> warm start
 
-(main makes the warm start first. It stands last, because it is not RL.)
+(The warm start stands last because it is not RL; main makes it first.)
 
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
@@ -90,7 +90,7 @@ class Config:
     width: int = knob(64, "hidden size of the scratch model, a multiple of 8")
     data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
     skip_bad_lines: bool = knob(False, "leave out malformed lines of the data, and say how many")
-    train_items: int = knob(0, "train on so many problems, the shortest solutions first; 0: all")
+    train_items: int = knob(0, "train on this many problems, the shortest solutions first; 0: all")
     threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
     device: str = knob("auto", "where the model lives", ("auto", "cpu", "cuda"))
     seed: int = knob(0, "seed of everything random")
@@ -474,7 +474,7 @@ def log_probs(
     """log pi of the answers' tokens (differentiable) and entropies of pi: (N, T), 0 on padding.
 
     With keep_hidden also the hidden states that predict the tokens, (N, T, d). With more rows than
-    micro_rows, backward makes all activations again, of so many answers or prompts at a time.
+    micro_rows, backward makes all activations again, of micro_rows answers or prompts at a time.
     """
     model, head = policy.model, policy.model.get_output_embeddings()
 
@@ -602,7 +602,7 @@ def effect(loss_fn, batch: Batch) -> tuple[float, Tensor]:
 def diagnose(
     policy: Policy, answers: Answers, scored: Scored, updates: list[Update], config: Config
 ) -> dict[str, float]:
-    """The metrics of a step, in nats, tokens and shares of 1. With a KL term nothing is clipped."""
+    """The metrics of a step, in nats, tokens and shares of 1. With a KL term clip_share is 0."""
     batch, rewards, mask = scored.batch, answers.rewards, scored.rows.mask
     groups, tokens = answers.shaped.view(-1, config.group_size), mask.sum()
     ended = (torch.isin(scored.rows.tokens, policy.eos) & mask).any(1)  # (N,)

@@ -458,7 +458,11 @@ CARD, CHIP, GAP, ROW = 176, 63, 24, 17  # widths, and the height of a line
 COLORS = {"win": "#0072b2", "lose": "#d55e00", "sum": "#1d2126"}
 COLORS |= {"credit": "#009e73", "tax": "#cc79a7"}
 LEGEND = ("A bar is a token's coefficient c:", "how hard the loss pushes the token")
-LEGEND += ("up (right) or down (left).",)
+LEGEND += (
+    "up (right) or down (left).",
+    "Credit: what equal weights",
+    "would leave. Tax: the rest.",
+)
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 850 {height:g}" fill="#1d2126"
  font-family="system-ui, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="12.5">
 <title>One group of answers as a prefix tree, under REINFORCE and under GRPO</title>
@@ -573,20 +577,22 @@ def toy_picture() -> str:
         "reinforce": "REINFORCE: two winners push “so” up, two losers push it down. The sum is 0.",
         "grpo": "GRPO divides by an answer's length: short answers push harder, a tax is left.",
     }
+    chosen = [loss for loss in all_losses({}, model=False) if loss.name in headlines]
+    pictures = {loss.name: Picture(group, loss) for loss in chosen}
+    largest = max(picture.largest for picture in pictures.values())
     parts, top = [], 0
-    for loss in all_losses({}, model=False):
-        if loss.name in headlines:
-            picture = Picture(group, loss)
-            (root,) = picture.tree
-            middle = top + 36 + picture.height(root) / 2
-            picture.text(10, top + 26, headlines[loss.name], "large bold")
-            picture.text(10, middle + 4, group.prompt, "code")
-            picture.line(f"M64 {middle:g}h14")
-            picture.draw(root, 78, middle)
-            for k, words in enumerate(() if parts else LEGEND):
-                picture.text(645, top + 216 + 15 * k, words, "small")
-            parts += picture.parts
-            top += 44 + picture.height(root)
+    for name, picture in pictures.items():
+        picture.largest = largest  # bars of both have one scale
+        (root,) = picture.tree
+        middle = top + 36 + picture.height(root) / 2
+        picture.text(10, top + 26, headlines[name], "large bold")
+        picture.text(10, middle + 4, group.prompt, "code")
+        picture.line(f"M64 {middle:g}h14")
+        picture.draw(root, 78, middle)
+        for k, words in enumerate(() if parts else LEGEND):
+            picture.text(645, top + 216 + 15 * k, words, "small")
+        parts += picture.parts
+        top += 44 + picture.height(root)
     return "\n".join([HEAD.format(height=top + 4), *parts, "</svg>\n"])
 
 
