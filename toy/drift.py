@@ -19,8 +19,8 @@ and reward are sums over the policy's own probabilities.
 Only the opener is shared by whole groups. So a method may pay a learning tax further down the
 prefix tree, where a part of the group shares a token, and still leave the opener alone (dr-grpo,
 dapo). All answers here are conditioned on one opener. Where a policy also has other openers with
-alike continuations, the expected on-policy drift of grpo and pos-only is zero,
-and that of a projected grpo is not (toy.alike).
+alike continuations, the expected on-policy drift of grpo and pos-only is zero, and that of a
+projected grpo is not (toy.alike).
 """
 
 from __future__ import annotations
