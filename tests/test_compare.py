@@ -339,6 +339,8 @@ def test_a_start_that_fails_is_one_line_and_the_runs_of_other_starts_are_made(
 def test_ctrl_c_reaches_the_runs_which_finish_their_step(tmp_path):
     config = asdict(replace(compare.parse([]), warm_steps=0, steps=50))
     lines = [
+        "import signal",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",  # ignored under nohup
         "from pathlib import Path",
         "from types import SimpleNamespace",
         "from experiments import compare",
