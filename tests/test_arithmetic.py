@@ -74,8 +74,12 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
         repaired += TASK.reward(made.demo, made)
     assert 0.4 < carried / worked < 0.6
     assert 0.55 < repaired / 1000 < 0.65 and 0.65 < helped / direct < 0.85
-    three = TASK.correction(TASK.train[0], 3)
-    assert three.prompt.startswith(TASK.train[0].prompt) and three.prompt.count("#") == 4
+    right = [0, 0, 0]  # of three siblings shown
+    for item in TASK.train[:1000]:
+        numbers = re.findall(r"#(\d+)", TASK.correction(item, 3).prompt)
+        assert len(numbers) == 4
+        right = [n + (x == item.answer) for n, x in zip(right, numbers[1:], strict=True)]
+    assert right[0] > 650 and max(right[1:]) < 400
     assert TASK.repair(Item("37+48=", "85", ""), "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
 
 

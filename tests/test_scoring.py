@@ -260,7 +260,13 @@ def test_sampler_and_scorer_must_agree(scratch, monkeypatch):
     real, task, config = train.generate, train.load_task(train.Config()), train.Config(group_size=2)
     answers = train.sample(scratch, task, task.train[:1], 1, config)
     assert train.score(scratch, None, answers, config).logp.shape == answers.logp.shape
-    monkeypatch.setattr(train, "generate", lambda *a: (lambda r, p: (r, p + 0.01))(*real(*a)))
+
+    def generate(*args):
+        rows, logp = real(*args)
+        logp[0, 0] += 0.01  # a single token
+        return rows, logp
+
+    monkeypatch.setattr(train, "generate", generate)
     answers = train.sample(scratch, task, task.train[:1], 1, config)
     with pytest.raises(AssertionError, match="differ by 0.0[01].*: not on-policy"):
         train.score(scratch, None, answers, config)
