@@ -146,7 +146,7 @@ def test_the_faults_of_the_trainer_are_many_and_have_their_places():
         assert find_edits(ast.parse((ROOT / path).read_text()), fault), fault
 
 
-@pytest.mark.skipif(not LONG, reason="half an hour: make test-faults")
+@pytest.mark.skipif(not LONG, reason="an hour: make test-faults")
 def test_the_tests_of_the_trainer_see_every_fault_in_it():
     assert trainer_tests_fail() == ""
     assert [f.name for path, f in TRAINER_FAULTS if not trainer_tests_fail(path, f)] == []
