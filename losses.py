@@ -646,12 +646,8 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
     ibpo) is averaged, too. Claim C17 (D, ours).
     scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise.
     """
-    used, adv, node = _visitors(advantages, nodes, mask)
-    c = token_coefficients(loss, logp)
-    terms = torch.stack([c[used] / adv, torch.ones_like(adv)], 1)  # (K, 2)
-    weight, visitors = terms.new_zeros(len(terms), 2).index_add_(0, node, terms).unbind(1)
-    c = c.masked_scatter(used, (weight / visitors)[node] * adv)
-    return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
+    c_mean, _ = _node_means(token_coefficients(loss, logp), advantages, nodes, mask)
+    return _surrogate(c_mean, logp, mask)
 
 
 def project_unbiased(loss: Tensor, batch: Batch, advantages: Tensor, nodes: Tensor) -> Tensor:
@@ -665,15 +661,31 @@ def project_unbiased(loss: Tensor, batch: Batch, advantages: Tensor, nodes: Tens
     Otherwise as project; for nodes without a context, which an answer visits once. (D, ours)
     scalar, Batch, (N,) trajectory advantages, (N, T) -> scalar to minimise.
     """
-    used, _, node = _visitors(advantages, nodes, batch.mask)
     c = token_coefficients(loss, batch.logp)
-    projected = project(loss, batch.logp, advantages, nodes, batch.mask)
-    c_mean = token_coefficients(projected, batch.logp)
-    n = torch.ones_like(c).masked_scatter(used, node.bincount()[node].to(c.dtype))  # (N, T)
+    c_mean, n = _node_means(c, advantages, nodes, batch.mask)
     G = (advantages != 0).view(-1, batch.group_size).sum(1).clamp(min=1)  # (P,)
     G = G.repeat_interleave(batch.group_size)[:, None]  # (N, 1)
     c = c_mean + (c_mean - c) * (1 - n / G) / (n - 1).clamp(min=1)
-    return -(c * batch.logp).masked_fill(~batch.mask, 0.0).sum() / len(c)
+    return _surrogate(c, batch.logp, batch.mask)
+
+
+def _node_means(
+    c: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """c with the node mean of its weights, and how many answers visit a token's node. (N, T) both.
+
+    Tokens of answers with A_i = 0 keep their c and count as alone.
+    """
+    used, adv, node = _visitors(advantages, nodes, mask)
+    terms = torch.stack([c[used] / adv, torch.ones_like(adv)], 1)  # (K, 2)
+    weight, visitors = terms.new_zeros(len(terms), 2).index_add_(0, node, terms).unbind(1)
+    c_mean = c.masked_scatter(used, (weight / visitors)[node] * adv)
+    return c_mean, torch.ones_like(c).masked_scatter(used, visitors[node])
+
+
+def _surrogate(c: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
+    """The loss whose token coefficients are c."""
+    return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
 
 
 # ---------------- a method = advantage scale + credit + passes

@@ -16,7 +16,7 @@ import math
 import torch
 
 from claims.trees import ascent, coefficients
-from toy.policy import Policy
+from toy.policy import Policy, count_orders
 
 
 def variance(x, odds) -> float:
@@ -156,8 +156,7 @@ class Repairs:
         self.groups = list(itertools.combinations_with_replacement(odds, size))
         self.odds = []
         for group in self.groups:
-            orders = len(set(itertools.permutations(group)))
-            self.odds.append(orders * math.prod(odds[row] for row in group))
+            self.odds.append(count_orders(group) * math.prod(odds[row] for row in group))
 
     def expected_push(self, module, reading: str):
         """The mean ascent direction of grpo with the credit of a reading. (V, D)."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
-from toy.policy import EOS, Policy, all_histories, pad, tabular
+from toy.policy import EOS, Policy, all_histories, count_orders, pad, tabular
 
 GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
 # Trees beyond the ordinary ones, where users are: group size, index (which decides on prompts and
@@ -215,8 +215,7 @@ class AllGroups:
         p = dict((self.old if off_policy else self.policy).answers(self.x))
         odds = []
         for group in self.groups:
-            orders = len(set(itertools.permutations(group)))
-            odds.append([orders * math.prod(p[y] for y in group)])
+            odds.append([count_orders(group) * math.prod(p[y] for y in group)])
         odds = torch.tensor(odds, dtype=torch.float64)  # (groups, 1)
         counted = torch.ones_like(odds)
         if token_mean:

@@ -272,10 +272,13 @@ learning_tax
     lone tokens in the total: sums[:, 4] > 1 => sums[:, 4] > 0
     pairs left out: sums[:, 4] > 1 => sums[:, 4] > 2
 project
+    nothing done: _node_means(x_, p_, q_, r_) => (x_, None)
+    of another mask: _surrogate(c_mean, logp, mask) => _surrogate(c_mean, logp, mask & (nodes > 0))
+_node_means
     |A|: x_[node] * adv => x_[node] * adv.abs()
-    nothing done: c = c.masked_scatter(used, x_) => pass
     answers with A = 0 dropped: c.masked_scatter(used, x_) => (0 * c).masked_scatter(used, x_)
-    sign: -x_ => x_
+    everybody alone: torch.ones_like(c).masked_scatter(used, x_) => torch.ones_like(c)
+_surrogate: sign: -x_ => x_
 project_unbiased
     the node mean: c_mean + x_ => c_mean
     nothing done: c_mean + x_ => c

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import losses
+from toy.policy import count_orders
 
 RIGHT = 0.6  # the chance to be right
 ALIKE = ((24, 4), (24, 4))  # lengths: of the first way's right and wrong answers, of the second's
@@ -55,9 +55,8 @@ class Groups:
     def __init__(self, outcomes: list[Outcome], G: int):
         picks = list(itertools.combinations_with_replacement(range(len(outcomes)), G))
         rows = [outcomes[k] for pick in picks for k in pick]
-        repeats = [math.prod(map(math.factorial, Counter(pick).values())) for pick in picks]
         self.G = G
-        self.orders = math.factorial(G) / torch.tensor(repeats, dtype=torch.float64)  # (groups,)
+        self.orders = torch.tensor([count_orders(pick) for pick in picks])  # (groups,)
         self.way = torch.tensor([row.way for row in rows])  # (N,)
         self.chance = torch.tensor([row.chance for row in rows], dtype=torch.float64)
         self.rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)

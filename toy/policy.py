@@ -12,7 +12,9 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +118,11 @@ def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
     tokens = torch.tensor([[*y, *[0] * (width - len(y))] for y in answers])
     lengths = torch.tensor([[len(y)] for y in answers])
     return tokens, torch.arange(width) < lengths
+
+
+def count_orders(group: Sequence[Hashable]) -> int:
+    """In how many orders these answers can be drawn, some of them alike."""
+    return math.factorial(len(group)) // math.prod(map(math.factorial, Counter(group).values()))
 
 
 def kl(new: Policy, old: Policy, h: Tokens) -> float:
