@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-faults test-verl clean
+.PHONY: train test exercise exercises test-faults test-verl gpu clean
 
 train: .venv/ready
 	$(BIN)/python train.py
@@ -12,6 +12,10 @@ test: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 	$(BIN)/python verify.py
+
+# make exercise N=6 grades one exercise. make exercises says how far you are. NOT YET is an answer, not a failure of make.
+exercise exercises: .venv/ready
+	@$(BIN)/python -m exercises.grader $(N) || true
 
 # The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault, every command of the READMEs in
 # small, TRL on two processes, the speed of the tree page.
@@ -23,6 +27,10 @@ test-faults: .venv/ready-dev
 test-verl: .venv-verl/ready
 	.venv-verl/bin/python -m pytest -q -rA tests/test_verl.py tests/test_audit.py
 	.venv-verl/bin/python -m engines.audit verl
+
+# Ten minutes on a machine with a GPU: a table to paste into an issue.
+gpu: .venv/ready
+	$(BIN)/python -m experiments.gpu
 
 .venv-verl/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-verl

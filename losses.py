@@ -18,12 +18,13 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     dr-grpo                mean  r                 min, 0.2        budget   unclipped
     dapo                   std   r                 min, 0.2/0.28   tokens   unclipped
     gspo                   std   s                 min, 3e-4/4e-4  answer   equal lengths, on-policy
+    cispo                  std   r, detached       no min, r <= 5  tokens   always
     dfpo-min               std   min of s          none            budget   always
     dfpo-orthogonal        std   s, not along A    none            budget   always
     pos-only               std   r; losers 0       min, 0.2        answer   never
     nthr, nthr-random      std   r; losers softer  min, 0.2        answer   as grpo, if not softer
-    advantage-reweighting  std   r; rare softer    min, 0.2        tokens   unclipped
-    lopti, ar-lopti        std   r; two passes     min, 0.2        tokens   unclipped
+    advantage-reweighting  std   r; rare softer    min, 0.2/0.24   tokens   unclipped
+    lopti, ar-lopti        std   r; two passes     min, 0.2/0.24   tokens   unclipped
     ibpo                   std   r; mask by sign   min, 0.2        answer   as grpo, if not masked
 
 What is not known for certain, and where this file deviates from a paper. Grades: P stated by the
@@ -39,20 +40,26 @@ paper, S second-hand, D derived here.
      the average over each answer.
   6. The budget's normaliser is 1/(N L), with L the longest answer allowed. Dr. GRPO writes 1/G
      without L, which is a constant factor.
-  7. DAPO: groups with equal rewards are left out of the mean. No other prompts replace them.
+  7. DAPO: groups with equal rewards are left out of the mean. No other prompts replace them. The
+     papers of DAPO and CISPO write a mean over the tokens of one group; here it is the batch's.
   8. GSPO and DFPO take an answer's mean per-token advantage. Without a credit rule that is A_i.
-  9. pos-only divides by the full group, as GRPO does, so that its step is comparable.
- 10. NTHR's self term, its eta and the vocabulary of its score are ambiguous. They are arguments of
-     `nthr`, with our choice as the default.
- 11. Advantage Reweighting and Lopti stand on GRPO's surrogate averaged over tokens (S), without KL.
-     Lopti's two passes alternate here in every minibatch. The authors' code makes the first one
-     over the whole rollout batch, then the second. Its eta is 0.4 (with AR 0.5), its clip 0.2/0.24.
- 12. IBPO is second-hand throughout. Which tokens carry its credit is not known for certain; our
+  9. CISPO: MiniMax-M1 tunes the upper bound alone and does not print it. r <= 5 is ScaleRL's bound
+     (2510.13786), as TRL gives it.
+ 10. pos-only divides by the full group, as GRPO does, so that its step is comparable.
+ 11. NTHR's self term, its eta and the vocabulary of its score are ambiguous. They are arguments of
+     `nthr`, with our choice as the default. Its random control takes the same eta here, so that
+     the two differ in their tokens alone.
+ 12. Advantage Reweighting and Lopti follow the authors' code, without its KL term (0.001) and its
+     dual clip (10). The defaults alpha 0.3 and eta 0.5 are those of both together (ar-lopti).
+     Alone, the code takes alpha 0.2 or eta 0.4. It averages over the tokens of a micro-batch, we
+     over the minibatch's.
+ 13. IBPO is second-hand throughout. Which tokens carry its credit is not known for certain; our
      reading, by the sign of the advantage (D), is explained at `ibpo`. Nor is it known how its two
      weights combine; here they multiply.
 
-Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, DFPO 2604.13088v1,
-NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929, IBPO 2605.16302.
+Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO (MiniMax-M1)
+2506.13585, DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti")
+2505.12929, IBPO 2605.16302.
 """
 
 from __future__ import annotations
@@ -264,6 +271,17 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
 
 
+def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
+    """Clip the ratio as a detached weight: no token loses its gradient, none gets a huge one.
+
+    J = sg[clip(r, 1-e_low, 1+e_high)] A log pi, token mean. MiniMax-M1 Eq. 4-5 (P).
+    eps_low = 1 is no lower bound; r <= 5 is ScaleRL's upper one.
+    Shared token: cancels always. Its weight is the same for all who share it.
+    """
+    weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
+    return -token_mean(weight * masked_adv(batch) * batch.logp, batch.mask)
+
+
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group, so that any zero-sum subset cancels.
 
@@ -321,35 +339,35 @@ def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
     return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
 
-def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Tensor:
     """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), token mean. AR/Lopti (S).
+    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
     Shared token: cancels inside the clip range only (C6).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
 
 
 def lopti_low(
-    batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2
+    batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.24
 ) -> Tensor:
     """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
-    J = 1[pi_old <= eta] min(r A, clip(r, 1-e, 1+e) A), token mean. AR/Lopti (P; token mean S).
+    J = 1[pi_old < eta] min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
     Shared token: as token_grpo, in one of the passes, as all its visitors have the same pi_old.
     """
-    return _lopti(batch, batch.logp_old.exp() <= eta, eps_low, eps_high)
+    return _lopti(batch, batch.logp_old.exp() < eta, eps_low, eps_high)
 
 
 def lopti_high(
-    batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2
+    batch: Batch, eta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.24
 ) -> Tensor:
     """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
-    J = 1[pi_old > eta] min(r A, clip(r, 1-e, 1+e) A), token mean. AR/Lopti (P; token mean S).
+    J = 1[pi_old >= eta] min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
     Shared token: as lopti_low. The clip acts here even on-policy: r has moved since pi_old.
     """
-    return _lopti(batch, batch.logp_old.exp() > eta, eps_low, eps_high)
+    return _lopti(batch, batch.logp_old.exp() >= eta, eps_low, eps_high)
 
 
 def _lopti(batch: Batch, chosen: Tensor, eps_low: float, eps_high: float) -> Tensor:
@@ -423,26 +441,35 @@ def nthr(
     for 2|0.5 - p| with p the group's share of correct answers; others are taken as they are.
     Shared token: a winner's counterweight is taken away, on purpose. (N, T), OldPolicy -> (N, T).
     """
-    correct = (old.rewards == 1).to(adv.dtype).view(-1, old.group_size)  # (P, G)
-    share = correct.mean(1).repeat_interleave(old.group_size)  # (N,)
-    factor = 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
     selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
-    return torch.where(selected, factor[:, None] * adv, adv)
+    return torch.where(selected, nthr_factor(old, eta) * adv, adv)
 
 
 def nthr_random(
-    adv: Tensor, old: OldPolicy, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
+    adv: Tensor,
+    old: OldPolicy,
+    beta: float = 1.0,
+    eta: float = -1.0,
+    self_term: bool = True,
+    full_vocab: bool = False,
 ) -> Tensor:
-    """NTHR's control: no penalty on as many tokens of each wrong answer as nthr selects.
+    """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
-    A_{j,k} = 0 on tokens drawn at random among those of the answer. NTHR (P).
-    Shared token: as nthr. (N, T), OldPolicy -> (N, T).
+    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P; eta ours).
+    Arguments as for nthr. Shared token: as nthr. (N, T), OldPolicy -> (N, T).
     """
     selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
     count = selected.sum(1, keepdim=True)  # (N, 1)
     draw = torch.rand(old.mask.shape, generator=old.gen).to(adv.device)  # (N, T)
     rank = draw.masked_fill(~old.mask, 2.0).argsort(1).argsort(1)  # padding comes last
-    return adv.masked_fill(rank < count, 0.0)
+    return torch.where(rank < count, nthr_factor(old, eta) * adv, adv)
+
+
+def nthr_factor(old: OldPolicy, eta: float) -> Tensor:
+    """eta of each answer; -1 stands for 2|0.5 - p|, p its group's share of correct ones. (N, 1)."""
+    correct = (old.rewards == 1).to(old.logp.dtype).view(-1, old.group_size)  # (P, G)
+    share = correct.mean(1).repeat_interleave(old.group_size)[:, None]  # (N, 1)
+    return 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
 
 
 def nthr_selected(
@@ -695,7 +722,7 @@ def _surrogate(c: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
 class Method:
     """The three independent choices that make a method, and what they need."""
 
-    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one optimiser step each
+    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; each goes over all minibatches
     scale: str = "std"  # of group_advantages
     credit: Callable[..., Tensor] | None = (
         None  # (N, T) adv, OldPolicy -> (N, T) adv; once a rollout
@@ -713,6 +740,7 @@ METHODS: dict[str, Method] = {
     "dr-grpo": Method((dr_grpo,), scale="mean"),
     "dapo": Method((dapo,)),
     "gspo": Method((gspo,)),
+    "cispo": Method((cispo,)),
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),
     "pos-only": Method((pos_only,)),

@@ -23,6 +23,7 @@ import sys
 import time
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,10 +33,12 @@ from tqdm import tqdm
 
 from llm import bind, fail, given_flags
 from llm.policy import (
-    ROUNDING,
+    GAP_LIMIT,
     Policy,
     Rows,
+    fill_gaps,
     length_buckets,
+    list_notes,
     make_rows,
     output_logits,
     read_prompts,
@@ -53,6 +56,7 @@ from llm.runs import (
     start_policy,
     stop_at_bad_numbers,
     stop_at_full_disk,
+    stop_at_logp_gap,
 )
 from losses import (
     METHODS,
@@ -224,18 +228,19 @@ def train(config: Config):
             clock.append(time.perf_counter())
             scored = score(policy, reference, answers, config)  # 2. log-probs, advantages, credit
             clock.append(time.perf_counter())
+            limit = GAP_LIMIT[policy.eos.device.type] / min(1.0, config.temperature)
+            if not scored.max_logp_gap <= limit and scored.batch.logp_old.isfinite().all():
+                stop_at_logp_gap(run, step, scored.max_logp_gap)  # a nan of both is for update
             try:
                 updates = learn(policy, run.optimizer, scored, config)  # 3. loss -> gradient
             except FloatingPointError as error:
                 stop_at_bad_numbers(run.folder, step, error)
             metrics = diagnose(policy, answers, scored, updates, config)
             clock.append(time.perf_counter())
-            metrics |= {
-                "rollout_s": clock[1] - clock[0],
-                "score_s": clock[2] - clock[1],
-                "update_s": clock[3] - clock[2],
-                "tokens_per_s": metrics["generated"] / (clock[3] - clock[0]),
-            }
+            seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]
+            metrics |= dict(zip(("rollout_s", "score_s", "update_s"), seconds, strict=True))
+            metrics["tokens_per_s"] = metrics["generated"] / sum(seconds)
+            metrics["max_logp_gap"] = scored.max_logp_gap
             bar.set_postfix({key: f"{metrics[key]:.3g}" for key in ("reward", "entropy", "tax")})
             last = step == config.steps
             due = last or step % config.eval_every == 0
@@ -265,6 +270,8 @@ def begin(run: Run, task, config: Config):
     if config.steps:
         print(f"2. reinforcement learning: {config.steps} steps of {each};", end=" ")
         print("only the final answer is rewarded", flush=True)
+    for note in list_notes(run.policy, config):
+        print(f"note: {note}", flush=True)
     try:
         warm_start(run.policy, task, config)
     except KeyboardInterrupt:
@@ -354,39 +361,45 @@ def generate(
     Returns the rows, and the log-probs of their tokens (N, T).
     """
     model, device, n = policy.model, policy.model.device, len(prompts)
+    # A row's numbers are its own, whatever becomes of the others.
     uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
     mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
     logps = torch.zeros(n, max_tokens, device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         alive = torch.arange(n, device=device)  # the answers that are still in the batch
-        cache, hidden, attention = read_prompts(model, prompts).of(alive)
+        cache, hidden, before = read_prompts(model, prompts).to_sample()
+        attention = torch.cat([before, before.new_ones(n, max_tokens)], 1).long()
+        position = before.sum(1, keepdim=True)  # of the next token
         for t in range(max_tokens):
             logp = (output_logits(model, hidden) / (temperature or 1.0)).log_softmax(-1)
-            if temperature:  # invert the distribution function: a row's draw is its own
-                cdf = logp.double().exp().cumsum(-1)
-                token = torch.searchsorted(cdf, uniform[alive, t, None] * cdf[:, -1:], right=True)
-                token = token.squeeze(1).clamp(max=logp.shape[1] - 1)
-            else:
-                token = logp.argmax(-1)
+            token = draw(logp, uniform[alive, t, None]) if temperature else logp.argmax(-1)
             tokens[alive, t] = token
             mask[alive, t] = True
             logps[alive, t] = logp.gather(1, token[:, None]).squeeze(1)
-            goes_on = ~torch.isin(token, policy.eos)
-            if t + 1 == max_tokens or not goes_on.any():
+            stays = ~torch.isin(token, policy.eos)
+            if t + 1 == max_tokens or not stays.any():
                 break
-            if not goes_on.all():
-                cache.reorder_cache(goes_on.nonzero().squeeze(1))
-                alive, token, attention = alive[goes_on], token[goes_on], attention[goes_on]
-            attention = torch.cat([attention, attention.new_ones(len(alive), 1)], 1)
+            if not stays.all():
+                rows = fill_gaps(stays)
+                cache.reorder_cache(rows)
+                alive, token = alive[rows], token[rows]
+                attention, position = attention[rows], position[rows]
             hidden = model.base_model(
                 token[:, None],
-                attention_mask=attention.long(),
-                position_ids=attention.sum(1, keepdim=True) - 1,
+                attention_mask=attention[:, : before.shape[1] + t + 1],
+                position_ids=position + t,
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
     return Rows(prompts, tokens[:, : t + 1], mask[:, : t + 1]), logps[:, : t + 1]
+
+
+def draw(logp: Tensor, uniform: Tensor) -> Tensor:
+    """Invert each row's distribution function: (n, V) log-probs, (n, 1) numbers -> (n,) tokens."""
+    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(1)
+    return token.clamp(max=logp.shape[1] - 1)
 
 
 def decode(policy: Policy, rows: Rows) -> list[str]:
@@ -439,6 +452,7 @@ class Scored:
     entropy: Tensor  # (N, T)
     advantages: Tensor  # (N,) A_i, before any credit rule
     nodes: Tensor  # (N, T) of the groups' prefix trees
+    max_logp_gap: float  # a metric: how far a token's logp is from the sampler's, at most; nats
 
 
 def score(policy: Policy, reference: Policy | None, answers: Answers, config: Config) -> Scored:
@@ -447,10 +461,6 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
     with torch.set_grad_enabled(config.minibatches == 1):  # then learn() begins with this graph
         logp, entropy, hidden = log_probs(policy, rows, config, method.needs_hidden)  # (N, T) ...
     old, ref = logp.detach(), None
-    gap = (old - answers.logp)[rows.mask].abs()
-    gap = gap.max() if gap.device.type == "cpu" else gap.mean()
-    if gap > ROUNDING[gap.device.type]:  # a nan, which only broken weights give, is left to update
-        raise AssertionError(f"scored and sampled log-probs differ by {gap}: not on-policy")
     if reference is not None:
         with torch.no_grad():
             ref = log_probs(reference, rows, config)[0]  # (N, T)
@@ -465,7 +475,9 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
         adv = method.credit(adv, OldPolicy(*facts, **model_facts, **repairs))
     batch = Batch(old, old, adv, rows.mask, G, config.max_tokens, ref)
     nodes = prefix_nodes(rows.tokens, rows.mask, G)
-    return Scored(answers.step, rows, batch, logp, entropy, advantages, nodes)
+    # A GPU works on by itself. Reading a number waits for it, so score_s has all of this function.
+    gap = (old - answers.logp)[rows.mask].abs().max().item()
+    return Scored(answers.step, rows, batch, logp, entropy, advantages, nodes, gap)
 
 
 def log_probs(
@@ -540,26 +552,25 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
     groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)
     for _ in range(config.epochs):
         order = torch.randperm(len(groups), generator=gen)
-        for minibatch in groups[order].view(config.minibatches, -1):  # whole groups
+        minibatches = groups[order].view(config.minibatches, -1)  # whole groups
+        passes = enumerate(config.chosen_method.passes)  # each over all minibatches
+        for (which_pass, loss_fn), minibatch in product(passes, minibatches):
             index = minibatch.to(scored.nodes.device)
             rows, batch = scored.rows[index], scored.batch[index]
-            for which_pass, loss_fn in enumerate(config.chosen_method.passes):
-                if config.project:
-                    loss_fn = partial(
-                        projected, loss_fn, scored.advantages[index], scored.nodes[index]
-                    )
-                if not updates and config.minibatches == 1:
-                    logp = scored.logp[index]  # its graph is at hand
-                else:
-                    logp, _, _ = log_probs(policy, rows, config)  # (n, T)
-                if updates:  # the first one keeps logp_old: its ratios are exactly 1
-                    batch.logp = logp.detach()
-                try:
-                    c, norm = update(optimizer, loss_fn, batch, logp, config.grad_clip)
-                except FloatingPointError as error:
-                    error.batch = vars(rows) | vars(batch)
-                    raise
-                updates.append(Update(index, which_pass, c, norm, lr))
+            if config.project:
+                loss_fn = partial(projected, loss_fn, scored.advantages[index], scored.nodes[index])
+            if not updates and config.minibatches == 1:
+                logp = scored.logp[index]  # its graph is at hand
+            else:
+                logp, _, _ = log_probs(policy, rows, config)  # (n, T)
+            if updates:  # the first one keeps logp_old: its ratios are exactly 1
+                batch.logp = logp.detach()
+            try:
+                c, norm = update(optimizer, loss_fn, batch, logp, config.grad_clip)
+            except FloatingPointError as error:
+                error.batch = vars(rows) | vars(batch)
+                raise
+            updates.append(Update(index, which_pass, c, norm, lr))
     return updates
 
 
@@ -602,7 +613,7 @@ def effect(loss_fn, batch: Batch) -> tuple[float, Tensor]:
 def diagnose(
     policy: Policy, answers: Answers, scored: Scored, updates: list[Update], config: Config
 ) -> dict[str, float]:
-    """The metrics of a step, in nats, tokens and shares of 1. With a KL term clip_share is 0."""
+    """A step's metrics, in nats, tokens and shares of 1. A KL term or cispo leave clip_share 0."""
     batch, rewards, mask = scored.batch, answers.rewards, scored.rows.mask
     groups, tokens = answers.shaped.view(-1, config.group_size), mask.sum()
     ended = (torch.isin(scored.rows.tokens, policy.eos) & mask).any(1)  # (N,)

@@ -5,7 +5,7 @@ known exactly.
     python verify.py --only C9 C17      some of them
     python verify.py --explain C14      what a claim says, and why it is so
     python verify.py --explain symbols  what the letters mean
-    python verify.py --explain          all derivations in order, for printing on paper
+    python verify.py --explain          all derivations in order; --markdown: claims/derivations.md
     python verify.py --losses FILE      grade another file, such as exercises/06_min_replace.py
     python verify.py --markdown         the tables of claims/README.md
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import re
 import string
 import sys
 import textwrap
@@ -36,12 +37,18 @@ from pathlib import Path
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, TOLERANCE, Claim, Draws, Outcome, examine
+from claims import CLAIMS, NOTATION, TOLERANCE, Claim, Draws, Evidence, Outcome, examine
 from claims.audit import REGIMES
 from claims.formulas import ALL
 from llm import fail
 
 WHEN = ("on-policy", "off-policy", "projected")
+PAPER = 84  # characters of code on a line of A4
+TITLE = """\
+# Every derivation
+
+This page is the output of `python verify.py --explain --markdown`. The numbers of each claim are in
+[README.md](README.md)."""
 ABOVE = [f"above {other}, {how}" for how in ("1st order", "step 1") for other in ("grpo", "random")]
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
@@ -90,9 +97,12 @@ def format_number(x: float) -> str:
 def summarise(claim: Claim, outcomes: list[Outcome]) -> tuple[str, list[str]]:
     """A claim's verdict, and its numbers: predicted, measured, error, left.
 
-    The function and the draw with the largest error speak for it.
+    The function and the draw with the largest error speak for it. A function that is wrong in
+    another way than by its numbers has none.
     """
     worst = max((o.evidence for o in outcomes), key=lambda evidence: evidence.excess)
+    if worst.excess <= 1 and any(o.state == "wrong" for o in outcomes):
+        worst = Evidence()
     left = [o.evidence.mean_left for o in outcomes if o.evidence.left]
     states = {o.state for o in outcomes}
     verdict = claim.verdict
@@ -158,10 +168,6 @@ def show_claim(claim: Claim, outcomes: list[Outcome], grading: bool) -> None:
 
 
 def show_markdown(claims: list[Claim], outcomes: list[Outcome]) -> None:
-    def print_table(head, rows):
-        for cells in [head, ["---"] * len(head), *rows]:
-            print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-
     rows = []
     for claim in claims:
         verdict, numbers = summarise(claim, [o for o in outcomes if o.claim == claim.id])
@@ -172,30 +178,69 @@ def show_markdown(claims: list[Claim], outcomes: list[Outcome]) -> None:
         verdict = f"**{verdict}** {claim.condition}".strip()
         rows.append([claim.id, statement, source, functions, *numbers, verdict])
     head = ["claim", "what it shows", "source", "losses.py", "predicted", "measured", "error"]
-    print_table([*head, "left", "verdict"], rows)
+    print(format_table([*head, "left", "verdict"], rows))
     for title, head, rows in collect_tables(outcomes):
         print(f"\n{title}:\n")
-        print_table(head, rows)
+        print(format_table(head, rows))
 
 
-def explain(claims: list[Claim]) -> None:
+def format_table(head: list[str], rows: list[list[str]]) -> str:
+    """In markdown."""
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def explain(claims: list[Claim], markdown: bool = False) -> None:
     """Print derivations; for all claims also the symbols, and each theme's introduction."""
-    wrap = partial(textwrap.fill, width=96, subsequent_indent="    ", break_on_hyphens=False)
     whole = {*CLAIMS} <= {*claims}
     if whole:
-        print(f"{NOTATION}\n")
+        print(f"{TITLE}\n\n## {to_markdown(NOTATION)}\n" if markdown else f"{NOTATION}\n")
     theme = ""
     for claim in claims:
         if whole and claim.check.__module__ != theme:
             theme = claim.check.__module__
-            print(f"{'-' * 96}\n{sys.modules[theme].__doc__.strip()}\n")
-        statement, source, derivation = claim.text
-        print(wrap(f"{claim.id}  {statement}"))
-        if claim.condition:
-            print(f"{claim.verdict.capitalize()}: {claim.condition}.")
-        print(f"Source: {source}\n\n{derivation}\n")
+            text = sys.modules[theme].__doc__.strip()
+            print(f"## {to_markdown(text)}\n" if markdown else f"{'-' * 96}\n{text}\n")
+        print(format_markdown(claim) if markdown else format_plain(claim))
     if not whole:
         print("The symbols: python verify.py --explain symbols")
+
+
+def format_plain(claim: Claim) -> str:
+    statement, source, derivation = claim.text
+    wrap = partial(textwrap.fill, width=96, subsequent_indent="    ", break_on_hyphens=False)
+    condition = f"{claim.verdict.capitalize()}: {claim.condition}.\n" if claim.condition else ""
+    return f"{wrap(f'{claim.id}  {statement}')}\n{condition}Source: {source}\n\n{derivation}\n"
+
+
+def format_markdown(claim: Claim) -> str:
+    statement, source, derivation = map(to_markdown, claim.text)
+    parts = [f"### {claim.id}", f"**{statement}**", f"Source: {source}", derivation]
+    if claim.condition:
+        parts.insert(2, to_markdown(f"{claim.verdict.capitalize()}: {claim.condition}."))
+    return "\n\n".join(parts) + "\n"
+
+
+def to_markdown(text: str) -> str:
+    """Formulas become code, wide columns a table, other wide blocks a list; prose is escaped."""
+
+    def escape(prose: str) -> str:
+        return re.sub(r"[\\*_<~\[\]]", r"\\\g<0>", " ".join(prose.split()))
+
+    def convert(block: str) -> str:
+        if "  " not in block:
+            return escape(block)
+        block = textwrap.dedent(block)
+        if max(map(len, block.splitlines())) <= PAPER:
+            return f"```text\n{block}\n```"
+        lines = re.sub(r"\n +", " ", block).splitlines()  # an indented line continues the last one
+        rows = [[escape(cell) for cell in re.split(r" {2,}", line)] for line in lines]
+        if len(rows[0]) > 1:
+            return format_table(rows[0], rows[1:])
+        return "\n".join(f"- {line}" for (line,) in rows)
+
+    return "\n\n".join(map(convert, text.split("\n\n")))
 
 
 # ---------------- the command line
@@ -225,7 +270,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", metavar="ID", help="check these claims only")
     add("--explain", nargs="*", metavar="ID", help="print derivations (default all); or symbols")
     add("--losses", metavar="FILE", help="grade this file instead of losses.py")
-    add("--markdown", action="store_true", help="print markdown tables")
+    add("--markdown", action="store_true", help="print markdown, for claims/")
     add("--seed", type=int, default=0, help="of the random trees (default 0)")
     options = parser.parse_args(arguments)
     if options.losses and not Path(options.losses).is_file():
@@ -241,22 +286,22 @@ def main(arguments: list[str] | None = None) -> int:
     ids = options.explain or options.only or ["all"]
     known = CLAIMS
     if options.losses or any(id_[:1] in "xX" for id_ in ids):
-        from exercises import grader  # and the exercises' claims, which nothing else needs
+        from exercises import contract  # and the exercises' claims, which nothing else needs
 
-        known = (*CLAIMS, *grader.EXERCISES)
+        known = (*CLAIMS, *contract.EXERCISES)
     try:
         claims = select(ids, known)
         if options.losses:
-            claims = grader.claims_about(options.losses, claims)
+            claims = contract.claims_about(options.losses, claims)
     except ValueError as error:
         fail(str(error))
     if options.explain is not None:
-        explain(claims)
+        explain(claims, options.markdown)
         return 0
     torch.set_num_threads(1)
     try:
         if options.losses:
-            outcomes = list(grader.grade(options.losses, claims, options.seed))
+            outcomes = list(contract.grade(options.losses, claims, options.seed))
         else:
             outcomes = list(verify(losses, claims, Draws(options.seed)))
     except RuntimeError as error:
@@ -267,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         show(claims, outcomes, grading=bool(options.losses))
     if options.losses:
-        grader.show_score(options.losses, outcomes)
+        contract.show_score(options.losses, outcomes)
     return 0 if all(o.state == "ok" for o in outcomes) else 1
 
 

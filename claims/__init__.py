@@ -16,6 +16,7 @@ One file per theme:
     cancellation.py     C1..C12    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15..C17   learning tax, price, projection
+    cost.py             C18        what a tax costs
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N1..N7     negative gradients
     low_probability.py  A1..A5     Advantage Reweighting and Lopti
@@ -37,6 +38,7 @@ import torch
 from claims import (
     audit,
     cancellation,
+    cost,
     drift,
     formulas,
     ibpo,
@@ -50,13 +52,14 @@ from claims.trees import EXTREMES, Draw
 DRAWS = 24  # ordinary random trees per claim
 # Not examined on extreme trees: they have worlds of their own, take small steps, say of a large
 # vocabulary what N4 says, or are a race (X10).
-ORDINARY = "M4 M6 M7 C5a C5b C13 C14 C16 N1 N3 N5 N6 N7 A1 A2 A3 A5 I1 X10".split()
+ORDINARY = "M4 M6 M7 C5a C5b C13 C14 C16 C18a C18b C18c N1 N3 N5 N6 N7 A1 A2 A3 A5 I1 X10".split()
 TOLERANCE = 1e-10  # of |measured - predicted| / max(1, |predicted|), float64
 NOTICEABLE = 1e-6  # what a dropped condition must leave, on average over the draws
 
 NOTATION = """\
 Notation
 
+symbol     meaning
 G          answers per prompt, one group; its rows are contiguous
 N, T       rows (prompts times G) and columns (the longest answer, EOS included) of a batch
 T_i        the length of answer i
@@ -78,7 +81,7 @@ The gradient that a node gets is (sum over S_v of c_{i,t}) times grad log pi(a|h
 
 Grades: P stated by the paper; S known only second-hand; D derived here and checked numerically.
 
-Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071,
+Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585,
 DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929,
 IBPO 2605.16302 (all arXiv). The full text of DFPO and IBPO was not available."""
 
@@ -102,7 +105,8 @@ class Claim:
 
 ONLY_IF = "HOLDS ONLY IF"
 FAILS = "FAILS AS STATED"
-FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo")
+GATES = ("grpo_symmetric", "cispo", "dr_grpo")
+FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 ORTHOGONAL = ("adv_orthogonal", "dfpo_orthogonal")
 METER = ("learning_tax", "prefix_nodes", "dfpo_min")
 PROJECTIONS = ("project", "project_unbiased")
@@ -110,6 +114,7 @@ LOPTI = ("lopti_low", "lopti_high")
 UNBLIND = '"cancels only if all u_i are equal" is wrong for G > 2'
 LENGTHS = "all T_i are equal, or the normaliser is a common factor"
 OWN_ANSWER = "A is R minus the group's mean, and w depends on its own answer alone"
+OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 SIBLINGS = "two answers or more visit the node, and as C17h"
 CLAIMS = (
     Claim("M1", formulas.m1, (*ALL, *NEIGHBOURS)),
@@ -127,7 +132,7 @@ CLAIMS = (
     Claim("C5a", cancellation.c5a, ("sequence_ratio",)),
     Claim("C5b", cancellation.c5b, ("sequence_ratio",), FAILS, UNBLIND),
     Claim("C6", cancellation.c6, ("grpo", "dr_grpo", "dapo")),
-    Claim("C7", cancellation.c7, ("grpo_symmetric", "dr_grpo"), ONLY_IF, "the min is dropped"),
+    Claim("C7", cancellation.c7, GATES, ONLY_IF, "the min is dropped"),
     Claim("C8", cancellation.c8, ("grpo", "gspo", *FACTORISED), ONLY_IF, LENGTHS),
     Claim("C9", cancellation.c9, ("min_replace", "dfpo_min")),
     Claim("C9e", cancellation.c9e, DFPO),
@@ -153,6 +158,9 @@ CLAIMS = (
     Claim("C17g", tax.c17g, ("project", "prefix_nodes")),
     Claim("C17h", tax.c17h, ("project",), ONLY_IF, OWN_ANSWER),
     Claim("C17i", tax.c17i, ("project_unbiased",), ONLY_IF, SIBLINGS),
+    Claim("C18a", cost.c18a, OWN_WEIGHT, ONLY_IF, f"on-policy; {OWN_ANSWER}"),
+    Claim("C18b", cost.c18b, OWN_WEIGHT),
+    Claim("C18c", cost.c18c, OWN_WEIGHT),
     Claim("AUDIT", audit.audit, tuple(audit.AUDIT)),
     Claim("N1", nthr.n1, ("group_advantages",)),
     Claim("N2", nthr.n2, ("group_advantages",), ONLY_IF, "answers are counted, not tokens"),
@@ -199,11 +207,17 @@ class Evidence:
         self.left.append(torch.as_tensor(size, dtype=torch.float64).abs().mean().item())
 
     def raises(self, function: Callable, *args, **named) -> None:
+        name = getattr(function, "__name__", "it")
         try:
             function(*args, **named)
         except ValueError:
             return
-        raise AssertionError(f"{function.__name__} accepted what it must refuse with a ValueError")
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise AssertionError(f"{name} must refuse with a ValueError, not {said}") from None
+        raise AssertionError(f"{name} accepted what it must refuse with a ValueError")
 
     @property
     def mean_left(self) -> float:

@@ -22,6 +22,7 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "dr_grpo": "000x",
     "dapo": "000x",
     "gspo": "0xxx",
+    "cispo": "0000",
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
     "pos_only": "xxxx",
@@ -46,6 +47,7 @@ def audit(module, name, draws, evidence):
 
       method                       what is left
       reinforce, grpo-symmetric    nothing (C2, C7)
+      cispo                        nothing (C2, C7); its weights keep a bound
       dfpo-min, dfpo-orthogonal    nothing (C9, C10)
       dr-grpo, dapo, token-grpo    something outside the clip range (C6)
       lopti-low, lopti-high        the same; their tokens are clipped as token-grpo's are

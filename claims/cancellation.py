@@ -228,7 +228,7 @@ def c6(module, name, draws, evidence):
 
 
 def c7(module, name, draws, evidence):
-    """A gate that ignores the sign of A cancels for every ratio; equal eps_low and eps_high alone
+    """A clip that ignores the sign of A cancels for every ratio; equal eps_low and eps_high alone
     do not.
 
     Source: DFPO "GRPO-fix" (S; definition D)
@@ -238,14 +238,20 @@ def c7(module, name, draws, evidence):
     range and 0 outside it. "Symmetric" means symmetric in the sign of A, not in the numbers. With
     the min, dr_grpo with eps_low = eps_high = 0.2 still leaves what C6 says ("left"). Advantages
     that are not centred show that the gate is really open inside the range.
+
+    cispo clips the ratio itself, detached, and has no gate. So the sum is clip(rho) sum_i A_i,
+    which is 0 as well, and a single visitor outside the range keeps a gradient of bounded weight.
     """
     bounds = {"eps_low": 0.2, "eps_high": 0.2}
     for draw, shift in itertools.product(draws, (0, 0.5)):
         adv = [a + shift for a in draw.adv]
         predicted = []
         for rho, rows, _ in draw.at_shared(0.6):
-            through = sum(adv[i] for i in rows if is_open(name, rho, adv[i], 0.2, 0.2))
-            predicted.append(rho * through * share(name, draw, rows[0]))
+            if name == "cispo":
+                left = min(max(rho, 0.8), 1.2) * sum(adv[i] for i in rows)
+            else:
+                left = rho * sum(adv[i] for i in rows if is_open(name, rho, adv[i], 0.2, 0.2))
+            predicted.append(left * share(name, draw, rows[0]))
         loss = getattr(module, name)(draw.batch(module, 0.6, adv=adv), **bounds)
         evidence.equal(predicted, draw.node_sums(loss))
         if name == "dr_grpo" and not shift:

@@ -25,6 +25,7 @@ NORMALISER = {
     "dr_grpo": "budget-mean",
     "dapo": "token-mean",
     "gspo": "seq-mean",
+    "cispo": "token-mean",
     "dfpo_min": "budget-mean",
     "dfpo_orthogonal": "budget-mean",
     "pos_only": "seq-mean",
@@ -35,7 +36,8 @@ NORMALISER = {
 NEIGHBOURS = ("token_grpo", "lopti_low", "lopti_high")  # of Advantage Reweighting and Lopti
 ALL = tuple(name for name in NORMALISER if name not in NEIGHBOURS)
 DFPO = ("dfpo_min", "dfpo_orthogonal")
-CLIP = defaultdict(lambda: (0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
+CLIP = defaultdict(lambda: (0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4), cispo=(1.0, 4.0))
+CLIP |= dict.fromkeys(NEIGHBOURS, (0.2, 0.24))
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 # Defaults that do not fit a small tree: gspo's clip range is made for long answers, and few shared
 # tokens are likelier than lopti's 0.5.
@@ -66,10 +68,13 @@ def is_open(name: str, r: float, a: float, low: float, high: float) -> bool:
     return not (above and a > 0 or below and a < 0)
 
 
+def clip_range(name: str, hyper: dict) -> tuple[float, float]:
+    return hyper.get("eps_low", CLIP[name][0]), hyper.get("eps_high", CLIP[name][1])
+
+
 def surrogate(name: str, r: float, a: float, hyper: dict) -> tuple[float, float]:
     """A clipped surrogate's value for one token, and its slope in log pi."""
-    low = hyper.get("eps_low", CLIP[name][0])
-    high = hyper.get("eps_high", CLIP[name][1])
+    low, high = clip_range(name, hyper)
     if name == "pos_only":
         a = max(a, 0)
     if is_open(name, r, a, low, high):
@@ -94,6 +99,7 @@ def formula(name: str, draw: Draw, spread: float, adv: Tensor, hyper: dict) -> t
     s = draw.sequence_ratios(spread, hyper.get("ratio", "geometric"))
     mean = [sum(row[:T_i]) / T_i for row, T_i in zip(A, draw.T, strict=True)]
     kl = hyper.get("kl", 0.0)
+    low, high = clip_range(name, hyper)
     value = 0.0
     c = [[0.0] * len(row) for row in A]
     for i in range(draw.N):
@@ -107,12 +113,15 @@ def formula(name: str, draw: Draw, spread: float, adv: Tensor, hyper: dict) -> t
             if name in ("reinforce", *DFPO):
                 slope = weight * A[i][t] if abs(r - 1) <= hyper.get("eps", math.inf) else 0.0
                 term = slope * logp[i][t]
+            elif name == "cispo":
+                slope = min(max(r, 1 - low), 1 + high) * A[i][t]
+                term = slope * logp[i][t]
             elif name == "gspo":
                 term, slope = surrogate(name, s[i], mean[i], hyper)
             else:
                 term, slope = surrogate(name, r, A[i][t], hyper)
             if name in ("lopti_low", "lopti_high"):
-                is_low = math.exp(logp[i][t] - log_r[i][t]) <= hyper.get("eta", 0.5)
+                is_low = math.exp(logp[i][t] - log_r[i][t]) < hyper.get("eta", 0.5)
                 if is_low != (name == "lopti_low"):
                     term = slope = 0.0
             if kl:
@@ -141,16 +150,18 @@ def m1(module, name, draws, evidence):
       dr-grpo          as grpo; A is not divided by the deviation   budget mean   P
       dapo             as grpo; e_low = 0.2, e_high = 0.28          token mean    P
       gspo             min(s A, clip(s, 1-e_low, 1+e_high) A)       over answers  P
+      cispo            sg[clip(r, 1-e_low, 1+e_high)] A log pi      token mean    P
       dfpo-min         sg[min_j s_j] A log pi                       budget mean   S, loss D
       dfpo-orthogonal  sg[s - (A.s / ||A||^2) A] A log pi           budget mean   S, loss D
       pos-only         as grpo, with max(A, 0) for A                seq mean      P
-      token-grpo       as grpo; AR and Lopti stand on it            token mean    S
+      token-grpo       as grpo; e_high = 0.24; for AR and Lopti     token mean    P
 
     seq mean: (1/N) sum_i (1/T_i) sum_t. budget mean: (1/(N L)) sum_i sum_t. token mean: the sum
     over the number of tokens in the whole batch; DAPO leaves out the groups with equal rewards.
     e = 0.2 and kl = 0 unless the table says more. gspo takes the geometric s, e_low = 3e-4 and
-    e_high = 4e-4. The KL estimator is k3 = q - log q - 1 with q = pi_ref/pi; its slope in log pi is
-    1 - q. A DFPO group whose advantages are all 0 contributes nothing.
+    e_high = 4e-4. cispo takes e_low = 1 and e_high = 4, so that r is cut at 5. The KL estimator is
+    k3 = q - log q - 1 with q = pi_ref/pi; its slope in log pi is 1 - q. A DFPO group whose
+    advantages are all 0 contributes nothing.
 
     Two things about DFPO are not known: whether its authors take the geometric ratio or the plain
     product, and how they normalise by length. The geometric ratio is our default, because the
@@ -317,8 +328,8 @@ def m6(module, name, draws, evidence):
     The defaults are beta = 1 and eta = 2|0.5 - p|, where p is the group's share of correct answers.
     Everything is detached and computed from the old policy, in fp32 at least. It is frozen for all
     minibatches, and the loss's normaliser stays what it was. Right answers, groups all right or all
-    wrong, and padding keep their advantages. The control nthr_random sets the advantage of as many
-    tokens of each wrong answer to 0, drawn at random.
+    wrong, and padding keep their advantages. The control nthr_random multiplies by the same eta as
+    many tokens of each wrong answer, drawn at random.
 
     The paper leaves some choices open, so they are arguments: whether a correct token's score
     counts its product with itself, and whether g lives on the ids that occur in the group's answers
@@ -333,25 +344,26 @@ def m6(module, name, draws, evidence):
         reading = {key: value for key, value in hyper.items() if key != "eta"}
         selected = selected_by_pairs(readout, **reading)
         if name == "nthr_random":
-            measured = module.nthr_random(adv, readout.old(module), **reading)
+            measured = module.nthr_random(adv, readout.old(module), **hyper)
             counts = [sum(i == j and adv[j, t] < 0 for j, t in selected) for i in range(draw.N)]
             evidence.equal(torch.tensor(counts), (measured != adv).sum(1))
             evidence.equal(False, bool(((measured != adv) & ~draw.mask).any()))
             # the same generator gives the same tokens
-            evidence.equal(measured, module.nthr_random(adv, readout.old(module), **reading))
+            evidence.equal(measured, module.nthr_random(adv, readout.old(module), **hyper))
             others = [
-                module.nthr_random(adv, readout.old(module, seed), **reading)
-                for seed in range(1, 9)
+                module.nthr_random(adv, readout.old(module, seed), **hyper) for seed in range(1, 9)
             ]
             other_draws_differ.append(any(bool((x != measured).any()) for x in others))
-            evidence.equal(True, bool(((measured == adv) | (measured == 0)).all()))
-            continue
+            softened = {(i, t) for i, t in (measured != adv).nonzero().tolist()}
+        else:
+            measured = module.nthr(adv, readout.old(module), **hyper)
+            softened = {(i, t) for i, t in selected if adv[i, t] < 0}
         predicted = adv.clone()
         for rows, winners, _ in readout.groups():
             eta = hyper.get("eta", 2 * abs(0.5 - len(winners) / draw.G))
             for i, t in readout.visits(rows):
-                predicted[i, t] *= eta if (i, t) in selected and adv[i, t] < 0 else 1
-        evidence.equal(predicted, module.nthr(adv, readout.old(module), **hyper))
+                predicted[i, t] *= eta if (i, t) in softened else 1
+        evidence.equal(predicted, measured)
     evidence.equal(True, any(other_draws_differ) or not other_draws_differ)
 
 
@@ -359,9 +371,9 @@ def m7(module, name, draws, evidence):
     """METHODS puts the neighbours together: NTHR's credit rules on grpo, the others on grpo's token
     mean, Lopti twice.
 
-    Source: NTHR and AR/Lopti (P; token mean S)
+    Source: NTHR and AR/Lopti (P)
 
-      method                  credit rule             loss functions, one step each
+      method                  credit rule             loss functions
       nthr                    nthr (M6)               grpo
       nthr-random             nthr_random (M6)        grpo
       advantage-reweighting   A2                      token_grpo

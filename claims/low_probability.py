@@ -124,19 +124,18 @@ def a4(module, name, draws, evidence):
 
     Source: AR/Lopti (P)
 
-    Pass 1 keeps the tokens with pi_old <= eta, pass 2 the others; eta is 0.5 by default. The two
+    Pass 1 keeps the tokens with pi_old < eta, pass 2 the others; eta is 0.5 by default. The two
     parts are disjoint and cover everything. Each is divided by the number of all tokens, so at
     equal parameters the two gradients add up to the joint one.
 
     In training, pass 2 starts from the parameters that pass 1 has left. The old log-probs are not
     computed again, so pi_old alone decides, also where pi_theta has moved across eta since. That
-    makes the clip live in pass 2 even on-policy (A5). A token exactly at eta belongs to pass 1.
+    makes the clip live in pass 2 even on-policy (A5). A token exactly at eta belongs to pass 2.
 
-    The authors' code (zhyang2226/AR-Lopti, P) differs in details. It takes pi_old < eta first, in
-    an update over the whole rollout batch with all its minibatches, and then the others. It
-    averages over tokens, with eta = 0.4, or 0.5 together with Advantage Reweighting. alpha is 0.2
-    for Advantage Reweighting, or 0.3 together with Lopti. The clip range is 0.2/0.24 and the KL
-    weight 0.001. A negative eta reverses the order of the passes.
+    The authors' code does the same (zhyang2226/AR-Lopti, P). There, as here, each pass goes
+    over all minibatches of a rollout batch before the next begins. The code takes eta = 0.4, or 0.5
+    together with Advantage Reweighting; alpha = 0.2, or 0.3 together with Lopti; the clip range
+    0.2/0.24; and a KL term of weight 0.001. A negative eta reverses the order of the passes there.
     """
     for draw, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):
         batch = draw.batch(module, spread)
@@ -144,14 +143,14 @@ def a4(module, name, draws, evidence):
         low = coefficients(module.lopti_low(batch, eta=eta), batch)
         high = coefficients(module.lopti_high(batch, eta=eta), batch)
         p_old = draw.logp.detach().exp() * (-draw.log_ratio(spread)).exp()
-        evidence.equal(torch.where(draw.mask & (p_old <= eta), joint, 0), low)
-        evidence.equal(torch.where(draw.mask & (p_old > eta), joint, 0), high)
+        evidence.equal(torch.where(draw.mask & (p_old < eta), joint, 0), low)
+        evidence.equal(torch.where(draw.mask & (p_old >= eta), joint, 0), high)
         evidence.equal(joint, low + high)
     half = torch.full((2, 1), 0.5, dtype=torch.float64).log()
     adv = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     batch = module.Batch(half.clone().requires_grad_(), half, adv, half < 0, 2, 1)
-    evidence.equal([[1], [-2]], coefficients(module.lopti_low(batch), batch))
-    evidence.equal([[0], [0]], coefficients(module.lopti_high(batch), batch))
+    evidence.equal([[0], [0]], coefficients(module.lopti_low(batch), batch))
+    evidence.equal([[1], [-2]], coefficients(module.lopti_high(batch), batch))
 
 
 def second_pass_coefficients(group: Sampled, adv, logp, eta: float) -> list[float]:
@@ -161,8 +160,8 @@ def second_pass_coefficients(group: Sampled, adv, logp, eta: float) -> list[floa
     for i, t in group.mask.nonzero().tolist():
         r = math.exp((logp[i, t] - group.logp[i, t]).item())
         a = float(adv[i, t])
-        is_clipped = r > 1.2 and a > 0 or r < 0.8 and a < 0
-        is_active = float(group.probs[i, t]) > eta and not is_clipped
+        is_clipped = r > 1.24 and a > 0 or r < 0.8 and a < 0
+        is_active = float(group.probs[i, t]) >= eta and not is_clipped
         predicted.append(r * a * group.G / n if is_active else 0.0)
     return predicted
 

@@ -119,7 +119,8 @@ def n3(module, name, draws, evidence):
     where i' runs over the correct answers, i included, and j over the wrong ones. The part of the
     hidden states gives the token with itself, and at h_x all pairs of first tokens:
 
-      (III) = p+ [ sum_{k>=2} ||W^T g+_{i,k}||^2 + sum_{i'} <W^T g+_{i,1}, W^T g+_{i',1}> ]
+      (III) = p+ [ sum_{k>=2} ||W^T g+_{i,k}||^2
+                   + sum_{i'} <W^T g+_{i,1}, W^T g+_{i',1}> ]
       (IV)  = p- sum_j <W^T g+_{i,1}, W^T g-_{j,1}>
 
     The Group Weighted Hidden Embedding Score is GWHES = (II) - (I). The larger it is, the lazier is
@@ -258,7 +259,7 @@ def n7(module, name, draws, evidence):
         adv = group.adv(module)
         old = group.old(module)
         rules = {"grpo": adv, "nthr": module.nthr(adv, old, eta=0.0)}
-        rules["random"] = module.nthr_random(adv, old)
+        rules["random"] = module.nthr_random(adv, old, eta=0.0)
         before = group.winners_likelihood(group.policy)
         rise = ascent(-before, W)
         slopes = {}

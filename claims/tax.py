@@ -372,7 +372,7 @@ def c17g(module, name, draws, evidence):
 
 
 class World(NamedTuple):
-    """Three ways that an answer may go, two outcomes each. The first two differ in share only."""
+    """Ways that an answer may go, and how often the policy goes each."""
 
     G: int
     outcomes: list[Outcome]
@@ -380,6 +380,7 @@ class World(NamedTuple):
 
 
 def make_worlds(draws: list[Draw]) -> Iterator[World]:
+    """Three ways, two outcomes each. The first two ways differ in share only."""
     for draw, G in zip(draws[::4], itertools.cycle((4, 3, 5, 2)), strict=False):
         outcomes = []
         for ways in ((0, 1), (2,)):
@@ -399,7 +400,7 @@ def expected_sums(module, world: World, kind: str, scale: str = "mean") -> Tenso
     """
     groups = Groups(world.outcomes, world.G)
     logits = torch.tensor(world.shares, dtype=torch.float64).log().requires_grad_()
-    batch = groups.batch(logits, scale)
+    batch = groups.expected_batch(logits, scale)
     loss = losses.grpo(batch)
     if kind == "A":
         loss = batch.max_tokens * losses.reinforce(batch)

@@ -1,21 +1,32 @@
-"""4. Equal bounds are not a symmetric clip (15 minutes).
+# %% [markdown]
+"""
+# 4. Equal bounds are not a symmetric clip (15 minutes)
 
-Aim: make GRPO's gate blind to who won. With eps_low = eps_high it still asks (exercise 3). What has
-to go is the min.
+**Aim:** make GRPO's gate blind to who won. With eps_low = eps_high it still asks (exercise 3). What
+has to go is the min.
 
-Write GRPO without it: J = clip(r, 1 - eps_low, 1 + eps_high) A, summed over all tokens and divided
-by N L (the budget mean). A loss is something to minimise: return -J.
+Write GRPO without it:
 
-A Batch has logp, logp_old, adv (all (N, T)), mask (N, T) bool, group_size, max_tokens = L (see
-losses.py). The padding holds garbage. So mask the log-ratio *before* exp: otherwise a padded 1e4
-becomes inf, and 0 * inf is nan in the backward pass.
+    J = (1/(N L)) sum_i sum_t clip(r_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}
 
-Hint: you may import token_ratio and budget_mean from losses, but try without. Expected: M1, M2, C2,
-C3, C7, C8, C13, C16 and the AUDIT hold: four zeros in its row.
+A loss is something to minimise: return -J, a tensor that can be differentiated by `batch.logp`.
+
+A Batch has `logp`, `logp_old`, `adv` (all (N, T)), `mask` (N, T) bool, `group_size`, and
+`max_tokens`, which is L. Every tensor holds garbage where the mask is False. So mask the log-ratio
+*before* exp: otherwise a padded 1e4 becomes inf, and 0 * inf is nan in the backward pass.
+
+A batch may have no token at all. Its loss is a tensor, too: 0, with the gradient 0.
+
+You are graded on the loss, and on its coefficients c = -N dLoss/dlogp at every token.
+
+**Hint:** `from losses import budget_mean, token_ratio` works here, but try without.
+
+**Grade it:** `make exercise N=4`
 """
 
-from torch import Tensor
+# %%
+import torch
 
 
-def grpo_symmetric(batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+def grpo_symmetric(batch, eps_low: float = 0.2, eps_high: float = 0.2) -> torch.Tensor:
     raise NotImplementedError

@@ -1,23 +1,32 @@
-"""5. Length, the third mechanism (15 minutes).
+# %% [markdown]
+"""
+# 5. Length, the third mechanism (15 minutes)
 
-Aim: see what GRPO's average over the tokens of each answer does. It alone breaks the cancellation,
-fully on-policy: nothing is clipped, and every ratio is 1.
+**Aim:** see what GRPO's average over the tokens of each answer does. It alone breaks the
+cancellation, fully on-policy: nothing is clipped, and every ratio is 1.
 
     J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})
 
-a) What is left at a token that all G answers share, as the factor before grad log pi?
-b) Lengths differ in practice, yet the token *can* cancel. Find lengths and advantages for a group
-   of four with nothing left: sum A = 0, lengths not all equal, and no A equal to 0. (It is an
-   accident: why?)
+**a)** What is left at a token that all G answers share, as the factor before grad log pi? Write it
+for any advantages, also for some that do not sum to 0.
 
-Hint: two pairs for b). Expected: X5 holds.
+**b)** Lengths differ in practice, yet the token *can* cancel. Find lengths and advantages for a
+group of four with nothing left: sum A = 0, lengths not all equal, and every |A| at least 0.1. (It
+is an accident: why?)
+
+**Hint:** two pairs for b).
+
+**Grade it:** `make exercise N=5`
 """
 
 
+# %%
 def left_by_the_length(lengths: list[int], advantages: list[float]) -> float:
+    """The factor before grad log pi of the shared token."""
     raise NotImplementedError
 
 
+# %%
 def an_accident() -> tuple[list[int], list[float]]:
     """Four lengths and four advantages."""
     raise NotImplementedError

@@ -1,24 +1,36 @@
-"""7. Adv-Orthogonal, and its blind spot (20 minutes).
+# %% [markdown]
+"""
+# 7. Adv-Orthogonal, and its blind spot (20 minutes)
 
-Aim: write DFPO's second repair, and find what it does not see. It removes from w only what
-correlates with A (Eq. 18): w~ = w - (A.w / ||A||^2) A. Then sum_i w~_i A_i = 0, and sum_i w~_i =
-sum_i w_i. (P, G), (P, G) -> (P, G), detached; a group without advantages keeps its w.
+**Aim:** write DFPO's second repair, and find what it does not see. It removes from w only what
+correlates with A (Eq. 18):
 
-a) Write it.
-b) Some answers of a group may share a token that the others lack: that is its blind spot. Give four
-   weights and four advantages (sum A = 0), and a pair of answers whose advantages cancel, A_i + A_j
-   = 0. But w~_i A_i + w~_j A_j must not be 0 (its size must exceed 0.1).
+    w~ = w - (A.w / ||A||^2) A
 
-Hint: for b), w~ differs between the two unless ... Expected: C10 and X7 hold.
+Then `sum_i w~_i A_i = 0`, and `sum_i w~_i = sum_i w_i`.
+
+**a)** Write it. `w` and `adv` are (P, G), a row per group, and so is the result, in the dtype of
+`w`. Return it detached. A group whose advantages are all 0 keeps its w.
+
+**b)** Some answers of a group may share a token that the others lack: that is its blind spot. Give
+four weights and four advantages (sum A = 0), and the places of a pair of answers whose advantages
+cancel, A_i + A_j = 0. But `w~_i A_i + w~_j A_j` must not be 0: its size must exceed 0.1. Places
+count from 0.
+
+**Hint:** for b), w~ differs between the two unless ...
+
+**Grade it:** `make exercise N=7`
 """
 
-from torch import Tensor
+# %%
+import torch
 
 
-def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
+def adv_orthogonal(w: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError
 
 
+# %%
 def blind_spot() -> tuple[list[float], list[float], tuple[int, int]]:
     """Four weights, four advantages, the two places of the pair."""
     raise NotImplementedError

@@ -1,6 +1,8 @@
-"""8. The tax is a covariance (25 minutes).
+# %% [markdown]
+"""
+# 8. The tax is a covariance (25 minutes)
 
-Aim: measure what a loss does to shared tokens, for any loss and any model, from token ids and
+**Aim:** measure what a loss does to shared tokens, for any loss and any model, from token ids and
 d loss / d logp alone.
 
 A node is a prefix of a group's answers. Its visitors S_v are the answers that begin with it. With
@@ -8,17 +10,28 @@ w_i = c_i / A_i, and wbar its mean over S_v, the node gets
 
     sum_{S_v} c_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax
 
-The result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over nodes with at least two visitors. It is 0.0
-if there are none. Answers with A_i = 0 have no w: leave them out.
+The result is
 
-coefficients (N, T), advantages (N,), nodes (N, T) int (equal = same node), mask (N, T) -> float.
+    sum_v |tax_v| / sum_v sum_{S_v} |c_i|        over the nodes v with at least two visitors
 
-Hint: torch.unique(..., return_inverse=True) numbers the nodes, index_add_ sums over them. A Python
-loop is fine, too. Expected: C15 holds.
+It is 0.0 where the divisor is 0, for example if there are no such nodes. An answer with A_i = 0 has
+no w: it is no visitor, of any node.
+
+`coefficients` is (N, T), `advantages` (N,). `nodes` (N, T) has the same number where answers are at
+the same node. Where `mask` (N, T) is False there is no token.
+
+**Hint:** a Python loop is fine. For each node, collect the pairs (c_i, A_i) in a dictionary.
+Without a loop: `torch.unique(..., return_inverse=True)` numbers the nodes, and `index_add_` sums
+over them.
+
+**Grade it:** `make exercise N=8`
 """
 
-from torch import Tensor
+# %%
+import torch
 
 
-def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
+def learning_tax(
+    coefficients: torch.Tensor, advantages: torch.Tensor, nodes: torch.Tensor, mask: torch.Tensor
+) -> float:
     raise NotImplementedError

@@ -1,26 +1,33 @@
-"""9. Find the condition that a corollary lacks (25 minutes, pencil).
+# %% [markdown]
+"""
+# 9. Find the condition that a corollary lacks (25 minutes, pencil)
 
-Aim: read a theorem like a referee. DFPO's Cor. 3.2 (Eq. 5, second-hand) speaks of two answers of
-equal reward, after a step of size eta along g = k_a grad log pi(y_a) + k_b grad log pi(y_b):
+**Aim:** read a theorem like a referee. DFPO's Cor. 3.2 (Eq. 5, second-hand) speaks of two answers
+of equal reward, after a step of size eta along g = k_a grad log pi(y_a) + k_b grad log pi(y_b):
 
     d log( pi(y_a) / pi(y_b) ) = eta c (k_a - k_b),    so equal k would leave their odds alone.
 
-a) Refute it with one softmax over three tokens, whose logits are the parameters. y_a and y_b are
-   tokens 0 and 1, and k_a = k_b = 1/2. Give probabilities p for which the log-odds change by more
-   than 0.1 per eta, up or down.
-b) What is the exact change per eta? Write it in terms of n_a = ||grad log pi(y_a)||^2, of n_b, and
-   of x = <grad log pi(y_a), grad log pi(y_b)>. From it read off the condition under which Eq. 5 is
-   right.
+**a)** Refute it with one softmax over three tokens, whose logits are the parameters. y_a and y_b
+are tokens 0 and 1, and k_a = k_b = 1/2. Give probabilities p, all positive, for which the log-odds
+change by more than 0.1 per eta, up or down.
 
-Hint: grad log pi(a) = e_a - p. Expected: X9 holds. `python verify.py --explain C14` is the
-solution: look last.
+**b)** What is the exact change per eta? Write it in terms of n_a = ||grad log pi(y_a)||^2, of n_b,
+and of x = <grad log pi(y_a), grad log pi(y_b)>. From it read off the condition under which Eq. 5 is
+right.
+
+**Hint:** grad log pi(a) = e_a - p. `python verify.py --explain C14` is the solution: look last.
+
+**Grade it:** `make exercise N=9`
 """
 
 
+# %%
 def counterexample() -> list[float]:
     """Three probabilities."""
     raise NotImplementedError
 
 
+# %%
 def change_of_log_odds(k_a: float, k_b: float, n_a: float, n_b: float, x: float) -> float:
+    """The change of log pi(y_a) - log pi(y_b) per eta."""
     raise NotImplementedError

@@ -19,6 +19,12 @@ def ask(condition: bool, message: str):
         raise AssertionError(message)
 
 
+def parts(answer, count: int, asked: str):
+    """A tuple or list of so many parts."""
+    ask(isinstance(answer, (tuple, list)) and len(answer) == count, asked)
+    return answer
+
+
 def one_token(ratio: float, advantages: list[float], **named) -> losses.Batch:
     """G answers that are the same token, which has the ratio given."""
     logp = torch.full((len(advantages), 1), -1.0, dtype=torch.float64, requires_grad=True)
@@ -80,15 +86,15 @@ def x5(module, name, draws, evidence):
     already do, and lengths know nothing of rewards.
     """
     if name == "an_accident":
-        lengths, adv = module.an_accident()
-        ask(len(lengths) == len(adv) == 4, "four lengths and four advantages are asked for")
-        differ = len(set(lengths)) > 1 and min(lengths) >= 1
-        ask(differ, "the lengths must be at least 1, and not all equal")
-        ask(all(abs(a) > 1e-3 for a in adv), "no advantage may be 0")
+        asked = "lists of four lengths and four advantages are asked for"
+        lengths, adv = (parts(x, 4, asked) for x in parts(module.an_accident(), 2, asked))
+        ask(min(lengths) >= 1, "a length is at least 1")
+        ask(len(set(lengths)) > 1, "all lengths are equal: then sum A/T is 0 because sum A is")
+        ask(all(abs(a) >= 0.1 for a in adv), "every |A| must be at least 0.1")
         ask(abs(sum(adv)) < 1e-9, f"the advantages sum to {sum(adv):g}, not to 0")
         left = sum(a / T_i for a, T_i in zip(adv, lengths, strict=True))
         evidence.equal(0, left)
-        ask(abs(left) < 1e-9, f"sum A/T is {left:g}, not 0")
+        ask(abs(left) < 1e-9, f"what is left, sum A/T, is {left:g}, not 0")
         return
     for draw in draws:
         batch = draw.batch(losses)
@@ -107,15 +113,17 @@ def x7(module, name, draws, evidence):
     projection subtracts k A_i from w_i and k A_j = -k A_i from w_j. So it changes the difference of
     the two weights by 2 k A_i, and the result is not 0 in general.
     """
-    w, adv, (i, j) = module.blind_spot()
-    complete = len(w) == len(adv) == 4 and i != j
-    ask(complete, "four weights, four advantages and two places are asked for")
+    asked = "lists of four weights, four advantages and two places, 0 to 3, are asked for"
+    w, adv, places = parts(module.blind_spot(), 3, asked)
+    w, adv = (parts(x, 4, asked) for x in (w, adv))
+    i, j = parts(places, 2, asked)
+    ask(i != j and {i, j} <= {0, 1, 2, 3}, "the two places are different, and from 0 to 3")
     ask(abs(sum(adv)) < 1e-9, f"the advantages sum to {sum(adv):g}, not to 0")
     ask(abs(adv[i] + adv[j]) < 1e-9, f"the pair's advantages sum to {adv[i] + adv[j]:g}, not to 0")
     weights, advantages = (torch.tensor([x], dtype=torch.float64) for x in (w, adv))
     transformed = losses.adv_orthogonal(weights, advantages)[0].tolist()
     left = transformed[i] * adv[i] + transformed[j] * adv[j]
-    ask(abs(left) > 0.1, f"the pair is left with {left:.3g}: it cancels, or nearly")
+    ask(abs(left) > 0.1, f"the pair is left with {left:.3g}: that is not more than 0.1")
     evidence.equal(0, 0)
 
 
@@ -135,12 +143,14 @@ def x9(module, name, draws, evidence):
         return (ascent(-(logp[0] - logp[1]), z) * g).sum()
 
     if name == "counterexample":
-        p = torch.tensor(module.counterexample(), dtype=torch.float64)
-        ask(len(p) == 3 and bool((p > 0).all()), "three positive probabilities are asked for")
-        evidence.equal(1, p.sum())
+        asked = "a list of three positive probabilities is asked for"
+        p = torch.tensor(parts(module.counterexample(), 3, asked), dtype=torch.float64)
+        ask(bool((p > 0).all()), asked)
+        ask(abs(float(p.sum()) - 1) < 1e-9, f"the probabilities sum to {float(p.sum()):g}, not 1")
         change = slope(p.log().requires_grad_(), 0.5, 0.5).item()
-        message = f"with these the log-odds change by {change:.3g} per eta"
-        ask(abs(change) > 0.1, f"{message}: more than 0.1 is asked for")
+        message = f"with these probabilities the log-odds change by {change:.3g} per eta"
+        ask(abs(change) > 0.1, f"{message}: more than 0.1 is asked for, up or down")
+        evidence.equal(0, 0)
         return
     for draw in draws:
         z = draw.randn(4).requires_grad_()
@@ -161,7 +171,9 @@ def x10(module, name, draws, evidence):
     """
 
     def yours(s, adv):
-        return module.weight(s, adv).detach()
+        w = module.weight(s, adv).detach()
+        ask(w.shape == s.shape, f"your weights have shape {tuple(w.shape)}, and s {tuple(s.shape)}")
+        return w
 
     entries = {
         "yours": lambda batch: losses._dfpo(batch, "geometric", yours),
@@ -180,9 +192,10 @@ def x10(module, name, draws, evidence):
     their_cosine = results["min_replace"][1]
     evidence.equal(0, tax)
     message = f"your weights have a tax of {tax:.3g}"
-    ask(tax < 1e-9, f"{message}: what is your weight at a node that only some answers visit?")
-    message = f"no tax, but your cosine is {cosine:.4f} and Min-Replace's {their_cosine:.4f}"
-    ask(cosine > their_cosine, message)
+    ask(tax < 1e-9, f"{message}: are they equal at a node that only some answers visit?")
+    message = f"there is no tax, but the cosine is {cosine:.4f}"
+    larger = cosine > their_cosine + 1e-9
+    ask(larger, f"{message}: it must be larger than Min-Replace's {their_cosine:.4f}")
 
 
 def mean_tax(loss, draws) -> float:

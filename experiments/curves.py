@@ -30,13 +30,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import fail
+from toy.figure import interval
 
 KAPPA = 0.8
 TAIL = 10
@@ -54,12 +54,10 @@ PALETTE = {
     "#D55E00": "gspo lopti",
     "#0072B2": "dfpo-min ibpo",
     "#CC79A7": "dfpo-orthogonal nthr-random",
-    "#999999": "pos-only",
+    "#999999": "pos-only cispo",
 }
 COLOURS = {method: colour for colour, methods in PALETTE.items() for method in methods.split()}
 MARKERS = "osv^D<>pX"
-# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
 
 
 # ---------------- runs
@@ -225,23 +223,6 @@ def outcome(run: Run, kappa: float = KAPPA) -> dict[str, float]:
 
 
 # ---------------- statistics over seeds
-
-
-def quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t; above the table, its expansion in 1/freedom."""
-    if freedom <= len(T_975):
-        return T_975[freedom - 1]
-    return 1.960 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half its 95 % interval (Student's t). A nan is left out; the half is nan for a
-    single value, and where a value is infinite."""
-    values = [v for v in values if not math.isnan(v)]
-    n = len(values)
-    if n < 2 or not all(map(math.isfinite, values)):
-        return sum(values) / n if n else math.nan, math.nan
-    return mean(values), quantile(n - 1) * statistics.stdev(values) / n**0.5
 
 
 def format_cell(values: list[float], places: int, paired: bool = False) -> str:

@@ -300,6 +300,19 @@ def stop_at_bad_numbers(folder: Path, step: int, error: FloatingPointError):
     )
 
 
+def stop_at_logp_gap(run: Run, step: int, gap: float):
+    """End where sampler and scorer disagree; the run is saved as the step before left it."""
+    left = "no step was made"
+    if step > 1:
+        left = f"the run is saved up to step {step - 1} in {run.folder}"
+    if run.steps_done < step - 1:
+        save(run, step - 1)
+    sys.exit(
+        f"error: step {step}: scored and sampled log-probs differ by {gap:.3g} nats, which is more "
+        f"than rounding; {left}"
+    )
+
+
 def keep_groups(run: Run, answers, scored, after: torch.Tensor, config):
     """Up to three groups of a step in groups.jsonl, a line each: of train.py's Answers and Scored.
 
@@ -362,6 +375,6 @@ def report(run: Run, config, command: str) -> str:
     first, last = evaluations[0], evaluations[-1]
     for key in (key for key in last if key in first and key != "step"):
         rows.append(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
-    method = "grpo" if config.method == "dfpo-min" else "dfpo-min"
-    rows += ["", f"everything is in {run.folder}; try next: {command} --method {method}, or --help"]
+    rows += ["", f"everything is in {run.folder}; all options: {command} --help"]
+    rows.append("try next: python -m toy.tax, where methods end at different rewards")
     return "\n".join(rows)

@@ -4,8 +4,11 @@ GSM8K."""
 import json
 import os
 
-import pytest
-import torch
+# The tests are about bits: they run on the CPU, whatever else is there. Before torch is imported.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = (
     "1"  # read when transformers is imported: no test waits for a network
@@ -18,7 +21,7 @@ CHAT = (
 )
 
 
-def build(kind: str, folder, dtype=torch.float32) -> str:
+def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     """A model and its tokenizer, which knows a token for every ASCII character, in a folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -44,7 +47,7 @@ def build(kind: str, folder, dtype=torch.float32) -> str:
     if kind == "qwen2":
         sizes |= dict(tie_word_embeddings=True)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options))
     if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used
         more = dict(top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True)
         model.generation_config.update(eos_token_id=[2, 3], **more)  # the tokenizer has 1

@@ -45,6 +45,16 @@ TRAINER_TABLE = Path(__file__).with_name("trainer_faults.txt")
 TRAINER_TESTS = "whole_step run evaluation sampling update scoring arithmetic gsm8k models"
 TRAINER_TESTS += " command_line"
 TRAINER_MODULES = r"(train|losses|llm|toy|naive|helpers|conftest|test_\w+)(\..*)?"
+ON_GPU = (
+    "train.py",
+    "losses.py",
+    "llm/policy.py",
+    "llm/cache.py",
+    "llm/runs.py",
+)  # where tensors are made
+# Tensors that may be on the CPU: they are indices of others, in these functions.
+INDICES = ("log_probs: torch.arange", "learn: minibatch", "warm_start: learnt", "length_buckets")
+INDICES += ("PromptStates: torch.arange",)
 PATIENCE = 1200  # seconds; a fault may let a run hang
 torch.set_num_threads(1)  # a forked process waits for ever for the threads of its parent
 
@@ -156,6 +166,10 @@ gspo
     detached: sequence_ratio(batch) => sequence_ratio(batch).detach() + 0 * batch.logp.sum(1)
     clip of grpo: eps_low=0.2, eps_high=0.2
     weighted by length: x_.mean() => x_.mul(lengths(batch)).sum() / batch.mask.sum().clamp(min=1)
+cispo
+    the gradient of the ratio: x_.clamp(a_, b_).detach() => x_.clamp(a_, b_)
+    clipped tokens dropped: x_.clamp(a_, b_) => x_.masked_fill((x_ < a_) | (x_ > b_), 0.0)
+    clip for winners only: x_.clamp(a_, b_) => x_.where(batch.adv < 0, x_.clamp(a_, b_))
 min_replace
     max: x_.amin(1, keepdim=True) => x_.amax(1, keepdim=True)
     mean: x_.amin(1, keepdim=True) => x_.mean(1, keepdim=True)
@@ -180,7 +194,7 @@ pos_only
     losers: batch.adv.clamp(min=0) => batch.adv.clamp(max=0)
     absolute value: batch.adv.clamp(min=0) => batch.adv.abs()
 token_grpo: mean over the mixed groups' tokens: batch.mask => batch.mask & (batch.adv != 0)
-lopti_high: both passes low: x_ > eta => x_ <= eta
+lopti_high: both passes low: x_ >= eta => x_ < eta
 _lopti: denominators shrunk: token_mean(x_.masked_fill(~m_, v_), y_) => token_mean(x_, y_ & m_)
 OldPolicy
     kept_mask of any shape: v_["kept_mask"] = x_ => pass
@@ -192,14 +206,15 @@ advantage_reweighting
     winners only: x_ * adv => torch.where(adv > 0, x_ * adv, adv)
     alpha 0 refused: 0 <= alpha <= 1 => 0 < alpha <= 1
     alpha 1 refused: 0 <= alpha <= 1 => 0 <= alpha < 1
-nthr
+nthr_factor
     eta = |p|: (0.5 - share).abs() => share
-    p of the whole batch: x_.mean(1).repeat_interleave(n_) => x_.mean().expand(len(adv))
+    p of the whole batch: x_.mean(1).repeat_interleave(n_) => x_.mean().expand(old.mask.shape[0])
+nthr
     reshapes what is not selected: torch.where(c_, a_, adv) => torch.where(c_, adv, a_)
 nthr_random
     always the first tokens: x_.argsort(1).argsort(1) => draw.new_tensor(range(draw.shape[1]))
     draws of its own: old.gen => None
-    halves: adv.masked_fill(m_, 0.0) => torch.where(m_, adv / 2, adv)
+    eta 0 always: nthr_factor(old, eta) * adv => 0 * adv
 nthr_selected
     tau the largest mean: x_.amin(1) => x_.nan_to_num(posinf=-torch.inf).amax(1)
     tau from the wrong answers: ~correct | means.isnan() => correct
@@ -499,9 +514,28 @@ def by_rule(rules: list[Fault], path: Path) -> Iterator[Fault]:
                 yield from faults_of_rule(rule, scope)
 
 
+def without_device(path: str) -> Iterator[Fault]:
+    """Every `device=...` and `.to(device)` of a source file left out: a tensor is on the CPU."""
+    for scope in ast.parse((ROOT / path).read_text()).body:
+        if not isinstance(scope, ast.FunctionDef | ast.ClassDef):
+            continue
+        for call in (node for node in ast.walk(scope) if isinstance(node, ast.Call)):
+            left = copy.copy(call)
+            left.keywords = [keyword for keyword in call.keywords if keyword.arg != "device"]
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
+                if re.search(r"dtype$|^torch\.\w+$", ast.unparse(call.args[0])):
+                    continue
+                left = call.func.value
+            elif len(left.keywords) == len(call.keywords):
+                continue
+            old, new = ast.unparse(call), ast.unparse(left)
+            yield from faults_of_rule(Fault(f": {old} on the CPU", scope.name, old, new), scope)
+
+
 # A dict, because `a_ * b_` of x * x is the same edit twice.
 FAULTS = list(dict.fromkeys([*read(TABLE), *by_rule(read(RULES), LOSSES)]))
 _, *sections = re.split(r"^\[(.+)\]\n", TRAINER_TABLE.read_text(), flags=re.MULTILINE)
+ON_CPU = [(path, fault) for path in ON_GPU for fault in dict.fromkeys(without_device(path))]
 TRAINER = {path: read(table) for path, table in zip(sections[::2], sections[1::2], strict=True)}
 
 
@@ -540,7 +574,9 @@ def unit_tests_fail(module: types.ModuleType, suspect: str = "") -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def trainer_tests_fail(path: str = "", fault: Fault | None = None) -> str:
+def trainer_tests_fail(
+    path: str = "", fault: Fault | None = None, names: str = TRAINER_TESTS
+) -> str:
     """The first test of the trainer that fails with a fault in one of its files, or "".
 
     Its modules import each other. So the fault is planted where Python reads a file, in a forked
@@ -549,7 +585,7 @@ def trainer_tests_fail(path: str = "", fault: Fault | None = None) -> str:
     source, log = ROOT / path, tempfile.TemporaryFile("w+")
     code = fault and compile(faulty_tree(source, fault), source, "exec")
     suspect = fault.where.split(".")[-1] if fault else ""
-    tests = [ROOT / "tests" / f"test_{name}.py" for name in TRAINER_TESTS.split()]
+    tests = [ROOT / "tests" / f"test_{name}.py" for name in names.split()]
     tests.sort(key=lambda test: f"{suspect}(" not in test.read_text())  # those that call it first
     child = os.fork()
     if not child:

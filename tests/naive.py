@@ -10,7 +10,8 @@ from collections import defaultdict
 
 import torch
 
-CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}  # every other clip is (0.2, 0.2)
+CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1, 4)}  # others: (0.2, 0.2)
+CLIP |= dict.fromkeys(("token_grpo", "lopti_low", "lopti_high"), (0.2, 0.24))
 SEQ_MEAN = ("grpo", "gspo", "pos_only")
 BUDGET_MEAN = ("reinforce", "grpo_symmetric", "dr_grpo", "dfpo_min", "dfpo_orthogonal")
 
@@ -129,7 +130,9 @@ def loss(name, now, old, adv, ref, G, L, eps_low=None, eps_high=None, kl=0.0, **
     total = 0.0 * sum(row.sum() for row in now)
     for i in range(n):
         r = (now[i] - old[i]).exp()
-        if name == "grpo_symmetric":
+        if name == "cispo":
+            J = r.detach().clamp(1 - low, 1 + high) * adv[i] * now[i]
+        elif name == "grpo_symmetric":
             J = r.clamp(1 - low, 1 + high) * adv[i]
         elif name == "gspo":
             J = ppo(s[i], A[i]).expand(T[i])
@@ -144,7 +147,7 @@ def loss(name, now, old, adv, ref, G, L, eps_low=None, eps_high=None, kl=0.0, **
         else:
             J = ppo(r, adv[i].clamp(min=0) if name == "pos_only" else adv[i])
         if name in ("lopti_low", "lopti_high"):
-            J = J * ((old[i].exp() <= hyper.get("eta", 0.5)) == (name == "lopti_low"))
+            J = J * ((old[i].exp() < hyper.get("eta", 0.5)) == (name == "lopti_low"))
         if kl:
             J = J - kl * ((ref[i] - now[i]).exp() - (ref[i] - now[i]) - 1)
         if name in SEQ_MEAN:

@@ -26,11 +26,13 @@ TWINS = {  # rows of the engines that are a loss of losses.py
         "grpo, sequence": ("gspo", GSPO),
         "dr_grpo, token": ("dr_grpo", {}),
         "dapo, token": ("token_grpo", {}),
+        "cispo, token, epsilon_high 5": ("cispo", {}),
     },
     "verl": {
         "vanilla, token-mean": ("token_grpo", {}),
         "vanilla, seq-mean-token-mean": ("grpo", {}),
         "gspo, seq-mean-token-mean": ("gspo", GSPO),
+        "cispo, token-mean": ("cispo", GSPO),
         "gpg, token-mean": ("reinforce", {}),
     },
 }

@@ -9,6 +9,7 @@ from helpers import TINY, float64
 from torch.nn import functional as F
 
 import train
+from experiments import gpu
 from experiments.bench import growth, memory, rollout, scoring, step, timing, where
 from llm import policy
 
@@ -148,7 +149,9 @@ def test_memory_is_counted_without_data_as_it_is_with():
     assert kept.bucket == real.bucket > 4 * 4 * 8 * 32
     model = rollout.architecture(case).eval()
     assert kept.parameters == real.parameters == sum(p.numel() for p in model.parameters())
-    assert kept.token == 2 * 2 * 2 * 32  # layers, keys and values, bytes of bf16, width
+    assert (
+        kept.token == kept.sampled == 2 * 2 * 2 * 32
+    )  # layers, keys and values, bytes of bf16, width
     prompts = [[3] * 5, [4] * 5]
     rows = policy.make_rows(prompts, [[0] * 8] * 2, model.device)
     same = step.make_policy(model, None)
@@ -167,4 +170,31 @@ def test_timing_takes_turns_and_a_failed_child_is_one_line():
     assert timing.child("-c", "print(1); print(2.5, 3)") == [2.5, 3]
     with pytest.raises(SystemExit, match="^error: .*failed: ValueError: no$"):
         timing.child("-c", "raise ValueError('no')")
-    assert timing.rise_mb(lambda: torch.zeros(10_000_000).sum()) == pytest.approx(40, abs=8)
+    # in a child, as the benches do: here, memory that another test freed would serve again
+    measure = "from experiments.bench.timing import rise_mb; import torch; "
+    measure += "print(rise_mb(lambda: torch.zeros(10_000_000).sum()))"
+    assert timing.child("-c", measure) == pytest.approx([40], abs=8)
+
+
+def test_the_gpus_table_is_made_end_to_end_on_a_cpu(monkeypatch, capsys):
+    """In small. What only a GPU has is left out: its name, its allocator, its bandwidth."""
+    case = replace(rollout.CASES["b"], prompts=2, prompt=5, mean=1e9, cap=6)
+    case = replace(case, layers=1, width=16, vocab=30)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert capsys.readouterr().err == "error: torch finds no CUDA device; this table needs one\n"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no card")
+    small = dict(DEVICE="cpu", CASE=case, STEPS=2, METHODS=["grpo", "nothing"])
+    for name, value in small.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(gpu, "TOY", f"{gpu.TOY} --layers 1 --width 16 --max-tokens 5")
+    gpu.main()
+    said = capsys.readouterr().out
+    assert said.startswith("no card, torch") and "failed" not in said
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines()[4:]]
+    table = {row[0]: row[-1] for row in rows}
+    assert table["a run of the toy"] == "1 of 2 methods" and len(rows) == 15
+    assert "invalid choice: 'nothing'" in rows[1][0] and table["finite gradients"] == "2 of 2"
+    assert float(table["sampled and scored log-probs"].split()[0]) < 1e-4
+    assert all(float(table[f"a step: {s}"].split()[0]) >= 0 for s in ("rollout", "update"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments import compare, curves, tokens
+from toy import figure
 
 
 def make_run(folder: Path, rewards, seed=0, method="grpo", last=None, **settings) -> Path:
@@ -147,7 +148,7 @@ def test_students_interval_covers_the_true_mean_95_times_in_a_hundred(n):
 
 def test_students_quantiles_are_those_of_the_tables_and_intervals_know_what_is_no_number():
     for freedom, value in ((1, 12.706), (4, 2.776), (13, 2.160), (20, 2.086), (60, 2.000)):
-        assert curves.quantile(freedom) == pytest.approx(value, abs=5e-4)
+        assert figure.quantile(freedom) == pytest.approx(value, abs=5e-4)
     assert curves.interval([1.0, 3.0, math.nan]) == (2.0, pytest.approx(12.706))
     assert curves.interval([1.0, math.inf])[0] == math.inf
     assert curves.interval([1.0])[0] == 1 and math.isnan(curves.interval([1.0])[1])

@@ -8,7 +8,7 @@ import torch
 from losses import METHODS
 from toy import drift
 
-STAYS = {"reinforce", "grpo-symmetric", "dfpo-min", "dfpo-min eps 0.2", "dfpo-orthogonal"}
+STAYS = {"reinforce", "grpo-symmetric", "cispo", "dfpo-min", "dfpo-min eps 0.2", "dfpo-orthogonal"}
 STAYS |= {"grpo+proj", "dr-grpo+proj", "gspo+proj"}
 
 

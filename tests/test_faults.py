@@ -6,7 +6,9 @@ import os
 import pytest
 from faults import (
     FAULTS,
+    INDICES,
     LOSSES,
+    ON_CPU,
     ROOT,
     RULES,
     TRAINER,
@@ -144,6 +146,17 @@ def test_the_faults_of_the_trainer_are_many_and_have_their_places():
     assert len({fault[1:] for _, fault in TRAINER_FAULTS}) == len(TRAINER_FAULTS) > 150
     for path, fault in TRAINER_FAULTS:
         assert find_edits(ast.parse((ROOT / path).read_text()), fault), fault
+
+
+def test_the_pretended_gpu_sees_what_is_left_on_the_cpu():
+    """Indices of a tensor on the GPU may be there. All faults: make test-faults."""
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401  once, not in each forked process
+
+    faults = [(path, f) for path, f in ON_CPU if LONG or not f.name.startswith(INDICES)]
+    assert len(faults) > 20
+    for path, fault in faults if LONG else faults[::12]:
+        seen = trainer_tests_fail(path, fault, "pretended_cuda")
+        assert bool(seen) != fault.name.startswith(INDICES), fault.name
 
 
 @pytest.mark.skipif(not LONG, reason="an hour: make test-faults")

@@ -26,7 +26,7 @@ from losses import (
 )
 
 LOSSES = {f.__name__: f for method in METHODS.values() for f in method.passes}
-TOKEN_MEAN = ("dapo", "token_grpo", "lopti_low", "lopti_high")
+TOKEN_MEAN = ("dapo", "cispo", "token_grpo", "lopti_low", "lopti_high")
 WIDE, NARROW = {"eps_low": 0.1, "eps_high": 0.5}, {"eps_low": 0.03, "eps_high": 0.06}
 CASES = [(name, {}) for name in LOSSES]
 CASES += [(name, WIDE) for name in ("grpo", "grpo_symmetric", "dr_grpo", "pos_only", *TOKEN_MEAN)]
@@ -243,6 +243,7 @@ def test_the_projection_of_a_loss_takes_its_tax_whatever_the_padding_holds(name,
 # ---------------- defaults
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
+WIDER_CLIP = {"eps_low": 0.2, "eps_high": 0.24}  # all scripts of AR/Lopti's authors
 EVERY_READING = {"beta": 1.0, "self_term": True, "full_vocab": False}  # ours: the paper is open
 DEFAULTS = {
     "group_advantages": {"scale": "std"},  # GRPO sec. 4.1.2
@@ -250,12 +251,15 @@ DEFAULTS = {
     "grpo": CLIP | {"kl": 0.0},  # off; in the paper 0.04
     "dapo": {"eps_low": 0.2, "eps_high": 0.28},  # DAPO sec. 4.1
     "gspo": {"eps_low": 3e-4, "eps_high": 4e-4},  # GSPO sec. 5.1
-    **dict.fromkeys(("grpo_symmetric", "dr_grpo", "pos_only", "token_grpo"), CLIP),
+    "cispo": {"eps_low": 1.0, "eps_high": 4.0},  # no lower bound: MiniMax-M1; r <= 5: ScaleRL
+    **dict.fromkeys(("grpo_symmetric", "dr_grpo", "pos_only"), CLIP),
     **dict.fromkeys(DFPO, {"ratio": "geometric", "eps": math.inf}),  # ours; DFPO has no clip
-    **dict.fromkeys(("lopti_low", "lopti_high"), {"eta": 0.5} | CLIP),  # AR/Lopti
+    "token_grpo": WIDER_CLIP,
+    **dict.fromkeys(("lopti_low", "lopti_high"), {"eta": 0.5} | WIDER_CLIP),
     "advantage_reweighting": {"alpha": 0.3},  # AR/Lopti; 0.1 for maths
-    "nthr": EVERY_READING | {"eta": -1.0},  # -1 stands for NTHR's 2|0.5 - p|
-    **dict.fromkeys(("nthr_random", "nthr_selected"), EVERY_READING),
+    # -1 stands for NTHR's 2|0.5 - p|
+    **dict.fromkeys(("nthr", "nthr_random"), EVERY_READING | {"eta": -1.0}),
+    "nthr_selected": EVERY_READING,
     "nthr_scores": {"self_term": True, "full_vocab": False},
     "shaped_rewards": {"bonus": 0.5, "weight": 0.6},  # IBPO, second-hand
     "ibpo": {"reading": "sign"},  # ours

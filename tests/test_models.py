@@ -5,14 +5,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import naive
 import pytest
 import torch
-from conftest import load
+from conftest import CHAT, build, load
 from helpers import TINY
 
 import train
 from llm import policy as llm_policy
-from llm.policy import check_context
+from llm.policy import check_context, list_notes
 from toy.arithmetic import Arithmetic
 
 
@@ -51,14 +52,116 @@ def test_scratch_is_gpt2_with_its_own_gelu(scratch):
     torch.testing.assert_close(scratch.model(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_a_model_whose_state_is_no_key_value_cache_is_refused(tmp_path, capsys):
-    """Its state after a prompt cannot be shared between answers."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0)
+LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=32)
+FAMILIES = {
+    "qwen3": dict(head_dim=8),
+    "llama": dict(rope_parameters=LLAMA3),
+    "gemma": dict(head_dim=8),
+    "gemma3_text": dict(
+        head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mistral": dict(sliding_window=4),
+    "phi3": {},
+    "gpt_neox": {},
+    "olmo2": {},
+    "smollm3": {},
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "mixtral": dict(num_local_experts=4),
+}
 
-    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=122)
-    sizes |= dict(num_key_value_heads=2, num_hidden_layers=2, eos_token_id=1)
-    model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
-    assert "Lfm2ForCausalLM is not supported" in refused(capsys, save(model, tmp_path))
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_samples_and_scores_what_its_plain_forward_pass_says(family, tmp_path):
+    """GPT-2, Llama and Qwen2 have all tests of sampling and scoring. A text is longer than the
+    sliding window, and than the first context of Llama 3's RoPE."""
+    policy = load(build(family, tmp_path, **FAMILIES[family]))
+    prompts = [prompt for prompt in ([5, 60, 61, 62], [70], [*range(80, 95)]) for _ in range(2)]
+    rows, sampled = train.generate(policy, prompts, 24, 1.5, train.rng(1))
+    mask, config = rows.mask, train.Config(temperature=1.5, micro_rows=4)
+    answers = [y[m].tolist() for y, m in zip(rows.tokens, mask, strict=True)]
+    plain = torch.cat(naive.log_probs(policy, prompts, answers, 1.5))
+    torch.testing.assert_close(sampled[mask], plain, rtol=0, atol=1e-5)
+    scored, _, _ = train.log_probs(policy, rows, config)
+    torch.testing.assert_close(scored[mask], plain, rtol=0, atol=1e-5)
+    weights, weight = [*policy.model.parameters()], torch.randn(len(plain))
+    ours = torch.autograd.grad((scored[mask] * weight).sum(), weights, allow_unused=True)
+    theirs = torch.autograd.grad((plain * weight).sum(), weights, allow_unused=True)
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x is y is None) or (x - y).norm() <= 1e-4 * y.norm() + 1e-5
+
+
+@pytest.mark.parametrize(
+    "kind, options, reason",
+    [
+        ("mamba", {}, "MambaForCausalLM keeps more than keys and values"),
+        ("lfm2", dict(layer_types=["conv", "full_attention"]), "Lfm2ForCausalLM keeps more than"),
+        ("rwkv", {}, "RwkvForCausalLM is not supported ("),
+    ],
+)
+def test_a_model_whose_state_is_no_key_value_cache_is_refused(
+    tmp_path, capsys, kind, options, reason
+):
+    """Its state after a prompt cannot be shared between answers."""
+    said = refused(capsys, build(kind, tmp_path, **options))
+    assert reason in said and "accepted: decoders of text that keep keys and values alone" in said
+
+
+def test_a_model_that_sees_is_refused(capsys):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    sizes |= dict(head_dim=8, num_key_value_heads=1)
+    seen = dict(image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=sizes | dict(vocab_size=9), vision_config=sizes | seen)
+    with pytest.raises(SystemExit):
+        llm_policy.refuse_unsupported(Gemma3ForConditionalGeneration(config), "gemma-3-4b")
+    assert "Gemma3ForConditionalGeneration reads more than text" in capsys.readouterr().err
+
+
+def test_a_rope_that_changes_with_the_length_is_refused_beyond_it(tmp_path, capsys):
+    """There, the keys of a cache are not those of a whole forward pass."""
+    rope = dict(rope_type="longrope", rope_theta=1e4)
+    rope |= dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    options = dict(rope_parameters=rope, original_max_position_embeddings=32)
+    policy, item = load(build("phi3", tmp_path, **options)), SimpleNamespace(prompt="1+1=")
+    task = SimpleNamespace(encode=Arithmetic().encode, test=[], train=[item])
+    check_context(policy, task, train.Config(max_tokens=28), warm=False)
+    with pytest.raises(SystemExit):
+        check_context(policy, task, train.Config(max_tokens=29), warm=False)
+    assert "(LongRoPE); accepted: shorter" in capsys.readouterr().err
+
+
+def test_what_to_know_of_a_model_is_said_at_the_start(tmp_path, scratch, monkeypatch, capsys):
+    config = train.Config(task="gsm8k")
+    assert list_notes(scratch, config) == []
+    policy = load(build("mixtral", tmp_path, num_local_experts=2, num_hidden_layers=1))
+    turn = "{% for m in messages %}<user>{{ m['content'] }}<end>\n{% endfor %}"
+    policy.tokenizer.chat_template = turn
+    router, end = list_notes(policy, config)
+    assert "without its router's balancing loss" in router and "answers may run to" in end
+    assert "ends an answer with '<end>', which does not end one here" in end
+    policy.eos = torch.tensor([1, 2])  # <end> is 2
+    assert list_notes(policy, config) == [router]
+    policy.eos, policy.tokenizer.chat_template = torch.tensor([1]), CHAT  # nothing after an answer
+    assert list_notes(policy, config) == [router]
+    monkeypatch.setattr(train, "list_notes", lambda *_: ["of a model"])
+    monkeypatch.setattr(train, "warm_start", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(SystemExit):
+        train.main([*TINY, "--out", str(tmp_path / "run")])
+    assert "note: of a model\n" in capsys.readouterr().out
+
+
+def test_files_that_lack_a_weight_or_do_not_fit_are_refused(tmp_path, capsys):
+    """transformers would draw the output layer at random, each time another one."""
+    from transformers import AutoModel, AutoTokenizer
+
+    whole = build("llama", tmp_path / "whole")
+    AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "trunk")
+    AutoTokenizer.from_pretrained(whole).save_pretrained(tmp_path / "trunk")
+    assert "its files hold no lm_head.weight" in refused(capsys, str(tmp_path / "trunk"))
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"cut off")
+    assert "cannot be loaded" in refused(capsys, whole)
 
 
 def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused(tmp_path, capsys):

@@ -137,7 +137,7 @@ def test_the_random_control_takes_as_many_tokens_of_each_wrong_answer_and_all_of
     selected = nthr_selected(old)
     adv, tries = -torch.ones(24, 8).double(), 400
     for seed in range(tries):
-        new = nthr_random(adv, replace(old, gen=torch.Generator().manual_seed(seed)))
+        new = nthr_random(adv, replace(old, gen=torch.Generator().manual_seed(seed)), eta=0.0)
         gone = new == 0
         assert (gone | (new == -1)).all() and not (gone & ~old.mask).any()
         assert gone.sum(1).equal(selected.sum(1))
@@ -159,7 +159,7 @@ def test_the_random_control_is_uniform_and_independent_between_rows_groups_and_s
     for seed in (0, 1):
         gen = torch.Generator().manual_seed(seed)
         old = OldPolicy(mask.long(), mask, mask.double(), torch.zeros(n), 4, gen=gen)
-        gone = nthr_random(-mask.double(), old) == 0
+        gone = nthr_random(-mask.double(), old, eta=0.0) == 0
         drawn.append((gone * bits).sum(1).unique(return_inverse=True)[1])
         assert drawn[-1].max() == 5
     first, second = drawn

@@ -267,7 +267,7 @@ def test_ratios_of_e50_and_impossible_tokens_give_no_nan(loss_fn, dtype):
     logp.requires_grad_()
     loss = loss_fn(Batch(logp, old, adv, old < 0, 2, 3))
     grad = torch.autograd.grad(loss, logp)[0]
-    if loss_fn.__name__ in ("reinforce", "dfpo_min", "dfpo_orthogonal"):
+    if loss_fn.__name__ in ("reinforce", "cispo", "dfpo_min", "dfpo_orthogonal"):
         assert not loss.isfinite()  # train.py stops there, see above
     else:
         assert loss.isfinite() and grad.isfinite().all() and (grad[:, 1] == 0).all()
@@ -303,13 +303,15 @@ def test_no_file_here_evaluates_or_unpickles():
     root = Path(train.__file__).parent
     sources = {path: path.read_text() for path in root.glob("[!.]*/**/*.py")}
     sources |= {path: path.read_text() for path in root.glob("*.py")}
+    for path in root.glob("exercises/[0-9]*.py"):
+        del sources[path]  # what students write there is theirs
     assert len(sources) > 20 and sources.pop(Path(__file__))
     for path, text in sources.items():
         assert "eval(" not in text.replace(".eval(", "") and "import pickle" not in text, path
         assert "trust_remote_code" not in text, path
         if path.parent != Path(__file__).parent:  # the grader runs the file that it is given
             assert text.count("torch.load(") == text.count("weights_only=True"), path
-            assert ("exec(" in text or "exec_module(" in text) == (path.name == "grader.py"), path
+            assert ("exec(" in text or "exec_module(" in text) == (path.name == "process.py"), path
 
 
 def test_bad_lines_can_be_left_out_and_are_counted(tmp_path, capsys):

@@ -119,7 +119,8 @@ def test_every_command_of_train_and_verify_runs(command, tmp_path, monkeypatch, 
         train.main([*args, *TINY, "--steps", "2", "--max-tokens", "20"])
     elif script == "verify.py" and "my_losses.py" not in args:
         args = [str(ROOT / arg) if arg.startswith("exercises/") else arg for arg in args]
-        assert verify.main(args) == int("--losses" in args)  # the exercises are blank
+        accepted = (0, 1) if "--losses" in args else (0,)  # the exercises are blank, or solved
+        assert verify.main(args) in accepted
 
 
 if __name__ == "__main__":

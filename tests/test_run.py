@@ -1,9 +1,12 @@
 """Whole runs: what they leave behind, what they repeat, and how they are resumed or shared."""
 
 import json
+import math
 import os
+import re
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import naive
@@ -80,6 +83,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert model(torch.tensor([tokenizer.encode("37+48=")])).logits.isfinite().all()
     told = capsys.readouterr().out
     assert told.count("\nstep ") == 5 and f"everything is in {folder}" in told
+    assert "try next: python -m toy.tax" in told  # README.md has this command, so it exists
     assert "before   after" in told and "4 steps of 4 prompts x 3 answers, 2 update(s)" in told
 
 
@@ -254,3 +258,23 @@ def test_changed_logs_are_noticed_on_resume(tmp_path, capsys):
     capsys.readouterr()
     said = refused(capsys, "--resume", folder, "--steps", "4")
     assert "metrics.jsonl is not what it was at step 2" in said
+
+
+@pytest.mark.parametrize("gap", [0.002, math.nan])
+def test_where_sampler_and_scorer_disagree_the_run_is_saved_and_ends(tmp_path, monkeypatch, gap):
+    args = [*TINY, "--eval-every", "9", "--eval-items", "2"]
+    train.main([*args, "--out", str(tmp_path / "whole")])
+    real, run = train.score, tmp_path / "run"
+
+    def score(policy, reference, answers, config):
+        scored = real(policy, reference, answers, config)
+        return replace(scored, max_logp_gap=gap) if answers.step == 3 else scored
+
+    with monkeypatch.context() as broken, pytest.raises(SystemExit) as stopped:
+        broken.setattr(train, "score", score)
+        train.main([*args, "--out", str(run)])
+    said = f"error: step 3: scored and sampled log-probs differ by {gap} nats, .* step 2 in {run}$"
+    assert re.match(said, stopped.value.code)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
+    train.main(["--resume", str(run)])
+    assert metrics(run) == metrics(tmp_path / "whole")

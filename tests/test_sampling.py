@@ -4,11 +4,12 @@ import itertools
 from types import SimpleNamespace
 
 import naive
+import numpy as np
 import pytest
 import torch
 
 import train
-from llm.policy import make_rows
+from llm.policy import fill_gaps, make_rows, read_prompts
 from toy.arithmetic import Arithmetic
 
 PROMPTS = [[5, 60, 61, 62], [70], [80, 81, 82, 83, 84, 85, 86]]
@@ -85,3 +86,55 @@ def test_few_training_items_are_those_with_the_shortest_solutions():
     lengths = sorted(len(item.demo) for item in Arithmetic().train)
     task = train.load_task(train.Config(train_items=40))
     assert [len(item.demo) for item in task.train] == lengths[:40] and lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_cache_with_room_holds_bit_for_bit_what_transformers_own_holds(policy, bf16):
+    """Also where rows leave, and in bf16, where rotary keys come as fp32."""
+    model, gen = policy.model, torch.Generator().manual_seed(0)
+    prompts, places = PROMPTS * 8, set()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        states = read_prompts(model, prompts)
+        before = [layer.keys.clone() for layer in states.cache.layers]
+        theirs, _, attention = states.of(torch.arange(24))
+        ours, _, _ = states.to_sample()
+        for t in range(24):
+            if t in (0, 5, 6, 15):
+                stays = torch.rand(len(attention), generator=gen) > 0.2
+                index = fill_gaps(stays)
+                assert sorted(index.tolist()) == stays.nonzero().flatten().tolist()
+                for cache in (theirs, ours):
+                    cache.reorder_cache(index)
+                attention = attention[index]
+            attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
+            tokens = torch.randint(5, 99, (len(attention), 1), generator=gen)
+            inputs = dict(attention_mask=attention.long(), use_cache=True)
+            inputs["position_ids"] = attention.sum(1, keepdim=True) - 1
+            hidden = [
+                model.base_model(tokens, past_key_values=cache, **inputs).last_hidden_state
+                for cache in (theirs, ours)
+            ]
+            assert torch.equal(*hidden)
+            places.add(ours.layers[1].room[0].data_ptr())
+    for own, layer in zip(theirs.layers, ours.layers, strict=True):
+        assert layer.keys.dtype == layer.values.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        assert torch.equal(layer.keys, own.keys.to(layer.keys.dtype))
+        assert torch.equal(layer.values, own.values.to(layer.keys.dtype))
+    assert len(places) < 8  # most tokens are written in place
+    assert all(map(torch.equal, before, [layer.keys for layer in states.cache.layers]))
+
+
+def test_a_draw_is_exact_in_a_large_vocabulary():
+    """Beside numpy in float64. Sums in fp32 would take other tokens."""
+    gen = torch.Generator().manual_seed(0)
+    logp = torch.randn(1, 150_000, generator=gen).log_softmax(-1)
+    uniform = torch.rand(2000, 1, generator=gen, dtype=torch.float64)
+    cdf = logp[0].exp().double().numpy().cumsum()
+    expected = np.searchsorted(cdf, uniform[:, 0].numpy() * cdf[-1], side="right")
+    assert [train.draw(logp, u[None]).item() for u in uniform[:200]] == expected[:200].tolist()
+
+
+def test_few_rows_move_when_others_leave():
+    assert fill_gaps(torch.tensor([True, False, True, False, False, True])).tolist() == [0, 5, 2]
+    assert fill_gaps(torch.tensor([True, True, False])).tolist() == [0, 1]
+    assert fill_gaps(torch.tensor([False, False, True])).tolist() == [2]

@@ -412,6 +412,7 @@ def test_each_preset_shows_what_its_sentence_says(browser, page):
         "GSPO": ("tax only", "tax only"),
         "One divisor": ("cancels", "cancels"),
         "Clip without min": ("no gradient", "no gradient"),
+        "CISPO": ("cancels", "cancels"),
         "Min-Replace": ("cancels", "cancels"),
         "Adv-Orthogonal": ("cancels", "tax only"),
         "Projection": ("cancels", "credit only"),

@@ -37,6 +37,7 @@ HONOURED = [name for name, m in METHODS.items() if not m.needs_hidden and not m.
 CLIPS = {"eps_low": 0.15, "eps_high": 0.2}
 HYPER = {
     "advantage-reweighting": CLIPS | {"alpha": 0.7},
+    "cispo": CLIPS,
     "dfpo-min": {},
     "dfpo-orthogonal": {},
     "gspo": {"eps_low": 0.5, "eps_high": 0.6},

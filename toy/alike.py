@@ -43,40 +43,57 @@ KINDS = ("grpo", "node mean", "unbiased")
 class Outcome(NamedTuple):
     """What may become of an answer."""
 
-    way: int  # its first token, which other answers may share; after it all answers differ
-    chance: float  # on this way
+    way: int  # its first token, which other answers may share
+    chance: float  # of what follows the tokens that it may share
     reward: float
     length: int
+    plan: int | None = None  # a second token that it may share; after that all answers differ
 
 
 class Groups:
-    """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
+    """Every group of G independent answers, all of them in one batch. N rows = groups x G.
 
-    def __init__(self, outcomes: list[Outcome], G: int):
-        picks = list(itertools.combinations_with_replacement(range(len(outcomes)), G))
+    With copies there are as many of each group, one after the other all.
+    """
+
+    def __init__(self, outcomes: list[Outcome], G: int, copies: int = 1):
+        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)] * copies
         rows = [outcomes[k] for pick in picks for k in pick]
         self.G = G
         self.orders = torch.tensor([count_orders(pick) for pick in picks])  # (groups,)
         self.way = torch.tensor([row.way for row in rows])  # (N,)
+        self.plan = torch.tensor([-1 if row.plan is None else row.plan for row in rows])
         self.chance = torch.tensor([row.chance for row in rows], dtype=torch.float64)
         self.rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         place = torch.arange(max(row.length for row in rows))  # (T,)
         self.mask = place < torch.tensor([[row.length] for row in rows])
         tokens = torch.where(place == 0, self.way[:, None], torch.arange(len(rows))[:, None])
+        shared = (place == 1) & (self.plan >= 0)[:, None]
+        tokens = torch.where(shared, -1 - self.plan[:, None], tokens)
         self.nodes = losses.prefix_nodes(tokens, self.mask, G)
 
-    def batch(self, logits: Tensor, scale: str) -> losses.Batch:
-        """On-policy. Losses are homogeneous in A, so each group's A carries its probability.
+    def probabilities(self, logp: Tensor) -> Tensor:
+        """Of every group under a policy. (N, T) -> (groups,)."""
+        chances = self.chance * logp.detach().sum(1).exp()  # (N,)
+        return chances.view(-1, self.G).prod(1) * self.orders
 
-        It also carries the number of groups, over which a loss takes the mean.
+    def batch(self, logp: Tensor, shares: Tensor, scale: str) -> losses.Batch:
+        """On-policy. shares: how much each group counts, (groups,).
+
+        Losses are homogeneous in A, so each group's A carries its share. It also carries the number
+        of groups, over which a loss takes the mean.
         """
-        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
-        logp[:, 0] = logits.log_softmax(0)[self.way]
-        p = (self.chance * logp[:, 0].detach().exp()).view(-1, self.G).prod(1) * self.orders
-        weight = (p * len(p)).repeat_interleave(self.G)  # (N,)
+        weight = (shares * len(shares)).repeat_interleave(self.G)  # (N,)
         A = losses.group_advantages(self.rewards, self.G, scale) * weight
         adv = A[:, None].expand(self.mask.shape)
         return losses.Batch(logp, logp.detach(), adv, self.mask, self.G, self.mask.shape[1])
+
+    def expected_batch(self, logits: Tensor, scale: str) -> losses.Batch:
+        """By the logits of the ways, which are all that is learnt; each group counts as it is
+        probable."""
+        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
+        logp[:, 0] = logits.log_softmax(0)[self.way]
+        return self.batch(logp, self.probabilities(logp), scale)
 
 
 def apply_projection(module, kind: str, batch: losses.Batch, loss: Tensor, nodes: Tensor) -> Tensor:
@@ -99,7 +116,7 @@ def make_groups(lengths: tuple[tuple[int, int], ...], G: int) -> Groups:
 def expected_push(groups: Groups, start: float, kind: str, scale: str) -> tuple[float, float]:
     """On the first way's logit, if `start` is that way's share; and the learning tax."""
     logits = torch.tensor([start, 1 - start], dtype=torch.float64).log().requires_grad_()
-    batch = groups.batch(logits, scale)
+    batch = groups.expected_batch(logits, scale)
     loss = apply_projection(losses, kind, batch, losses.grpo(batch), groups.nodes)
     c = losses.token_coefficients(loss, batch.logp)
     tax = losses.learning_tax(c, batch.adv[:, 0], groups.nodes, groups.mask)

@@ -41,6 +41,7 @@ from losses import (
     project,
     token_coefficients,
 )
+from toy.figure import save_picture
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
@@ -48,7 +49,7 @@ AFTER = (*PROMPT, OPENER)
 GROUPS, G, STEPS = 8, 8, 32
 SIZE = 0.6  # the length of the first step
 NAMES = (
-    *("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "gspo", "dfpo-min"),
+    *("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "cispo", "gspo", "dfpo-min"),
     *("dfpo-min eps 0.2", "dfpo-orthogonal", "pos-only", "grpo+proj", "dr-grpo+proj", "gspo+proj"),
 )
 # gspo's own clip range is made for long answers; eps is our clip for dfpo-min.
@@ -62,17 +63,17 @@ COLUMNS = {
 }
 # What each panel of the picture shows, by which lines.
 PANELS = {
-    "drift": ("pos-only", "grpo", "gspo", "grpo+proj", "dfpo-min"),
-    "tax": ("pos-only", "grpo", "gspo", "dr-grpo", "dfpo-min"),
-    "solutions": ("grpo", "reinforce", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
-    "reward": ("grpo", "reinforce", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
+    "drift": ("pos-only", "grpo", "gspo", "cispo", "dfpo-min"),
+    "tax": ("pos-only", "grpo", "gspo", "dr-grpo", "cispo"),
+    "solutions": ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
+    "reward": ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
 }
 # Okabe and Ito's colours, safe for the colour-blind; dashes and markers tell lines apart in grey.
 STYLES = {
-    "reinforce": dict(color="#000000", marker="o"),
     "grpo": dict(color="#E69F00", marker="s"),
     "grpo+proj": dict(color="#E69F00", marker="s", linestyle="--", markerfacecolor="white"),
     "dr-grpo": dict(color="#009E73", marker="^"),
+    "cispo": dict(color="#000000", marker="o"),
     "gspo": dict(color="#D55E00", marker="v"),
     "dfpo-min": dict(color="#0072B2", marker="D"),
     "dfpo-min eps 0.2": dict(color="#0072B2", marker="D", linestyle="--", markerfacecolor="white"),
@@ -213,13 +214,7 @@ def main(argv: list[str] | None = None):
     torch.set_num_threads(1)
     curves = study(options.seeds)
     show(curves)
-    if options.plot:
-        try:
-            plot(curves, options.plot)
-        except (ImportError, ValueError, OSError) as error:
-            parser.error(
-                f"--plot {options.plot}: {error}; it needs matplotlib (pip install -e '.[plot]')"
-            )
+    save_picture(plot, curves, path=options.plot)
 
 
 if __name__ == "__main__":

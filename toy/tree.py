@@ -465,14 +465,13 @@ LEGEND += (
 )
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 850 {height:g}" fill="#1d2126"
  font-family="system-ui, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="12.5">
-<title>One group of answers as a prefix tree, under REINFORCE and under GRPO</title>
-<style>.code {{ font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px }}
-.small {{ font-size: 11px }} .large {{ font-size: 15px }} .bold {{ font-weight: 600 }}
-.end {{ text-anchor: end }} .middle {{ text-anchor: middle }}
-.win {{ fill: #0072b2 }} .lose {{ fill: #b34f00 }} .tax {{ fill: #9b3d74 }}</style>
+<title>One group of answers as a prefix tree, under REINFORCE and under GRPO</title>"""
+STYLE = """<style>.code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px }
+.small { font-size: 11px } .large { font-size: 15px } .bold { font-weight: 600 }
+.end { text-anchor: end } .middle { text-anchor: middle }
+.win { fill: #0072b2 } .lose { fill: #b34f00 } .tax { fill: #9b3d74 }</style>
 <pattern id="stripes" width="4" height="4" patternUnits="userSpaceOnUse"
- patternTransform="rotate(45)"><path d="M0 0h1.7v4h-1.7z" fill="#fff"/></pattern>
-<path d="M0 0h850v{height:g}H0z" fill="#fff"/>"""
+ patternTransform="rotate(45)"><path d="M0 0h1.7v4h-1.7z" fill="#fff"/></pattern>"""
 
 
 class Picture:
@@ -593,7 +592,8 @@ def toy_picture() -> str:
             picture.text(645, top + 216 + 15 * k, words, "small")
         parts += picture.parts
         top += 44 + picture.height(root)
-    return "\n".join([HEAD.format(height=top + 4), *parts, "</svg>\n"])
+    head = [HEAD.format(height=top + 4), STYLE, f'<path d="M0 0h850v{top + 4:g}H0z" fill="#fff"/>']
+    return "\n".join([*head, *parts, "</svg>\n"])
 
 
 # ---------------- the command line

@@ -39,7 +39,8 @@ class Kept:
     prompts: int  # of reading the prompts
     bucket: int  # of scoring a bucket
     both: int  # of the two together, which share a bf16 copy of the weights
-    token: int  # keys and values of a token
+    token: int  # keys and values of a prompt's token, as they are read
+    sampled: int  # keys and values of a token in the rollout
     parameters: int  # their number
 
 
@@ -50,16 +51,23 @@ def count_kept(case: Case, rows: int, fake: bool = True) -> Kept:
         own = {p.untyped_storage()._cdata for p in model.parameters()}
         prompts = [[i] * case.prompt for i in range(case.prompts)]
         read, of_prompts = saved_storages(lambda: read_prompts(model, prompts))
-        states = read.of(torch.arange(rows) % case.prompts)
+        read.place = torch.arange(rows) % case.prompts
+        states = read.of(torch.arange(rows))
         hidden, of_bucket = saved_storages(lambda: read_answers(model, case.cap, states))
         of_bucket[hidden.untyped_storage()._cdata] = hidden  # the output layer keeps it
         bytes_kept = [
             sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in own)
             for storages in (of_prompts, of_bucket, of_prompts | of_bucket)
         ]
-        cached = sum(x.nbytes for layer in read.cache.layers for x in (layer.keys, layer.values))
-        token = cached // (case.prompts * case.prompt)
-        return Kept(*bytes_kept, token, sum(p.numel() for p in model.parameters()))
+        tokens = [cache_size(cache) for cache in (read.cache, read.to_sample()[0])]
+        return Kept(*bytes_kept, *tokens, sum(p.numel() for p in model.parameters()))
+
+
+def cache_size(cache) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    n, _, tokens, _ = cache.layers[0].keys.shape
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    return held // (n * tokens)
 
 
 def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
@@ -102,7 +110,10 @@ def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, flo
     shared = kept.token * case.prompts * case.prompt
     chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
     head = 2 * chunk + 4 * case.vocab * case.width
-    rollout = answers * (kept.token * (case.prompt + case.cap) + 32 * case.vocab)
+    room = case.prompt  # of llm.cache.RoomyLayer: each time a quarter more, at the longest answer
+    while room < case.prompt + case.cap - 1:
+        room += 1 + (room + 1) // 4 + 4
+    rollout = answers * (kept.sampled * room + 16 * case.vocab)
     needs = {
         "weights, gradients, AdamW's two moments": 16 * kept.parameters,
         "start policy (--no-reference: none)": 4 * kept.parameters,

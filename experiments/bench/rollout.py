@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 import train
 from experiments.bench.timing import make_parser, show_ratio, turns
-from llm.policy import Policy
+from llm.policy import Policy, fill_gaps
 
 EOS = 1
 GROUP = 8
@@ -48,7 +48,7 @@ CASES = {
 class Ends(nn.Module):
     """An output layer that ends answer i at its lengths[i]-th token.
 
-    Its rows are all answers, or those that have not ended yet.
+    Its rows are all answers, or those that have not ended yet, in the order of train.generate.
     """
 
     def __init__(self, head: nn.Module, lengths: Tensor):
@@ -59,11 +59,10 @@ class Ends(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
-        lengths = self.lengths
-        if len(logits) < len(lengths):
-            lengths = lengths[lengths > self.t]
+        if len(logits) < len(self.lengths):
+            self.lengths = self.lengths[fill_gaps(self.lengths > self.t)]
         self.t += 1
-        last = (lengths == self.t).view(-1, *[1] * (logits.dim() - 2))
+        last = (self.lengths == self.t).view(-1, *[1] * (logits.dim() - 2))
         logits[..., EOS] = torch.where(last, 1e4, -1e4)
         return logits
 

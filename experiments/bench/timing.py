@@ -1,6 +1,7 @@
 """What the benches measure with: interleaved sides in one process, quartiles, peak memory."""
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def rise_mb(work: Callable, device: str = "cpu") -> float:
         torch.cuda.reset_peak_memory_stats()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
+    gc.collect()  # garbage that goes while work() runs would hide its rise
     before = resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
     work()

@@ -1,0 +1,233 @@
+"""C18: what a learning tax costs. Which way of several grows, in expectation and on-policy.
+
+Answers take one of several ways. Siblings compete: a softmax takes from one what it gives to
+another. So a tax moves a way only as far as it differs from the tax of its siblings, and it costs
+reward only where it moves a better way down.
+
+The push on a way's logit is the gradient of the expected objective. It is measured through the
+losses, over all groups of G answers, each with its probability (toy/alike.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from claims.formulas import NORMALISER
+from claims.tax import World
+from claims.trees import Draw, ascent
+from toy.alike import Groups, Outcome
+
+
+def make_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
+    """Each way may end in as many kinds of answers as that, right and wrong by turns if binary."""
+    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
+        outcomes = []
+        for way in range(ways):
+            chances = draw.randn(kinds).softmax(0).tolist()
+            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
+            rewards = draw.randn(kinds).tolist()
+            if binary:
+                rewards = [float(k % 2) for k in range(kinds)]
+            kinds_of_way = zip(chances, rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
+
+
+def measure_push(module, name: str, world: World, scale: str) -> Tensor:
+    """On the logit of each way. (ways,)."""
+    groups = Groups(world.outcomes, world.G)
+    logits = torch.tensor(world.shares, dtype=torch.float64).log().requires_grad_()
+    return ascent(getattr(module, name)(groups.expected_batch(logits, scale)), logits)
+
+
+def weight(name: str, world: World, outcome: Outcome) -> float:
+    """On-policy, of an answer's advantage: 1/T_i, or one constant for all."""
+    lengths = [other.length for other in world.outcomes]
+    if NORMALISER[name] == "seq-mean":
+        return 1 / outcome.length
+    return 1 / max(lengths)
+
+
+def mean_over(world: World, way: int, f: Callable[[Outcome], float]) -> float:
+    """The mean of f(outcome) on a way."""
+    return sum(o.chance * f(o) for o in world.outcomes if o.way == way)
+
+
+def credit_and_tax(name: str, world: World) -> list[tuple[float, float]]:
+    """wbar (Q - J) and Cov(w, R) of each way."""
+    ways = range(len(world.shares))
+    w = [mean_over(world, way, lambda o: weight(name, world, o)) for way in ways]
+    Q = [mean_over(world, way, lambda o: o.reward) for way in ways]
+    products = [mean_over(world, way, lambda o: weight(name, world, o) * o.reward) for way in ways]
+    J = sum(p * x for p, x in zip(world.shares, Q, strict=True))
+    return [(w[a] * (Q[a] - J), products[a] - w[a] * Q[a]) for a in ways]
+
+
+def softmax_push(world: World, f: list[float]) -> list[float]:
+    """pi_a (f_a - fbar), with fbar = sum pi_a f_a."""
+    fbar = sum(p * x for p, x in zip(world.shares, f, strict=True))
+    return [p * (x - fbar) for p, x in zip(world.shares, f, strict=True)]
+
+
+def c18a(module, name, draws, evidence):
+    """The expected push on logit a is pi_a (f_a - fbar) with
+    f_a = (1 - 1/G)(wbar_a (Q_a - J) + Cov(w, R | a)).
+
+    Source: what a tax costs (D)
+
+    Groups of G independent answers come from the policy itself. One choice has the probabilities
+    pi_a. Q_a is the mean reward of the answers that take a, J that of all answers. Let A_i be R_i
+    minus the mean of the group, and let the weight w_i of answer i depend on answer i alone, as
+    1/T_i does. Answer i's gradient for the logit of a is w_i A_i (1[i takes a] - pi_a), so the
+    expected push is
+
+      pi_a f_a - pi_a sum_b pi_b f_b = pi_a (f_a - fbar),  f_a = E[w_i A_i | i takes a].
+
+    A_i = (1 - 1/G) R_i - (1/G) sum_{j != i} R_j, and the siblings are independent of answer i:
+
+      f_a = (1 - 1/G) E[w_i (R_i - J) | a] = (1 - 1/G) (wbar_a (Q_a - J) + Cov(w, R | a)).
+
+    The first term is the credit. The second is C17h's expected tax, per visitor. Two things follow.
+
+      A covariance that all siblings have alike is also in fbar. It moves nothing: it is an error of
+      the baseline, noise without drift. So the size of the learning tax does not say what it costs.
+      A constant weight has no covariance, and f_a - f_b = (1 - 1/G) w (Q_a - Q_b). Of two ways the
+      better one always grows. The token mean of DAPO and CISPO is no constant: it divides by the
+      tokens of the siblings, too. In a batch of one pair it can move the worse way up.
+
+    Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
+    has no closed form.
+
+    Measured: three ways with two kinds of answers each, with random rewards and lengths, groups
+    of 2 to 4. Then the same with all ways alike: the push is 0. The std scale ties w_i A_i to the
+    whole group ("left": how far it turns the vector of pushes; but see C18b).
+    """
+    for world in make_worlds(draws, ways=3, kinds=2, binary=False):
+        f = [(1 - 1 / world.G) * (credit + tax) for credit, tax in credit_and_tax(name, world)]
+        push = measure_push(module, name, world, "mean")
+        evidence.equal(softmax_push(world, f), push)
+        other = measure_push(module, name, world, "std")
+        evidence.record_left((other / other.norm() - push / push.norm()).norm())
+        alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
+        push = measure_push(module, name, world._replace(outcomes=alike), "mean")
+        evidence.equal([0.0] * 3, push)
+
+
+def factor(G: int, b: float, scale: str) -> float:
+    """K: the mean advantage of a right answer over 1 - b, if answers are right with chance b."""
+    if scale == "mean":
+        return 1 - 1 / G
+    mean = 0.0
+    for k in range(G - 1):  # right siblings; if all are right, there is no advantage
+        share = (k + 1) / G
+        std = math.sqrt(G / (G - 1) * share * (1 - share))
+        chance = math.comb(G - 1, k) * b**k * (1 - b) ** (G - 1 - k)
+        mean += chance * (1 - share) / (std + 1e-4)
+    return mean / (1 - b)
+
+
+def binary_f(name: str, world: World, way: int, b: float) -> float:
+    """q (1-b)/T_right - (1-q) b/T_wrong, with the weight of the method for 1/T."""
+    right = mean_over(world, way, lambda o: o.reward * weight(name, world, o))
+    wrong = mean_over(world, way, lambda o: (1 - o.reward) * weight(name, world, o))
+    return right * (1 - b) - wrong * b
+
+
+def c18b(module, name, draws, evidence):
+    """Rewards 0 and 1: f = K (q (1-b)/T_right - (1-q) b/T_wrong) with 1/T_i, else K (q - b)/L; the
+    larger f grows.
+
+    Source: what a tax costs (D); setting: C18a
+
+    Let a way be right with chance q, the policy with chance b = sum pi_a q_a. Let 1/T_right and
+    1/T_wrong be the means of 1/T_i over the way's right and wrong answers. With centred rewards,
+    C18a's (1 - 1/G) E[w_i (R_i - b) | a] is
+
+      f = K (q (1 - b) / T_right - (1 - q) b / T_wrong),  K = 1 - 1/G.
+
+    This form also holds for the std scale, with another K. Given R_i, the advantage A_i depends on
+    the siblings only. Let u be its mean if R_i = 1, and -v if R_i = 0. Advantages sum to 0, so
+    b u = (1 - b) v. Then u = K (1 - b) and v = K b, where K depends on G and b alone:
+
+      K = 1/(1 - b) sum_k C(G-1, k) b^k (1-b)^(G-1-k) (1 - m) / (std + 1e-4),  m = (k + 1)/G,
+
+    over k = 0, ..., G - 2 right siblings, and std = sqrt(G/(G-1) m (1 - m)). K is the same for all
+    ways, so it decides how fast they move, and f/K where to. For a constant weight 1/L this is
+    f = K (q - b)/L: the way that is right more often grows, at every b.
+
+    With 1/T_i the worse of two ways grows if its f is the larger one: right answers that are short,
+    wrong ones that are long. The learning tax may be as large where nothing of the kind happens
+    (python -m toy.tax).
+
+    Measured: two ways with four kinds of answers each, both scales, the value and the sign of the
+    push on the odds of the first way. "left", for 1/T_i: how much of f_A - f_B is tax, |tax| over
+    |tax| + |credit|.
+    """
+    for world in make_worlds(draws, ways=2, kinds=4, binary=True):
+        q = [mean_over(world, way, lambda o: o.reward) for way in (0, 1)]
+        b = sum(p * x for p, x in zip(world.shares, q, strict=True))
+        f = [binary_f(name, world, way, b) for way in (0, 1)]
+        is_uneven = NORMALISER[name] == "seq-mean"
+        first_grows = f[0] > f[1] if is_uneven else q[0] > q[1]
+        for scale in ("mean", "std"):
+            K = factor(world.G, b, scale)
+            push = measure_push(module, name, world, scale)
+            evidence.equal(softmax_push(world, [K * x for x in f]), push)
+            evidence.equal(first_grows, bool(push[0] > push[1]))
+        if is_uneven:
+            credit, tax = (x - y for x, y in zip(*credit_and_tax(name, world), strict=True))
+            evidence.record_left(abs(tax) / (abs(tax) + abs(credit)))
+
+
+def c18c(module, name, draws, evidence):
+    """Against a way that is always wrong, 1/T_i ends at the share 1/T_r / (q/T_r + (1-q)/T_w -
+    1/T_B), if within (0, 1).
+
+    Source: what a tax costs (D); setting: C18b
+
+    Way A is right with chance q, at the lengths T_r if right and T_w if wrong. Way B is always
+    wrong, at the length T_B. If s is the share of A, then b = s q. C18b has
+
+      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
+
+    At s = 0 that is K q/T_r > 0, and it is linear in s up to K. So it is 0 for one s at most,
+
+      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
+
+    positive below it and negative above it: training ends there, whatever the start. share* lies
+    between 0 and 1 iff (1 - q)(1/T_w - 1/T_r) > 1/T_B, that is if the wrong answers of A are short
+    and those of B are long. Then a way that never succeeds keeps the share 1 - share* for ever, and
+    the expected reward stays at q share*. For q = 1 that cannot be. Otherwise A takes all, as it
+    does with a constant weight, f_A - f_B = K q/L.
+
+    Measured, with both scales: the push is 0 at share*, upwards at share*/2, and downwards half-way
+    between share* and 1. Where share* lies outside, and for constant weights, it is upwards at
+    0.01, 0.5 and 0.99.
+    """
+    for k, (outcomes, end) in enumerate(make_races(draws)):
+        G, scale = 2 + k % 3, ("mean", "std")[k // 2 % 2]
+        is_inside = NORMALISER[name] == "seq-mean" and 0 < end < 1
+        signs = {end / 2: 1, (1 + end) / 2: -1} if is_inside else {0.01: 1, 0.5: 1, 0.99: 1}
+        for share, sign in signs.items():
+            push = measure_push(module, name, World(G, outcomes, [share, 1 - share]), scale)
+            evidence.equal(sign, push[0].sign())
+        if is_inside:
+            push = measure_push(module, name, World(G, outcomes, [end, 1 - end]), scale)
+            evidence.equal([0.0, 0.0], push)
+
+
+def make_races(draws: list[Draw]) -> Iterator[tuple[list[Outcome], float]]:
+    """Against a way that is always wrong, with share* in turn between 0 and 1 and not."""
+    for draw in draws[::6]:
+        q = 0.2 + 0.6 * float(draw.randn(1).sigmoid())
+        T_w, more = (torch.randint(1, 5, (2,), generator=draw.generator) + 1).tolist()
+        T_r = T_w + more
+        bound = 1 / ((1 - q) * (1 / T_w - 1 / T_r))  # T_B above it: share* is inside
+        for T_B in (math.floor(bound) + 2, max(1, math.ceil(bound) - 2)):
+            outcomes = [Outcome(0, q, 1.0, T_r), Outcome(0, 1 - q, 0.0, T_w)]
+            outcomes.append(Outcome(1, 1.0, 0.0, T_B))
+            yield outcomes, (1 / T_r) / (q / T_r + (1 - q) / T_w - 1 / T_B)

@@ -1,0 +1,40 @@
+"""What the figures of toy/ share: intervals over seeds, and pictures, which need matplotlib."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
+
+
+def quantile(freedom: int) -> float:
+    """97.5 % quantile of Student's t; above the table, its expansion in 1/freedom."""
+    if freedom <= len(T_975):
+        return T_975[freedom - 1]
+    return 1.960 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half its 95 % interval (Student's t). A nan is left out; the half is nan for a
+    single value, and where a value is infinite."""
+    values = [v for v in values if not math.isnan(v)]
+    n = len(values)
+    if n < 2 or not all(map(math.isfinite, values)):
+        return sum(values) / n if n else math.nan, math.nan
+    return statistics.fmean(values), quantile(n - 1) * statistics.stdev(values) / n**0.5
+
+
+def save_picture(plot: Callable, *data, path: Path | None):
+    """plot(*data, path), if there is a path. What goes wrong ends in one line."""
+    from llm import fail  # here, as experiments/curves.py needs this file without torch
+
+    if not path:
+        return
+    try:
+        plot(*data, path)
+    except (ImportError, ValueError, OSError) as error:
+        fail(f"--plot {path}: {error}; it needs matplotlib (pip install -e '.[plot]')")

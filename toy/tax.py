@@ -1,0 +1,214 @@
+"""When the learning tax costs reward, and when it does not: two ways to answer, five settings.
+
+    python -m toy.tax                  the table
+    python -m toy.tax --plot tax.png   and the picture (needs matplotlib)
+
+An answer takes way A or way B. On A it then makes a good or a bad plan. With a good plan it is
+right with probability 0.6, with a bad one never. On B it is right with a fixed probability, at most
+0.2. Filler without any choice follows and gives the answer its length. So the best policy takes A
+with a good plan, and its expected reward is 0.6. The policy has one logit for the way, 2 at the
+start, and one for the plan, 0 at the start.
+
+Nothing is sampled. All groups of 4 answers are enumerated, and each counts with its probability
+under the policy that began the batch. So an update is an expectation. There are 8 updates to a
+batch, off-policy after the first, and 120 batches. Training is plain gradient ascent; the first
+update is equally long for all methods. Averages over tokens divide by the number of all
+enumerated tokens, however probable these are.
+
+What to expect is claim C18. The way with the larger f grows. For grpo
+f = q (1 - b) / T_right - (1 - q) b / T_wrong, up to a factor. Here q is a way's chance to be right,
+b the policy's, and T are the lengths on this way. With one constant in the place of both T, f is
+q - b, and the better way grows.
+
+What came out: grpo and gspo, which divide by the length, lose reward for good in settings 3 and 5.
+Their learning tax is as large in 2 and 4, where they lose at most 0.002. All others end near 0.6.
+These are toy worlds, and small steps. With sampled groups and large learning rates less is lost:
+see experiments/README.md. Setting 5 is a limit: f_A - f_B is 0 if A has all, and else below 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from losses import METHODS, Batch, learning_tax, project, token_coefficients
+from toy.alike import Groups, Outcome
+from toy.drift import STYLES
+from toy.figure import save_picture
+
+G, BATCHES, UPDATES = 4, 120, 8
+START = ((2.0, 0.0),)  # one policy: the logits of way A and of a good plan
+SIZE = 0.1  # the length of the first update
+RIGHT = 0.6  # with a good plan
+# lengths of right and wrong answers on A; chance to be right on B, and lengths there
+SETTINGS = {
+    "1: all lengths equal": ((16, 16), 0.0, (16, 16)),
+    "2: A wrong is long": ((6, 24), 0.0, (32, 32)),
+    "3: A wrong is short": ((24, 6), 0.0, (32, 32)),
+    "4: as 3, B is shorter": ((24, 6), 0.0, (4, 4)),
+    "5: B right is short": ((16, 16), 0.2, (4, 24)),
+}
+NAMES = (
+    *("reinforce", "dr-grpo", "dapo", "grpo-symmetric", "cispo", "dfpo-min"),
+    *("grpo", "gspo", "grpo+proj"),
+)
+HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}}
+PANELS = tuple(SETTINGS)[1], tuple(SETTINGS)[2], tuple(SETTINGS)[4]
+LINES = ("grpo", "gspo", "grpo+proj", "cispo", "dfpo-min")
+
+
+def make_groups(setting: str, copies: int = 1) -> Groups:
+    """All groups, or as many copies of them as there are policies."""
+    (right, wrong), chance, (right_b, wrong_b) = SETTINGS[setting]
+    outcomes = [
+        Outcome(0, RIGHT, 1.0, right, plan=0),
+        Outcome(0, 1 - RIGHT, 0.0, wrong, plan=0),
+        Outcome(0, 1.0, 0.0, wrong, plan=1),
+        Outcome(1, chance, 1.0, right_b),
+        Outcome(1, 1 - chance, 0.0, wrong_b),
+    ]
+    return Groups([outcome for outcome in outcomes if outcome.chance], G, copies)
+
+
+def log_probs(groups: Groups, logits: Tensor) -> Tensor:
+    """Of the way and of the plan, and 0 for filler. (policies, 2) -> (N, T)."""
+    choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0 for A, 0 for good, -1 for none
+    logits = logits.repeat_interleave(len(choices) // len(logits), 0)  # (N, 2)
+    logp = logsigmoid((1 - 2 * choices) * logits).masked_fill(choices < 0, 0.0)
+    return pad(logp, (0, groups.mask.shape[1] - 2))
+
+
+def start_batch(groups: Groups, logits: Tensor, scale: str) -> Batch:
+    old = log_probs(groups, logits)
+    return groups.batch(old, groups.probabilities(old), scale)
+
+
+def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a method's J, (policies, 2), and the token coefficients, (N, T)."""
+    plain, _, projected = name.partition("+")
+    logits = logits.detach().requires_grad_()
+    logp = log_probs(groups, logits)
+    loss = METHODS[plain].passes[0](replace(batch, logp=logp), **HYPER.get(plain, {}))
+    if projected:
+        loss = project(loss, logp, batch.adv[:, 0], groups.nodes, groups.mask)
+    c = token_coefficients(loss, logp)
+    return torch.autograd.grad(logp, logits, c / len(c))[0], c
+
+
+def train(groups: Groups, name: str) -> tuple[Tensor, float]:
+    """The logits before each batch and after the last, (BATCHES + 1, 1, 2).
+
+    And the mean learning tax of the last updates of the batches.
+    """
+    logits, rate = torch.tensor(START, dtype=torch.float64), None
+    path, taxes = [logits], []
+    for _ in range(BATCHES):
+        batch = start_batch(groups, logits, METHODS[name.partition("+")[0]].scale)
+        for _ in range(UPDATES):
+            push, c = compute_push(groups, name, batch, logits)
+            rate = rate or SIZE / push.norm()
+            logits = logits + rate * push
+        path.append(logits)
+        taxes.append(learning_tax(c, batch.adv[:, 0], groups.nodes, groups.mask))
+    return torch.stack(path), sum(taxes) / len(taxes)
+
+
+def expected_reward(setting: str, logits: Tensor) -> Tensor:
+    """(..., 2) -> (...)."""
+    way, plan = logits.sigmoid().unbind(-1)
+    return way * plan * RIGHT + (1 - way) * SETTINGS[setting][1]
+
+
+def predict_difference(setting: str, share: float) -> float:
+    """f_A - f_B of grpo without its factor, if A has this share and all plans are good (C18)."""
+    A, chance, B = SETTINGS[setting]
+    b = share * RIGHT + (1 - share) * chance
+    f = [q * (1 - b) / T[0] - (1 - q) * b / T[1] for q, T in ((RIGHT, A), (chance, B))]
+    return f[0] - f[1]
+
+
+def predict_share(setting: str) -> float:
+    """A's share at the end: where f_A - f_B, a straight line, becomes 0 from above, or an end."""
+    low, high = predict_difference(setting, 0.0), predict_difference(setting, 1.0)
+    if low > 0 > high:
+        return low / (low - high)
+    return float(low > 0)
+
+
+def measure_difference(setting: str, share: float) -> float:
+    """f_A - f_B from grpo's push on the way's logit, for advantages R - mean R."""
+    groups = make_groups(setting)
+    logits = torch.tensor([[share, 1.0]], dtype=torch.float64).logit(eps=1e-12)
+    batch = start_batch(groups, logits, "mean")
+    push = float(compute_push(groups, "grpo", batch, logits)[0][0, 0])
+    return push / (share * (1 - share) * (1 - 1 / G))
+
+
+def show(title: str, rows: dict[str, list[float]]):
+    print(f"\n{title}\n{'':20}" + "".join(f"{f'setting {s[0]}':>12}" for s in SETTINGS))
+    for name, numbers in rows.items():
+        print(f"{name:20}" + "".join(f"{abs(x):>12.3f}" for x in numbers))
+
+
+def plot(paths: dict[tuple[str, str], Tensor], file: Path):
+    """Expected reward in three settings, and the closed form against what is measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2.9), layout="constrained")
+    *axes, last = figure.subplots(1, 4)
+    for axis, setting in zip(axes, PANELS, strict=True):
+        for i, name in enumerate(LINES):
+            style = STYLES[name] | dict(markevery=(5 * i, 25), markersize=4.5, linewidth=1.4)
+            axis.plot(expected_reward(setting, paths[setting, name]), label=name, **style)
+        axis.set_title(f"reward, {setting}", fontsize=9)
+        axis.set_xlabel("batches", fontsize=8)
+        axis.set_ylim(0.15, 0.62)
+    shares = [0.1, 0.3, 0.5, 0.7, 0.9]
+    for setting, color, marker in zip(
+        PANELS, ("#56B4E9", "#CC79A7", "#000000"), "ovs", strict=True
+    ):
+        line = [predict_difference(setting, x) for x in (0, 1)]
+        last.plot((0, 1), line, color=color, linewidth=1.2)
+        points = [measure_difference(setting, x) for x in shares]
+        last.plot(shares, points, marker, color=color, label=setting, markersize=4.5)
+    last.axhline(0, color="#999999", linewidth=0.8)
+    last.set_title("grpo: $f_A - f_B$; above 0, A grows", fontsize=9)
+    last.set_xlabel("share of A", fontsize=8)
+    last.legend(fontsize=7)
+    for axis in (*axes, last):
+        axis.tick_params(labelsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(file, dpi=110)
+    print(f"\npicture: {file}")
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    paths, taxes = {}, {name: [] for name in NAMES}
+    for setting in SETTINGS:
+        groups = make_groups(setting)
+        for name in NAMES:
+            paths[setting, name], tax = train(groups, name)
+            taxes[name].append(tax)
+    print(f"{'setting':24}lengths on A (right, wrong)   B is right   lengths on B")
+    for setting, (A, chance, B) in SETTINGS.items():
+        print(f"{setting:24}{A!s:29}{chance:<13}{B}")
+    rewards = {n: [float(expected_reward(s, paths[s, n][-1])) for s in SETTINGS] for n in NAMES}
+    shares = {n: [float(paths[s, n][-1, 0, 0].sigmoid()) for s in SETTINGS] for n in NAMES}
+    show("Expected reward at the end; 0.6 is the best", rewards)
+    predicted = {"grpo, closed form": [predict_share(setting) for setting in SETTINGS]}
+    show("Share of way A at the end", shares | predicted)
+    show("Learning tax of a batch's last update, mean of all batches", taxes)
+    save_picture(plot, paths, path=options.plot)
+
+
+if __name__ == "__main__":
+    main()
