@@ -183,6 +183,7 @@ def test_the_gpus_table_is_made_end_to_end_on_a_cpu(monkeypatch, capsys):
         gpu.main()
     assert capsys.readouterr().err == "error: torch finds no CUDA device; this table needs one\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no card")
     small = dict(DEVICE="cpu", CASE=case, STEPS=2, METHODS=["grpo", "nothing"])
     for name, value in small.items():
