@@ -37,7 +37,6 @@ except ImportError as error:
     ) from None
 
 GROUPED = ("dapo", "dfpo-min", "dfpo-orthogonal")  # their loss looks across a group
-TOKEN_MEAN = ("dapo", "advantage-reweighting")  # the others divide by the number of answers
 DEFAULT_CLIP = {
     "clip_ratio": 0.2,
     "clip_ratio_low": 0.2,
@@ -63,6 +62,7 @@ def ppo_loss(config, model_output, data, dp_group=None, of_verl=verl_losses.ppo_
 def policy_loss(
     name: str,
     method: Method,
+    is_token_mean: bool,
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
@@ -73,8 +73,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict]:
     """A micro-batch's share of the method's loss on the optimiser batch, and verl's metrics.
 
-    After name and method, the signature is verl's; the tensors are (n, T). verl adds up the shares
-    of micro-batches and averages over processes, so a share is multiplied by their number.
+    After is_token_mean, the signature is verl's; the tensors are (n, T). verl adds up the shares of
+    micro-batches and averages over processes, so a share is multiplied by their number.
     """
     if rollout_is_weights is not None:
         raise ValueError(f"{name}: rollout correction weighs tokens behind the loss; switch it off")
@@ -99,12 +99,23 @@ def policy_loss(
         adv = method.credit(adv, OldPolicy(mask.long(), mask, old, adv[:, 0], group_size))
     loss = method.passes[0](Batch(logp, old, adv, mask, group_size, config.loss_scale_factor))
     info = config.global_batch_info
-    if name in TOKEN_MEAN:
+    if is_token_mean:
         share = mask.sum() / info["batch_num_tokens"]
     else:
         share = len(logp) / info["global_batch_size"]
     kl = ((old - logp.detach()) * mask).sum() / mask.sum().clamp(min=1)
     return loss * share * info["dp_size"], {"actor/ppo_kl": kl.item()}
+
+
+def divides_by_tokens(method: Method) -> bool:
+    """Whether two more answers without a token leave the gradient as it is. Else they halve it."""
+    adv = torch.tensor([[1.0], [-0.5], [0.0], [0.0]])
+    gradients = []
+    for n in (2, 4):
+        logp = torch.zeros(n, 1, requires_grad=True)
+        batch = Batch(logp, logp.detach(), adv[:n], adv[:n] != 0, 2, 1)
+        gradients.append(torch.autograd.grad(method.passes[0](batch), logp)[0][:2])
+    return torch.allclose(*gradients)
 
 
 def refuse_settings(name: str, config):
@@ -160,7 +171,7 @@ def register(mode: str, name: str, **hyper):
             f"method {name} makes two optimiser steps on each mini-batch, verl makes one; "
             "use train.py"
         )
-    register_policy_loss(mode)(partial(policy_loss, name, method))
+    register_policy_loss(mode)(partial(policy_loss, name, method, divides_by_tokens(method)))
 
 
 def refuse(reason: str, *_, **__):

@@ -4,15 +4,16 @@ GSM8K."""
 import json
 import os
 
-# The tests are about bits: they run on the CPU, whatever else is there. Before torch is imported.
+# Before torch and transformers are imported. The tests are about bits: they run on the CPU,
+# whatever else is there. And they wait for no network.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # read when transformers is imported: no test waits for a network
-)
+TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 torch.set_num_threads(1)  # the models are tiny; threads only wait for each other
 
 CHAT = (
@@ -46,6 +47,10 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
         sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
     if kind == "qwen2":
         sizes |= dict(tie_word_embeddings=True)
+    if TRANSFORMERS_4 and "rope_parameters" in options:
+        rope = dict(options.pop("rope_parameters"))
+        rope["type"] = rope.pop("rope_type")
+        options |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options))
     if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used

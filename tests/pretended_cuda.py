@@ -2,8 +2,7 @@
 
 A storage carries the label, so views, parameters and saved tensors share it. As with CUDA, one
 operation takes tensors of one device; only numbers without dimensions, and indices of a tensor on
-the GPU, may be on the CPU. The CPU's generator draws nothing on the GPU. autocast("cuda") is the
-CPU's own, in real bf16. So an index_put of bf16 into fp32 is an error.
+the GPU, may be on the CPU. The CPU's generator draws nothing on the GPU. autocast is in real bf16.
 
 It cannot see kernels (rounding, nan, the order of sums), memory, speed, and what CUDA's autocast
 keeps in fp32. In a backward pass it compares no devices: autograd's own tensors have no label.
@@ -97,4 +96,5 @@ def pretended_cuda() -> Iterator[PretendedCuda]:
         patch.setattr(torch, "is_autocast_enabled", lambda *_: real[1]("cpu"))
         patch.setattr(torch, "get_autocast_dtype", lambda *_: real[2]("cpu"))
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
         yield gpu

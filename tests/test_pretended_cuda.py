@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load
+from conftest import TRANSFORMERS_4, load
 from helpers import TINY, metrics
 from pretended_cuda import pretended_cuda
 
@@ -20,6 +20,9 @@ import train
 from llm.runs import adamw
 from losses import METHODS
 from toy.arithmetic import Arithmetic
+
+if TRANSFORMERS_4:
+    pytest.skip("transformers 4 makes masks of tensors without storage", allow_module_level=True)
 
 SMALL = "--warm-steps 2 --prompts 3 --group-size 2 --micro-rows 2 --max-tokens 6 --eval-every 1"
 SMALL += " --eval-items 1 --eval-samples 1 --device cuda --minibatches 1"

@@ -184,9 +184,9 @@ def bf16(monkeypatch):
     """What a GPU does: the code's own bf16 autocast, on the CPU."""
     real = torch.autocast
 
-    def autocast(device, dtype=None, enabled=True, cache_enabled=None):
+    def autocast(device_type, dtype=None, enabled=True, cache_enabled=None):
         enabled = enabled or dtype == torch.bfloat16
-        return real(device, dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return real(device_type, dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     monkeypatch.setattr(torch, "autocast", autocast)
 

@@ -100,6 +100,12 @@ def test_shares_add_up_to_the_loss_of_the_whole_batch(name, pieces, processes):
     assert grad.abs().max() > 1e-3
 
 
+def test_which_losses_divide_by_the_number_of_tokens():
+    """A list by hand; the adapter finds out by itself."""
+    by_tokens = {"dapo", "cispo", "advantage-reweighting"}
+    assert {name for name in HONOURED if adapter.divides_by_tokens(METHODS[name])} == by_tokens
+
+
 def test_one_answer_is_a_micro_batch_too():
     b = make_batch("grpo")
     torch.testing.assert_close(by_verl("tgc-grpo", b, torch.arange(16), 16, 1), expected("grpo", b))
@@ -168,7 +174,7 @@ def test_dapo_refuses_a_group_without_a_difference():
 
 def test_rollout_correction_is_refused():
     with pytest.raises(ValueError, match="rollout correction"):
-        adapter.policy_loss("grpo", None, *[None] * 4, rollout_is_weights=torch.ones(1))
+        adapter.policy_loss("grpo", None, False, *[None] * 4, rollout_is_weights=torch.ones(1))
 
 
 @pytest.mark.parametrize(
