@@ -93,7 +93,6 @@ def test_the_loss_gives_credit_to_the_tokens_of_its_reading(reading):
 @pytest.mark.parametrize("reading, temperature", [("grpo", 0.7), ("sign", 0.7), ("sign", 1.0)])
 def test_training_counts_all_tokens_until_the_goal(reading, temperature, monkeypatch):
     monkeypatch.setattr(ibpo, "PROMPTS", 5)
-    monkeypatch.setattr(ibpo, "RATE", 60)
     W, gen = ibpo.start_table().detach(), generator(7)
     tokens = 0
     while (W.softmax(1)[range(LETTERS), DIGIT].mean() ** 5) < 0.5:
@@ -101,7 +100,9 @@ def test_training_counts_all_tokens_until_the_goal(reading, temperature, monkeyp
         W = W + 60 * naive_gradient(W, temperature, reading, *rollout)
         tokens += first + second * (reading != "grpo")
     assert tokens >= 1000  # at least three steps
-    assert ibpo.tokens_to_goal(reading, 5, temperature, 7) == tokens
+    assert ibpo.tokens_to_goal(reading, 5, temperature, 60, 7) == tokens
+    monkeypatch.setattr(ibpo, "LIMIT", 1)
+    assert 200 <= ibpo.tokens_to_goal(reading, 5, temperature, 60, 7) < tokens  # a single step
 
 
 @pytest.mark.parametrize("K, share", [(4, 0.432), (8, 0.264), (20, 0.041)])
@@ -154,8 +155,9 @@ def test_the_step_on_changed_tokens_rewards_mistakes_and_that_by_sign_does_not()
 
 
 def test_the_command_prints_means_over_seeds_in_thousands_and_draws(capsys, tmp_path, monkeypatch):
-    def tokens_to_goal(reading, K, temperature, seed):
-        return 1000 * (10 * K * temperature + (reading == "sign") + (-1) ** seed)
+    def tokens_to_goal(reading, K, temperature, rate, seed):
+        excess = 0 if rate == 3200 else 9 if seed >= 100 else -9  # the best on the other seeds
+        return 1000 * (10 * K * temperature + (reading == "sign") + (-1) ** seed + excess)
 
     monkeypatch.setattr(ibpo, "tokens_to_goal", tokens_to_goal)
     ibpo.main(["--plot", str(tmp_path / "ibpo.png")])
