@@ -5,8 +5,8 @@
 A batch has 16 groups of 4 answers, sampled from the policy. All else is as in toy/tax.py: 120
 batches of 8 updates each. The optimiser is SGD or AdamW. Each method has its own learning rate, the
 best of a grid on other seeds. The reward is the expected one, the mean of the last 20 batches. As
-runs tend to end at one of two rewards, those that end below 0.5 are counted, too. dapo and cispo
-divide by the same number of tokens in every batch here, not by those of the sampled answers.
+runs tend to end at one of two rewards, those that end below 0.5 are counted, too. cispo divides by
+the same number of tokens in every batch here, not by those of the sampled answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from toy import tax
 
 SAMPLED, LAST = 16, 20  # groups in a batch, batches whose reward counts
 SETTINGS = tuple(tax.SETTINGS)[2], tuple(tax.SETTINGS)[4]
-NAMES = ("grpo", "gspo", "grpo+proj", "dr-grpo", "cispo", "dfpo-min")
 PAIRS, OTHERS = 40, 8  # runs of a method, in pairs with those of the others; runs per rate
 # For SGD, lengths of the first expected update; AdamW's are learning rates.
 RATES = {
@@ -77,7 +76,7 @@ def main():
             "| method | rate | reward | lost | minus grpo |\n|---|---:|---:|---:|---:|", flush=True
         )
         rewards = {}
-        for name in NAMES:
+        for name in tax.NAMES:
             optimizers = make_optimizers(setting, name, kind)
             tried = {}
             for rate, optimizer in optimizers.items():

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import random_policy
+from matplotlib.figure import Figure
 
-from losses import Batch, token_grpo
+from losses import METHODS, Batch, token_grpo
 from toy import lopti, nthr
 from toy.arithmetic import Arithmetic
+from toy.figure import draw_differences
 from train import Config, sample, score
 
 SMALL = dict(group_size=4, max_tokens=8)
@@ -38,15 +40,31 @@ def naive_log_probs(model, rows):
     return logps
 
 
-def naive_step(model, rows, weigh, rate, adam=False):
-    """Climb sum weigh(i, logps[i]); returns the weights' gradient. No clipping."""
+def adam_direction(gradients):
+    """AdamW's step (betas 0.9, 0.95), from all gradients of a weight since it began."""
+    mean = square = 0.0
+    for g in gradients:
+        mean = 0.9 * mean + 0.1 * g
+        square = 0.95 * square + 0.05 * g**2
+    n = len(gradients)
+    return mean / (1 - 0.9**n) / ((square / (1 - 0.95**n)).sqrt() + 1e-8)
+
+
+def naive_step(model, rows, weigh, rate, history=None):
+    """Climb sum weigh(i, logps[i]); returns the weights' gradient. No clipping.
+
+    With a history, the gradients of earlier steps, by AdamW.
+    """
     logps = naive_log_probs(model, rows)
     goal = sum(weigh(i, logp) for i, logp in enumerate(logps))
     weights = list(model.parameters())
     gradient = torch.autograd.grad(goal, weights)
+    if history is not None:
+        history.append(gradient)
     with torch.no_grad():
-        for weight, g in zip(weights, gradient, strict=True):
-            weight += rate * (g / (g.abs() + 1e-8) if adam else g)
+        for k, weight in enumerate(weights):
+            adam = history and adam_direction([step[k] for step in history])
+            weight += rate * (gradient[k] if history is None else adam)
     return torch.cat([g.flatten() for g in gradient])
 
 
@@ -67,7 +85,7 @@ def test_delta_is_that_of_a_naive_step(group, name, kind, monkeypatch):
         a = A if i in (0, 3) else -A * (name == "grpo")
         return a * logp.mean() / 4
 
-    naive_step(model, answers.rows, weigh, nthr.RATES[kind], kind == "AdamW")
+    naive_step(model, answers.rows, weigh, nthr.RATES[kind], [] if kind == "AdamW" else None)
     after = naive_log_probs(model, answers.rows)
     expected = sum((after[i] - before[i]).sum().item() for i in (0, 3)) / 2
     assert measured == pytest.approx(expected, rel=2e-3) and abs(measured) > 1e-3
@@ -75,9 +93,8 @@ def test_delta_is_that_of_a_naive_step(group, name, kind, monkeypatch):
 
 def test_the_control_has_the_eta_of_what_it_controls():
     for name in ("nthr", "nthr, eta 0"):
-        (method, hyper, *_), (random, same, *_) = (
-            nthr.METHODS[key] for key in (name, name.replace("nthr", "random"))
-        )
+        method, hyper = nthr.METHODS[name]
+        random, same = nthr.METHODS[name.replace("nthr", "random")]
         assert (method, random) == ("nthr", "nthr-random") and hyper == same
     credit = Config(method="nthr-random", hyper=same).chosen_method.credit
     assert credit.keywords == {"eta": 0.0}
@@ -87,10 +104,11 @@ def test_questions_are_mixed_and_the_start_learns_from_worked_solutions(easy, mo
     warmed = []
     monkeypatch.setattr(nthr, "warm_start", lambda policy, task, config: warmed.append(task.train))
     monkeypatch.setattr(nthr, "QUESTIONS", 3)
-    policy, task = nthr.make_start(Config(width=8), direct=0)
-    nthr.make_start(Config(width=8), direct=6)
+    monkeypatch.setattr(nthr, "Config", lambda **k: Config(**k, width=8))
+    policy, task = nthr.make_start(0, direct=0)
+    nthr.make_start(0, direct=6)
     whole = Arithmetic().train
-    nthr.make_start(Config(width=8), direct=1)
+    nthr.make_start(0, direct=1)
     assert warmed[0] == [item for item in whole if "+" in item.demo] and warmed[2] == whole
     assert 2.2 < len(whole) / len(warmed[1]) < 3 and {*warmed[0]} < {*warmed[1]}
     questions = nthr.find_questions(policy, task, 0)
@@ -118,94 +136,105 @@ def test_quarters_part_the_tokens(group):
     assert torch.allclose(sum(parts), whole) and whole.any()
 
 
+PASSES = METHODS["lopti"].passes
+ORDERS = {
+    "lopti": PASSES,
+    "reversed": PASSES[::-1],
+    "grpo twice": (lopti.half_grpo, lopti.half_grpo),
+}
+
+
 def climb_by_hand(policy, scored, kind, name):
-    """log pi of every answer after a route's two steps, and the gradient of the first."""
+    """log pi of every answer after two steps, and the gradient of the first."""
     model, old = copy.deepcopy(policy.model), scored.batch
     before = [logp.detach() for logp in naive_log_probs(model, scored.rows)]
     count = sum(map(len, before))
     sides = {"lopti": (True, False), "reversed": (False, True), "grpo twice": (None, None)}
-    gradients = []
-    for improbable in sides[name.removesuffix(", reset")]:
+    gradients, history = [], None if kind == "SGD" else []
+    for improbable in sides[name]:
+        if "reset" in kind:
+            history = []
 
         def weigh(i, logp, improbable=improbable):
             r, A = (logp - before[i]).exp(), old.adv[i, 0]
             goal = torch.minimum(r * A, r.clamp(0.8, 1.24) * A) / count
             chosen = (before[i].exp() < 0.5) == improbable
-            return goal.sum() if improbable is None else goal[chosen].sum()
+            return goal.sum() / 2 if improbable is None else goal[chosen].sum()
 
-        rate = lopti.RATES[kind] / (2 if (kind, name) == ("SGD", "grpo twice") else 1)
-        gradients.append(naive_step(model, scored.rows, weigh, rate, kind == "AdamW"))
+        gradients.append(naive_step(model, scored.rows, weigh, lopti.RATES[kind], history))
     return naive_log_probs(model, scored.rows), gradients
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("SGD", "lopti"), ("SGD", "reversed"), ("SGD", "grpo twice"), ("AdamW", "reversed, reset")],
-)
+@pytest.mark.parametrize("kind", lopti.RATES)
+@pytest.mark.parametrize("name", ORDERS)
 def test_two_steps_are_those_made_by_hand(group, kind, name):
     policy, _, scored = group
-    after, moves, norm = lopti.climb(policy, scored, kind, name)
+    after, norm = lopti.climb(policy, scored, kind, ORDERS[name])
     expected, gradients = climb_by_hand(policy, scored, kind, name)
     measured = [logp[mask] for logp, mask in zip(after, scored.rows.mask, strict=True)]
     assert torch.allclose(torch.cat(measured), torch.cat(expected), atol=1e-4)
     assert norm == pytest.approx(float(gradients[0].norm()), rel=1e-3)
-    cosine = torch.nn.functional.cosine_similarity(*moves, dim=0)
-    if kind == "SGD":
-        expected = torch.nn.functional.cosine_similarity(*gradients, dim=0)
-        assert float(cosine) == pytest.approx(float(expected), abs=1e-2)
-    kept = lopti.climb(policy, scored, "AdamW", "reversed")[1]
-    remembered = torch.nn.functional.cosine_similarity(*kept, dim=0)
-    assert kind == "SGD" or remembered > cosine + 0.1  # the momentum of the first step
 
 
-def test_what_is_measured_is_counted_token_by_token(group, monkeypatch):
-    policy, answers, scored = group
-    names = ("grpo", "AR", "lopti")
-    monkeypatch.setattr(lopti, "ROUTES", {name: lopti.ROUTES[name] for name in names})
-    measures = lopti.measure(policy, scored, answers.rewards)
-    after, _, norm = lopti.climb(policy, scored, "SGD", "grpo")
-    counts = torch.zeros(4, 4, dtype=torch.float64)  # tokens, |move|, with a signal, right
+def count_tokens(scored, after):
+    """By quarter: tokens, their |move|, tokens with an advantage, those that move its way."""
+    counts = torch.zeros(4, 4, dtype=torch.float64)
     for i, t in scored.rows.mask.nonzero().tolist():
         old, new = float(scored.batch.logp_old[i, t]), float(after[i, t])
         q = min(3, int(math.exp(old) // 0.25))
         A = float(scored.advantages[i])
         row = (1, abs(math.exp(new) - math.exp(old)), A != 0, (new > old) == (A > 0) and A != 0)
         counts[:, q] += torch.tensor(row)
+    return counts
+
+
+def test_what_is_measured_is_counted_token_by_token(group):
+    policy, _, scored = group
+    measures = lopti.measure(policy, scored)
     close = dict(rtol=1e-5, atol=1e-7, equal_nan=True)
-    assert torch.allclose(measures["share",], counts[0] / counts[0].sum(), **close)
-    assert torch.allclose(measures["moved", "SGD", "grpo"], counts[1] / counts[0], **close)
-    assert torch.allclose(measures["right", "SGD", "grpo"], counts[3] / counts[2], **close)
-
-    def weigh(i, logp):
-        p = logp.detach().exp()
-        return ((0.3 * p + 0.7) * float(scored.advantages[i]) * logp).sum() / counts[0].sum()
-
-    gradient = naive_step(copy.deepcopy(policy.model), scored.rows, weigh, 0.0)
-    assert float(measures["norm", "SGD", "AR"]) == pytest.approx(float(gradient.norm()), rel=1e-3)
-    assert float(measures["norm", "SGD", "grpo"]) == norm
-    assert ("cosine", "AdamW", "lopti") in measures and ("cosine", "SGD", "grpo") not in measures
+    after, whole = lopti.climb(policy, scored, "SGD", [token_grpo])
+    counts = count_tokens(scored, after)
+    shares = measures[lopti.GRADIENT, "share of the tokens"]
+    assert torch.allclose(shares.double(), counts[0] / counts[0].sum(), **close)
+    for q, part in enumerate(measures[lopti.GRADIENT, "gradient, of all = 1"].tolist()):
+        norm = lopti.climb(policy, scored, "SGD", [lopti.only(q)])[1]
+        assert part == pytest.approx(norm / whole, rel=1e-5)
+    for kind in ("SGD", "AdamW"):
+        for name, loss in (("all", token_grpo), ("only p > .75", lopti.only(3))):
+            counts = count_tokens(scored, lopti.climb(policy, scored, kind, [loss])[0])
+            assert torch.allclose(
+                measures[lopti.MOVES + kind, name], counts[1] / counts[0], **close
+            )
+    for kind in lopti.RATES:
+        right = {}
+        for name, losses in ORDERS.items():
+            counts = count_tokens(scored, lopti.climb(policy, scored, kind, losses)[0])
+            right[name] = counts[3] / counts[2]
+        lines = {name: values for (table, name), values in measures.items() if table.endswith(kind)}
+        assert torch.allclose(lines["grpo twice"], right["grpo twice"], **close)
+        for line in ("lopti - grpo twice", "reversed - lopti"):
+            name, _, control = line.partition(" - ")
+            assert torch.allclose(lines[line], right[name] - right[control], **close)
 
 
 def test_the_commands_print_and_draw(easy, monkeypatch, capsys, tmp_path):
-    small = dict(warm_steps=2, warm_rows=4)
-    monkeypatch.setattr(nthr, "WARM", small)
+    monkeypatch.setattr(nthr, "WARM", dict(warm_steps=2, warm_rows=4))
     monkeypatch.setattr(nthr, "QUESTIONS", 1)
     tiny = dict(width=8, prompts=2, max_tokens=6)
-    monkeypatch.setattr(nthr, "Config", lambda **k: Config(**k, **tiny))
-    nthr.main(["--starts", "2", "--plot", str(tmp_path / "nthr.svg")])
-    out = capsys.readouterr().out
-    assert all(out.count(f"\n{name} ") == 2 for name in nthr.METHODS if "," not in name)
-    monkeypatch.setattr(lopti, "SHORT", small)
-    monkeypatch.setattr(lopti, "Config", lambda **k: Config(**k, **tiny))
-    lopti.main(["--starts", "2", "--plot", str(tmp_path / "lopti.svg")])
-    out = capsys.readouterr().out
-    assert all(f"\n{name} (to {control})" in out for name, control in lopti.CONTROLS.items())
-    assert all(out.count(f"\n{name} ") == 2 for name in lopti.MOVERS)
-    assert all((tmp_path / f"{name}.svg").stat().st_size > 9_000 for name in ("nthr", "lopti"))
+    for figure, name in ((nthr, "nthr"), (lopti, "lopti")):
+        monkeypatch.setattr(figure, "STARTS", 2)
+        monkeypatch.setattr(figure, "Config", lambda **k: Config(**k, **tiny))
+        figure.main(["--plot", str(tmp_path / f"{name}.svg")])
+        assert (tmp_path / f"{name}.svg").stat().st_size > 9_000
+        out = capsys.readouterr().out
+        lines = nthr.METHODS if figure is nthr else ("all", "only p > .75")
+        assert all(out.count(f"\n{line} ") == 2 for line in lines if "," not in line)
+    lines = ("grpo twice", "lopti - grpo twice", "reversed - lopti")
+    assert all(out.count(f"\n{line} ") == len(lopti.RATES) for line in lines)
 
 
 @pytest.mark.parametrize("figure", [nthr, lopti], ids=["nthr", "lopti"])
-@pytest.mark.parametrize("flag", [["--starts", "1"], ["--starts", "x"], ["--stats", "3"]], ids=str)
+@pytest.mark.parametrize("flag", [["--plot"], ["--stats", "3"]], ids=str)
 def test_a_wrong_flag_is_one_line(figure, flag, capsys):
     with pytest.raises(SystemExit) as end:
         figure.main(flag)
@@ -213,18 +242,24 @@ def test_a_wrong_flag_is_one_line(figure, flag, capsys):
     assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_the_means_are_those_of_the_starts():
+def test_the_means_are_those_of_the_starts(group, monkeypatch):
     values = torch.tensor([[1.0, 3.0], [2.0, 6.0], [0.0, 6.0]])
     assert nthr.format_mean(values, "+") == "+3.000 +- 2.484"  # 4.303 / 3^.5
-    norms = {
-        ("norm", "SGD", f"only {name}"): torch.full((2, 1), q + 1.0)
-        for q, name in enumerate(lopti.QUARTERS)
-    }
-    norms["norm", "SGD", "grpo"] = torch.tensor([[2.0], [4.0]])
-    assert lopti.relative_norm(norms).tolist() == [[0.5, 1, 1.5, 2], [0.25, 0.5, 0.75, 1]]
-    right = {
-        ("right", "SGD", name): torch.full((2, 4), x)
-        for name, x in (("lopti", 0.75), ("grpo twice", 0.5), ("grpo", 0.25))
-    }
-    assert lopti.gain(right, "SGD", "lopti").unique().tolist() == [0.25]
-    assert lopti.gain(right, "SGD", "grpo twice").unique().tolist() == [0.25]
+    policy, answers, scored = group
+    seeds = []
+    monkeypatch.setattr(lopti, "STARTS", 3)
+    monkeypatch.setattr(lopti, "make_start", lambda seed, direct: (policy, Arithmetic()))
+    monkeypatch.setattr(lopti, "sample", lambda *args: seeds.append(args[-1].seed) or answers)
+    monkeypatch.setattr(lopti, "measure", lambda *_: {("a", "b"): torch.full((4,), seeds[-1])})
+    monkeypatch.setattr(lopti, "score", lambda *_: scored)
+    assert lopti.study()["a", "b"].tolist() == [[0] * 4, [1] * 4, [2] * 4]
+
+
+def test_a_difference_is_drawn_as_its_mean_and_interval():
+    axis = Figure().subplots()
+    draw_differences(axis, {"a": [1.0, 2.0, 0.0], "b": [4.0, 4.0]})
+    (first, second) = (container[2][0].get_segments()[0] for container in axis.containers)
+    assert first.tolist() == [pytest.approx([x, 0], abs=1e-3) for x in (1 - 2.484, 1 + 2.484)]
+    assert second.tolist() == [[4, -1], [4, -1]]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a", "b"]
+    assert axis.get_yticks().tolist() == [0, -1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from experiments import sampled_tax
+from losses import learning_tax
 from toy import tax
 
 SETTING = "5: B right is short"  # the only one in which all outcomes exist
@@ -120,6 +121,19 @@ def test_training_climbs_from_batch_to_batch_at_the_rate_of_the_first_update(mon
     assert float(tax.expected_reward(SETTING, path[-1])) == pytest.approx(reward)
 
 
+def test_the_mean_tax_is_that_of_each_batchs_last_update(monkeypatch):
+    monkeypatch.setattr(tax, "BATCHES", 2)
+    monkeypatch.setattr(tax, "UPDATES", 1)
+    groups = tax.make_groups(SETTING)
+    path, mean_tax = tax.train(groups, "grpo")
+    taxes = []
+    for logits in path[:2]:
+        batch = tax.start_batch(groups, logits, "std")
+        c = tax.compute_push(groups, "grpo", batch, logits)[1]
+        taxes.append(learning_tax(c, batch.adv[:, 0], groups.nodes, groups.mask))
+    assert mean_tax == pytest.approx(sum(taxes) / 2) and taxes[0] != taxes[1]
+
+
 def test_copies_are_policies_of_their_own():
     one, two = tax.make_groups(SETTING), tax.make_groups(SETTING, copies=2)
     logits = torch.tensor([LOGITS, (1.2, -0.9)]).double()
@@ -147,22 +161,29 @@ def test_very_many_sampled_groups_are_the_expectation(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", tax.SETTINGS)
-def test_the_closed_form_is_what_is_measured_and_where_training_ends(setting):
+def test_the_closed_form_is_grpos_push_on_the_way_and_says_where_it_ends(setting):
+    groups = tax.make_groups(setting)
     for share in (0.2, 0.8):
-        measured = tax.measure_difference(setting, share)
+        logits = torch.tensor([[share, 1.0]], dtype=torch.float64).logit(eps=1e-12)
+        batch = tax.start_batch(groups, logits, "mean")
+        push = float(tax.compute_push(groups, "grpo", batch, logits)[0][0, 0])
+        measured = push / (share * (1 - share) * (1 - 1 / tax.G))
         assert measured == pytest.approx(tax.predict_difference(setting, share), rel=1e-9)
-    ends = {"1": 1, "2": 1, "3": (1 / 24) / (0.6 / 24 + 0.4 / 6 - 1 / 32), "4": 1, "5": 0}
-    assert tax.predict_share(setting) == pytest.approx(ends[setting[0]])
+    share = (1 / 24) / (0.6 / 24 + 0.4 / 6 - 1 / 32)
+    ends = {"1": 0.6, "2": 0.6, "3": 0.6 * share, "4": 0.6, "5": 0.2}
+    assert tax.predict_reward(setting) == pytest.approx(ends[setting[0]])
 
 
-def test_the_command_prints_the_tables_and_draws(capsys, tmp_path, monkeypatch):
+def test_the_command_prints_the_table_and_draws(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tax, "BATCHES", 1)
     monkeypatch.setattr(tax, "UPDATES", 2)
-    monkeypatch.setattr(tax, "NAMES", ("grpo", *tax.LINES[1:]))
     tax.main(["--plot", str(tmp_path / "tax.svg")])
     out = capsys.readouterr().out
-    assert all(out.count(f"\n{name} ") >= 3 for name in tax.LINES)
-    assert re.search("closed form +1.000 +1.000 +0.690 +1.000 +0.000\n", out)
+    for name in tax.NAMES:
+        path, mean_tax = tax.train(tax.make_groups(SETTING), name)
+        reward = float(tax.expected_reward(SETTING, path[-1]))
+        assert re.search(f"\n{re.escape(name)} .*\\) +{reward:.3f} \\({mean_tax:.3f}\\) *\n", out)
+    assert re.search("closed form +0.600 +0.600 +0.414 +0.600 +0.200 *\n", out)
     assert (tmp_path / "tax.svg").stat().st_size > 10_000
     with pytest.raises(SystemExit):
         tax.main(["--plot", str(tmp_path / "no" / "tax.svg")])

@@ -194,12 +194,10 @@ def plot(curves: dict[str, list[list[dict]]], path: Path):
         for i, name in enumerate(names):
             size = abs if key == "drift" else float
             line = [mean(curves[name], key, t, size) for t in range(STEPS + 1)]
-            style = STYLES[name] | dict(markevery=(i, 8), markersize=4.5, linewidth=1.4)
-            handles[name] = axis.plot(line, **style)[0]
-        axis.set_title(f"|{COLUMNS[key]}|" if key == "drift" else COLUMNS[key], fontsize=9)
-        axis.set_xlabel("gradient steps on the same groups", fontsize=8)
-        axis.tick_params(labelsize=7)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, fontsize=8)
+            handles[name] = axis.plot(line, markevery=(i, 8), **STYLES[name])[0]
+        axis.set_title(f"|{COLUMNS[key]}|" if key == "drift" else COLUMNS[key])
+        axis.set_xlabel("gradient steps on the same groups")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=8)
     figure.savefig(path, dpi=110)
     print(f"\npicture: {path}")
 

@@ -1,7 +1,8 @@
-"""What the figures of toy/ share: intervals over seeds, and pictures, which need matplotlib."""
+"""What the figures of toy/ share: their flag, intervals over seeds, pictures (with matplotlib)."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable
@@ -9,6 +10,26 @@ from pathlib import Path
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
+STYLE = {  # of pictures; a plot may say otherwise. Okabe and Ito's colours; markers tell in grey
+    "axes.prop_cycle": "cycler(color=['#000000', '#D55E00', '#0072B2'], marker=['o', 'D', 's'])",
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "lines.markersize": 4.5,
+    "errorbar.capsize": 3,
+}
+
+
+def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
+    """What --plot says, the only flag of a script with this docstring."""
+    from llm import fail  # here, as experiments/curves.py needs this file without torch
+
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    parser.error = fail
+    return parser.parse_args(argv).plot
 
 
 def quantile(freedom: int) -> float:
@@ -28,13 +49,25 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), quantile(n - 1) * statistics.stdev(values) / n**0.5
 
 
+def draw_differences(axis, differences: dict[str, list[float]]):
+    """The mean of each and its interval, one below the other, beside a line at 0."""
+    for y, values in enumerate(differences.values()):
+        mean, half = interval(values)
+        axis.errorbar(mean, -y, xerr=half, color="#000000", marker="o")
+    axis.axvline(0, color="#999999", linewidth=0.8)
+    axis.set_yticks([-y for y in range(len(differences))], differences)
+
+
 def save_picture(plot: Callable, *data, path: Path | None):
     """plot(*data, path), if there is a path. What goes wrong ends in one line."""
-    from llm import fail  # here, as experiments/curves.py needs this file without torch
+    from llm import fail
 
     if not path:
         return
     try:
-        plot(*data, path)
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            plot(*data, path)
     except (ImportError, ValueError, OSError) as error:
         fail(f"--plot {path}: {error}; it needs matplotlib (pip install -e '.[plot]')")

@@ -10,52 +10,36 @@ rollout batch, each from the same policy (AR/Lopti Fig. 1d-f and 2b):
 1. How long is the gradient of a quarter's tokens, relative to that of all tokens?
 2. How far do tokens move if all, only the improbable or only the probable ones are updated?
 3. Which share of the tokens moves the way its advantage points? Lopti makes two optimiser steps, so
-   its control is two steps of grpo. With SGD these have half the rate each, one full step together.
-   The control of the reversed order, probable tokens first, is lopti.
+   its control is grpo in two steps, with half the loss in each. The control of the reversed order,
+   probable tokens first, is lopti.
 
-grpo is here the token mean that AR and Lopti stand on. The optimiser has no history before the
-first step. "reset" takes AdamW's history away again before the second step.
-
-This script imports train and toy.nthr. Nothing imports it.
+grpo is here the token mean that Lopti stands on. The optimiser has no history before the first
+step. "AdamW, reset" has none before the second step either. Nothing imports this script.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
-from llm import fail
 from llm.policy import Policy
-from losses import METHODS, Batch, OldPolicy, advantage_reweighting, token_grpo
-from toy.figure import interval, save_picture
+from losses import METHODS, Batch, token_grpo
+from toy.figure import draw_differences, interval, parse_plot, save_picture
 from toy.nthr import make_optimizer, make_start
 from train import Config, Scored, log_probs, sample, score, update
 
+STARTS = 6
 QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
-RATES = {"SGD": 0.1, "AdamW": 1e-3}
-SHORT = dict(warm_steps=300, warm_rows=32)  # a warm start of seconds
-CONTROLS = {  # what a line of the third table is compared with
-    "AR": "grpo",
-    "grpo twice": "grpo",
-    "lopti": "grpo twice",
-    "reversed": "lopti",
-    "lopti, reset": "grpo twice",
-    "reversed, reset": "lopti, reset",
-}
-MOVERS = tuple(f"only {name}" for name in (QUARTERS[0], QUARTERS[3]))
-STYLES = (
-    dict(color="#000000", marker="o"),
-    dict(color="#D55E00", marker="D"),
-    dict(color="#0072B2", marker="s", linestyle="--"),
-)
-Measures = dict[tuple[str, ...], Tensor]
+RATES = {"SGD": 0.1, "AdamW": 1e-3, "AdamW, reset": 1e-3}
+GRADIENT = "1. one quarter alone"
+MOVES = "2. how far p moves, "  # and the optimiser
+RIGHT = "3. moves the right way, "
+Measures = dict[tuple[str, str], Tensor]  # (table, line): a value for each quarter
 
 
 def quarter_of(batch: Batch) -> Tensor:
@@ -73,44 +57,28 @@ def only(quarter: int) -> Callable[[Batch], Tensor]:
     return loss
 
 
-LOPTI = METHODS["lopti"].passes
-ROUTES = {  # name: a loss for each optimiser step
-    "grpo": (token_grpo,),
-    "AR": (token_grpo,),  # on reweighted advantages
-    **{f"only {name}": (only(q),) for q, name in enumerate(QUARTERS)},
-    "grpo twice": (token_grpo, token_grpo),
-    "lopti": LOPTI,
-    "reversed": LOPTI[::-1],
-    "lopti, reset": LOPTI,
-    "reversed, reset": LOPTI[::-1],
-}
-
-
-def flat_weights(policy: Policy) -> Tensor:
-    return torch.cat([weight.detach().flatten() for weight in policy.model.parameters()])
+def half_grpo(batch: Batch) -> Tensor:
+    return token_grpo(batch) / 2
 
 
 def climb(
-    policy: Policy, scored: Scored, kind: str, name: str
-) -> tuple[Tensor, list[Tensor], float]:
-    """The steps of a route, on a copy of the policy.
+    policy: Policy, scored: Scored, kind: str, losses: Sequence[Callable]
+) -> tuple[Tensor, float]:
+    """An optimiser step for each loss, on a copy of the policy.
 
-    Returns log pi afterwards (N, T), the moves of the weights, and the first gradient's norm.
+    Returns log pi afterwards (N, T), and the first gradient's norm.
     """
     trial = replace(policy, model=copy.deepcopy(policy.model))
-    rate = RATES[kind] / (2 if (kind, name) == ("SGD", "grpo twice") else 1)
-    optimizer, config, moves, norms = make_optimizer(trial, kind, rate), Config(), [], []
-    for loss in ROUTES[name]:
-        if "reset" in name:
-            optimizer = make_optimizer(trial, kind, rate)
-        before = flat_weights(trial)
+    config, norms = Config(), []
+    for loss in losses:
+        if not norms or "reset" in kind:
+            optimizer = make_optimizer(trial, kind, RATES[kind])
         logp, _, _ = log_probs(trial, scored.rows, config)
         batch = replace(scored.batch, logp=logp.detach())
         norms.append(update(optimizer, loss, batch, logp, config.grad_clip)[1])
-        moves.append(flat_weights(trial) - before)
     with torch.no_grad():
         after, _, _ = log_probs(trial, scored.rows, config)
-    return after, moves, norms[0]
+    return after, norms[0]
 
 
 def mean_by_quarter(values: Tensor, batch: Batch, mask: Tensor) -> Tensor:
@@ -119,129 +87,87 @@ def mean_by_quarter(values: Tensor, batch: Batch, mask: Tensor) -> Tensor:
     return torch.stack([values[mask & (quarter == q)].double().mean() for q in range(4)])
 
 
-def measure(policy: Policy, scored: Scored, rewards: Tensor) -> Measures:
-    """(what, optimiser, route) -> a value for each quarter (4,), or one value (1,)."""
-    batch, rows = scored.batch, scored.rows
-    old = OldPolicy(rows.tokens, rows.mask, batch.logp_old, rewards, batch.group_size)
-    reweighted = replace(scored, batch=replace(batch, adv=advantage_reweighting(batch.adv, old)))
-    tokens = quarter_of(batch)[batch.mask]
-    measures = {("share",): tokens.bincount(minlength=4).double() / len(tokens)}
-    for kind, name in [(kind, name) for kind in RATES for name in ROUTES]:
-        if kind == "SGD" and "reset" in name:  # SGD has no history
-            continue
-        after, moves, norm = climb(policy, reweighted if name == "AR" else scored, kind, name)
-        measures["norm", kind, name] = torch.tensor([norm])
-        moved = (after.exp() - batch.logp_old.exp()).abs()
-        measures["moved", kind, name] = mean_by_quarter(moved, batch, batch.mask)
-        right = (after - batch.logp_old) * batch.adv > 0
-        measures["right", kind, name] = mean_by_quarter(right, batch, batch.adv != 0)
-        if len(moves) == 2:
-            measures["cosine", kind, name] = cosine_similarity(*moves, dim=0)[None]
-    return measures
+def measure(policy: Policy, scored: Scored) -> Measures:
+    """Of one start and its rollout batch."""
+    batch, found = scored.batch, {}
+    counts = quarter_of(batch)[batch.mask].bincount(minlength=4)
+    found[GRADIENT, "share of the tokens"] = counts / counts.sum()
+    parts = [climb(policy, scored, "SGD", [only(q)])[1] for q in range(4)]
+    whole = climb(policy, scored, "SGD", [token_grpo])[1]
+    found[GRADIENT, "gradient, of all = 1"] = torch.tensor(parts) / whole
+    movers = {"all": token_grpo, "only p < .25": only(0), "only p > .75": only(3)}
+    for kind in ("SGD", "AdamW"):
+        for name, loss in movers.items():
+            after, _ = climb(policy, scored, kind, [loss])
+            moved = (after.exp() - batch.logp_old.exp()).abs()
+            found[MOVES + kind, name] = mean_by_quarter(moved, batch, batch.mask)
+    low, high = METHODS["lopti"].passes
+    for kind in RATES:
+        right = []
+        for losses in ((half_grpo, half_grpo), (low, high), (high, low)):
+            after, _ = climb(policy, scored, kind, losses)
+            is_right = (after - batch.logp_old) * batch.adv > 0
+            right.append(mean_by_quarter(is_right, batch, batch.adv != 0))
+        twice, lopti, reverse = right
+        found[RIGHT + kind, "grpo twice"] = twice
+        found[RIGHT + kind, "lopti - grpo twice"] = lopti - twice
+        found[RIGHT + kind, "reversed - lopti"] = reverse - lopti
+    return found
 
 
-def study(starts: int, full_start: bool) -> Measures:
-    """What is measured of every start, stacked: (starts, 4) or (starts, 1)."""
+def study() -> Measures:
+    """What is measured of every start, stacked: (STARTS, 4)."""
     found = []
-    for seed in range(starts):
-        config = Config(seed=seed, **({} if full_start else SHORT))
-        policy, task = make_start(config, direct=1 if full_start else 6)
+    for seed in range(STARTS):
+        config = Config(seed=seed)
+        policy, task = make_start(seed, direct=6)
         answers = sample(policy, task, task.test[: config.prompts], 1, config)
-        found.append(measure(policy, score(policy, None, answers, config), answers.rewards))
+        found.append(measure(policy, score(policy, None, answers, config)))
     return {key: torch.stack([measures[key] for measures in found]) for key in found[0]}
 
 
-def relative_norm(measures: Measures) -> Tensor:
-    """Of a quarter's gradient, that of all tokens being 1. (starts, 4)."""
-    parts = [measures["norm", "SGD", f"only {name}"] for name in QUARTERS]
-    return torch.cat(parts, 1) / measures["norm", "SGD", "grpo"]
-
-
-def gain(measures: Measures, kind: str, name: str) -> Tensor:
-    """How many more tokens move the right way than with the control, as a share. (starts, 4)."""
-    return measures["right", kind, name] - measures["right", kind, CONTROLS[name]]
-
-
 def show(measures: Measures):
-    def line(name: str, columns, places: int = 3):
-        numbers = [interval(column.tolist()) for column in columns]
-        cells = [f"{mean:.{places}f} +- {half:.{places}f}" for mean, half in numbers]
-        print(f"{name:34}" + "".join(f"{cell:>19}" for cell in cells))
-
-    def head(title: str, names: tuple[str, ...]):
-        print(f"\n{title:34}" + "".join(f"{name:>19}" for name in names))
-
-    print(f"{len(measures['share',])} starts; mean +- half its 95 % interval")
-    head("1. one quarter alone", QUARTERS)
-    line("share of the tokens", measures["share",].T)
-    line("gradient, of all = 1", relative_norm(measures).T)
-    for kind, rate in RATES.items():
-        head(f"2. moves of p, {kind} {rate:g}", QUARTERS)
-        for name in ("grpo", *MOVERS):
-            line(name, measures["moved", kind, name].T, 4)
-    for kind in RATES:
-        names = ("p < .25", "p > .75")
-        more = tuple(f"{name}, - control" for name in names)
-        head(f"3. the right way, {kind}", (*names, *more, "cosine of steps"))
-        for name in ("grpo", *CONTROLS):
-            if ("right", kind, name) not in measures:
-                continue
-            columns = [*measures["right", kind, name].T[::3]]
-            if name in CONTROLS:
-                columns += gain(measures, kind, name).T[::3]
-            if ("cosine", kind, name) in measures:
-                columns += measures["cosine", kind, name].T
-            line(f"{name} (to {CONTROLS[name]})" if name in CONTROLS else name, columns)
+    print(f"{STARTS} starts; mean +- half its 95 % interval")
+    above = None
+    for (table, name), values in measures.items():
+        if table != above:
+            print(f"\n{table:36}" + "".join(f"{quarter:>20}" for quarter in QUARTERS))
+        above = table
+        cells = ["{:.4f} +- {:.4f}".format(*interval(column.tolist())) for column in values.T]
+        print(f"{name:36}" + "".join(f"{cell:>20}" for cell in cells))
 
 
 def plot(measures: Measures, path: Path):
-    """The three questions; the third for the probable tokens alone, relative to the control."""
+    """The first two questions; the third for the probable tokens, relative to the control."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.9), layout="constrained")
-    first, second, third = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
-    lines = {"share of the tokens": measures["share",], "gradient": relative_norm(measures)}
-    moved = {name: measures["moved", "SGD", name] for name in ("grpo", *MOVERS)}
-    for axis, group in ((first, lines), (second, moved)):
-        for (name, values), style in zip(group.items(), STYLES, strict=False):
-            mean, half = zip(*(interval(column.tolist()) for column in values.T), strict=True)
-            axis.errorbar(QUARTERS, mean, half, label=name, capsize=3, **style)
-        axis.legend(fontsize=8)
-    first.set_title("a quarter's tokens alone (all = 1)", fontsize=9)
-    second.set_yscale("log")
-    second.set_title("how far p moves, SGD", fontsize=9)
-    names = [name for name in CONTROLS if CONTROLS[name] != "grpo"]
-    for i, (kind, style) in enumerate(zip(RATES, STYLES, strict=False)):
-        for y, name in enumerate(names):
-            if ("right", kind, name) in measures:
-                mean, half = interval(gain(measures, kind, name)[:, 3].tolist())
-                label = kind if name == "lopti" else None
-                place = -y - 0.2 * i
-                third.errorbar(mean, place, xerr=half, capsize=3, label=label, **style)
-    third.axvline(0, color="#999999", linewidth=0.8)
-    labels = [f"{name}\n- {CONTROLS[name]}" for name in names]
-    third.set_yticks([-y - 0.1 for y in range(len(names))], labels)
-    third.set_title("share of p > .75 that moves the right way", fontsize=9)
-    third.legend(fontsize=8, loc="lower right")
-    for axis in figure.axes:
-        axis.tick_params(labelsize=8)
+    *axes, last = figure.subplots(1, 3)
+    titles = {GRADIENT: "a quarter's tokens alone (all = 1)", MOVES + "SGD": "how far p moves, SGD"}
+    for axis, (table, title) in zip(axes, titles.items(), strict=True):
+        axis.set_title(title)
+        for name in [name for key, name in measures if key == table]:
+            columns = [interval(column.tolist()) for column in measures[table, name].T]
+            axis.errorbar(QUARTERS, *zip(*columns, strict=True), label=name)
+        axis.legend()
+    axes[1].set_yscale("log")
+    differences = {
+        f"{table.removeprefix(RIGHT)}:\n{name}": values[:, 3].tolist()
+        for (table, name), values in measures.items()
+        if " - " in name
+    }
+    draw_differences(last, differences)
+    last.set_title("p > .75: moves the right way")
     figure.savefig(path, dpi=90)
     print(f"\npicture: {path}")
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m toy.lopti", description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    parser.add_argument("--starts", type=int, default=5, help="start policies (default 5)")
-    parser.add_argument("--full-start", action="store_true", help="train.py's own, slow warm start")
-    parser.error = fail
-    options = parser.parse_args(argv)
-    if options.starts < 2:
-        fail(f"--starts {options.starts}: at least 2 are needed, for an interval")
+    path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    measures = study(options.starts, options.full_start)
+    measures = study()
     show(measures)
-    save_picture(plot, measures, path=options.plot)
+    save_picture(plot, measures, path=path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ This script imports train. Only toy.lopti imports it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from dataclasses import replace
 from pathlib import Path
@@ -30,25 +29,25 @@ from llm import fail
 from llm.policy import Policy, load_policy
 from llm.runs import adamw
 from toy.arithmetic import Arithmetic
-from toy.figure import interval, save_picture
+from toy.figure import draw_differences, interval, parse_plot, save_picture
 from train import Answers, Config, learn, log_probs, sample, score, warm_start
 
-METHODS = {  # name: a method, its hyperparameters, its colour (Okabe and Ito) and marker
-    "grpo": ("grpo", [], "#000000", "o"),
-    "nthr": ("nthr", [], "#0072B2", "D"),
-    "random": ("nthr-random", [], "#E69F00", "s"),
-    "nthr, eta 0": ("nthr", ["eta=0"], "#0072B2", "D"),
-    "random, eta 0": ("nthr-random", ["eta=0"], "#E69F00", "s"),
-    "pos-only": ("pos-only", [], "#D55E00", "X"),
+METHODS = {  # name: a method and its hyperparameters
+    "grpo": ("grpo", []),
+    "nthr": ("nthr", []),
+    "random": ("nthr-random", []),
+    "nthr, eta 0": ("nthr", ["eta=0"]),
+    "random, eta 0": ("nthr-random", ["eta=0"]),
+    "pos-only": ("pos-only", []),
 }
 RATES = {"SGD": 0.02, "AdamW": 3e-4}
-QUESTIONS = 8  # of each start
+STARTS, QUESTIONS = 6, 8  # policies, questions to each
 WARM = dict(warm_steps=300, warm_rows=32)
 
 
-def make_start(config: Config, direct: int) -> tuple[Policy, Arithmetic]:
+def make_start(seed: int, direct: int) -> tuple[Policy, Arithmetic]:
     """A policy after its warm start. Of direct demonstrations every direct-th stays; 0: none."""
-    task = Arithmetic()
+    config, task = Config(seed=seed, **WARM), Arithmetic()
     pairs = enumerate(task.train)
     task.train = [item for i, item in pairs if "+" in item.demo or direct and i % direct == 0]
     policy = load_policy(config, task, "scratch")
@@ -77,7 +76,7 @@ def make_optimizer(policy: Policy, kind: str, lr: float) -> torch.optim.Optimize
 
 def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> float:
     """Delta of one step from `policy`, which stays as it is. In nats."""
-    method, hyper, *_ = METHODS[name]
+    method, hyper = METHODS[name]
     config = Config(method=method, hyper=hyper, lr=RATES[kind], minibatches=1, schedule="constant")
     trial = replace(policy, model=copy.deepcopy(policy.model))
     scored = score(trial, None, answers, config)
@@ -88,11 +87,11 @@ def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> flo
     return float(moved[answers.rewards == 1].mean())
 
 
-def study(starts: int) -> dict[tuple[str, str], Tensor]:
-    """(optimiser, method) -> Delta of every question, (starts, QUESTIONS)."""
-    deltas = {(kind, name): torch.zeros(starts, QUESTIONS) for kind in RATES for name in METHODS}
-    for seed in range(starts):
-        policy, task = make_start(Config(seed=seed, **WARM), direct=0)
+def study() -> dict[tuple[str, str], Tensor]:
+    """(optimiser, method) -> Delta of every question, (STARTS, QUESTIONS)."""
+    deltas = {(kind, name): torch.zeros(STARTS, QUESTIONS) for kind in RATES for name in METHODS}
+    for seed in range(STARTS):
+        policy, task = make_start(seed, direct=0)
         questions = find_questions(policy, task, seed)
         for (kind, name), table in deltas.items():
             values = [measure_delta(policy, answers, name, kind) for answers in questions]
@@ -101,14 +100,13 @@ def study(starts: int) -> dict[tuple[str, str], Tensor]:
 
 
 def format_mean(values: Tensor, sign: str = "") -> str:
-    """Mean +- half its 95 % interval. (starts, ...): a start counts with its mean."""
-    middle, half = interval(values.flatten(1).mean(1).tolist())
+    """Mean +- half its 95 % interval. (STARTS, QUESTIONS): a start counts with its mean."""
+    middle, half = interval(values.mean(1).tolist())
     return f"{middle:{sign}.3f} +- {half:.3f}"
 
 
 def show(deltas: dict[tuple[str, str], Tensor]):
-    starts = len(deltas["SGD", "grpo"])
-    print(f"{starts} starts x {QUESTIONS} questions; mean +- half its 95 % interval")
+    print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval")
     for kind, lr in RATES.items():
         titles = ("Delta", "minus grpo's", "minus random's", "above grpo's", "Delta <= 0")
         print(f"\n{f'{kind} {lr:g}':14}" + "".join(f"{title:>18}" for title in titles))
@@ -129,41 +127,27 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     figure = Figure(figsize=(10, 2.9), layout="constrained")
     left, *others = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     order = deltas["SGD", "grpo"].flatten().argsort()
-    faces = {name: "white" if "eta 0" in name else METHODS[name][2] for name in METHODS}
-    for name in ("pos-only", "nthr, eta 0", "grpo"):
-        *_, colour, marker = METHODS[name]
-        style = dict(color=colour, marker=marker, markerfacecolor=faces[name], markersize=4)
+    for name in ("grpo", "pos-only", "nthr, eta 0"):
         line = "-" if name == "grpo" else ""
-        left.plot(deltas["SGD", name].flatten()[order], label=name, linestyle=line, **style)
+        left.plot(deltas["SGD", name].flatten()[order], label=name, linestyle=line)
     left.axhline(0, color="#999999", linewidth=0.8)
-    left.set_title("SGD: Delta of each question, ordered by grpo's", fontsize=9)
-    left.legend(fontsize=8)
-    names = [name for name in METHODS if name != "grpo"]
+    left.set_title("SGD: Delta of each question, ordered by grpo's")
+    left.legend()
     for axis, kind in zip(others, RATES, strict=True):
-        for y, name in enumerate(names):
-            gain = (deltas[kind, name] - deltas[kind, "grpo"]).mean(1).tolist()
-            *_, colour, marker = METHODS[name]
-            style = dict(color=colour, marker=marker, markerfacecolor=faces[name], capsize=3)
-            axis.errorbar(interval(gain)[0], -y, xerr=interval(gain)[1], **style)
-        axis.axvline(0, color="#999999", linewidth=0.8)
-        axis.set_yticks([-y for y in range(len(names))], names if kind == "SGD" else [])
-        axis.set_title(f"{kind}: Delta minus grpo's", fontsize=9)
+        grpo, names = deltas[kind, "grpo"], [name for name in METHODS if name != "grpo"]
+        gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
+        draw_differences(axis, gains)
+        axis.set_title(f"{kind}: Delta minus grpo's")
     figure.savefig(path, dpi=100)
     print(f"\npicture: {path}")
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m toy.nthr", description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    parser.add_argument("--starts", type=int, default=6, help="start policies (default 6)")
-    parser.error = fail
-    options = parser.parse_args(argv)
-    if options.starts < 2:
-        fail(f"--starts {options.starts}: at least 2 are needed, for an interval")
+    path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    deltas = study(options.starts)
+    deltas = study()
     show(deltas)
-    save_picture(plot, deltas, path=options.plot)
+    save_picture(plot, deltas, path=path)
 
 
 if __name__ == "__main__":
