@@ -392,7 +392,7 @@ def test_integer_rewards_are_asked_for_and_their_message_speaks_of_them(capsys):
     assert "if the rewards are not floats" in grader.path_of(1).read_text().replace("\n", " ")
     lines = verdict_of("group_advantages", torch_error).lines
     assert lines[0] == 'with      rewards = [1, 0], group_size = 2, scale = "std"'
-    assert lines[1].startswith("yours     RuntimeError: mean()")
+    assert re.match("yours     (Runtime|NotImplemented)Error: mean", lines[1])  # by torch's version
     assert lines[2:] == [
         "expected  a ValueError",
         "The exercise asks to refuse this with a ValueError: "
@@ -579,7 +579,7 @@ def test_a_file_cannot_reach_the_reference(tmp_path, capfd):
 # ---------------- claims on a file: verify.py --losses
 
 STUDENT = """
-import os, time
+import os, time, torch
 from losses import budget_mean, seq_mean, clipped
 
 def reinforce(batch):
@@ -606,6 +606,9 @@ def dfpo_orthogonal(batch, ratio="geometric"):
 
 def pos_only(batch, eps_low=0.2, eps_high=0.2):
     return -seq_mean(clipped(batch, eps_low, eps_high), batch)
+
+def cispo(batch, eps_low=1.0, eps_high=4.0):
+    return torch.ones(2, device="meta").tolist()
 """
 
 
@@ -626,9 +629,10 @@ def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, cap
         "dfpo_min": "the process died",
         "dfpo_orthogonal": "SyntaxError: '(' was never closed, line 25",
         "pos_only": "expected 0, got",
+        "cispo": "NotImplementedError: Cannot copy out of meta tensor",
     }.items():
         assert message in score[function] and "0 of  1" in score[function]
-    assert "1 of  1" in score["reinforce"] and "1 of 8" in score["all"]
+    assert "1 of  1" in score["reinforce"] and "1 of 9" in score["all"]
 
 
 def test_a_function_that_another_one_needs_is_named_and_not_taken_from_losses(tmp_path):

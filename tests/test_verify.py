@@ -1,5 +1,6 @@
 """verify.py: the verdicts, the random trees they stand on, and the command line."""
 
+import inspect
 import math
 import re
 import sys
@@ -53,7 +54,7 @@ def test_each_claim_says_what_it_shows_where_it_is_from_why_and_of_which_functio
     for letter, count in (("M", 8), ("C", 18), ("N", 7), ("A", 5), ("I", 3)):
         assert {f"{letter}{k}" for k in range(1, count + 1)} <= families
     for claim in CLAIMS:
-        assert "\n\n    Source: " in claim.check.__doc__, claim.id
+        assert "\n\nSource: " in inspect.getdoc(claim.check), claim.id
         statement, source, derivation = claim.text
         assert statement.endswith(".") and len(statement) < 116, claim.id
         assert "(" in source and set(source) & set("PSD"), claim.id
