@@ -19,7 +19,6 @@ to 16 letters, and at each K fewer than IBPO at 1.
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from losses import Batch, OldPolicy, group_advantages, grpo, ibpo, shaped_rewards
-from toy.figure import interval, save_picture
+from toy.figure import interval, parse_plot, save_picture
 
 LETTERS, DIGITS, PROMPTS, G = 26, 10, 16, 8
 LETTER = torch.arange(LETTERS)
@@ -144,14 +143,14 @@ def plot(steps: dict, costs: dict, path: Path):
         left.bar(places, means, 0.4, yerr=halves, color=("#009E73", "#E69F00")[i], label=label)
     left.set_xticks([place + 0.2 for place in range(len(steps))], steps)
     left.axhline(0, color="black", linewidth=0.8)
-    left.set_title("one step on all-wrong groups: change of log pi", fontsize=9)
+    left.set_title("one step on all-wrong groups: change of log pi")
     for name, cells in costs.items():
         means, halves = zip(*cells, strict=True)
-        right.errorbar(LENGTHS, means, halves, fmt=CURVES[name][2], capsize=2, label=name)
+        right.errorbar(LENGTHS, means, halves, fmt=CURVES[name][2], label=name)
     right.set(yscale="log", xticks=LENGTHS, xlabel="K, letters of a word")
-    right.set_title(f"thousands of tokens to a reward of {GOAL}", fontsize=9)
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
+    right.set_title(f"thousands of tokens to a reward of {GOAL}")
+    left.legend()
+    right.legend()
     figure.savefig(path, dpi=100)
     print(f"\npicture: {path}")
 
@@ -161,9 +160,7 @@ def show(name: str, cells: list[tuple[float, float]]):
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m toy.ibpo", description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    options = parser.parse_args(argv)
+    path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
     print(f"mean of {len(SEEDS)} seeds +- half the 95 % interval\n")
     print(f"one step on {STEP_GROUPS} all-wrong groups, K = {STEP_LENGTH}: change of log pi")
@@ -178,7 +175,7 @@ def main(argv: list[str] | None = None):
     for name, (reading, temperature, _) in CURVES.items():
         costs[name] = [interval(measure_cost(reading, K, temperature)) for K in LENGTHS]
         show(name, costs[name])
-    save_picture(plot, steps, costs, path=options.plot)
+    save_picture(plot, steps, costs, path=path)
 
 
 if __name__ == "__main__":
