@@ -42,9 +42,9 @@ LIMIT = 1_000_000  # tokens after which a run is stopped
 SEEDS, TUNING_SEEDS = range(24), range(100, 112)
 CURVES = {  # name: a reading, the temperature of the samples, matplotlib's style
     "grpo": ("grpo", 1.0, "ko-"),
-    "sign": ("sign", 1.0, "C0s-"),
+    "sign": ("sign", 1.0, "C2s-"),
     "grpo at 0.7": ("grpo", 0.7, "k^--"),
-    "sign at 0.7": ("sign", 0.7, "C0D--"),
+    "sign at 0.7": ("sign", 0.7, "C2D--"),
 }
 
 
