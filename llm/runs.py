@@ -218,9 +218,7 @@ def save(run: Run, step: int):
         (part / "checksums.json").write_text(json.dumps(sums))
         for path in [*part.iterdir(), *(run.folder / name for name in sizes), part]:
             sync(path)
-    except (
-        Exception
-    ) as error:  # torch, safetensors and the system each name a full disk differently
+    except Exception as error:  # a full disk has one name in torch, another in safetensors
         shutil.rmtree(part, ignore_errors=True)
         reason, left = str(error).splitlines()[0], "there is none before"
         if before:
