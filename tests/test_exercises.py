@@ -613,7 +613,7 @@ def cispo(batch, eps_low=1.0, eps_high=4.0):
 
 
 def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(contract, "PATIENCE", 3)
+    monkeypatch.setattr(contract, "PATIENCE", 6)
     path = tmp_path / "student.py"
     path.write_text(STUDENT)
     assert verify.main(["--only", "M1", "M3", "--losses", str(path)]) == 1
@@ -622,10 +622,10 @@ def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, cap
     score = out[out.index("\nscore") :].splitlines()
     score = {line.split()[0]: line for line in score if " of " in line}
     for function, message in {
-        "grpo": "cut off after 3 s",
+        "grpo": "cut off after 6 s",
         "dr_grpo": "KeyError: 'oops'",
         "dapo": "not yet written",
-        "gspo": "cut off after 3 s",
+        "gspo": "cut off after 6 s",
         "dfpo_min": "the process died",
         "dfpo_orthogonal": "SyntaxError: '(' was never closed, line 25",
         "pos_only": "expected 0, got",
