@@ -72,7 +72,7 @@ def naive_step(model, rows, weigh, rate, history=None):
 @pytest.mark.parametrize("name", ["grpo", "pos-only"])
 def test_delta_is_that_of_a_naive_step(group, name, kind, monkeypatch):
     policy, answers, _ = group
-    monkeypatch.setattr(nthr, "RATES", {"SGD": 0.01, "AdamW": 1e-4})
+    monkeypatch.setattr(nthr, "RATES", {"SGD": 0.01, "SGD, one length": 0.01, "AdamW": 1e-4})
     first = {key: getattr(answers, key)[:4] for key in ("items", "logp", "rewards", "shaped")}
     answers = replace(answers, rows=answers.rows[torch.arange(4)], **first)
     monkeypatch.setattr(nthr, "Config", lambda **k: Config(**k, **SMALL, grad_clip=1e9))
@@ -85,7 +85,10 @@ def test_delta_is_that_of_a_naive_step(group, name, kind, monkeypatch):
         a = A if i in (0, 3) else -A * (name == "grpo")
         return a * logp.mean() / 4
 
-    naive_step(model, answers.rows, weigh, nthr.RATES[kind], [] if kind == "AdamW" else None)
+    rate = nthr.RATES[kind]
+    if "one length" in kind:
+        rate /= naive_step(copy.deepcopy(model), answers.rows, weigh, 0.0).norm()
+    naive_step(model, answers.rows, weigh, rate, [] if kind == "AdamW" else None)
     after = naive_log_probs(model, answers.rows)
     expected = sum((after[i] - before[i]).sum().item() for i in (0, 3)) / 2
     assert measured == pytest.approx(expected, rel=2e-3) and abs(measured) > 1e-3
@@ -228,7 +231,8 @@ def test_the_commands_print_and_draw(easy, monkeypatch, capsys, tmp_path):
         assert (tmp_path / f"{name}.svg").stat().st_size > 9_000
         out = capsys.readouterr().out
         lines = nthr.METHODS if figure is nthr else ("all", "only p > .75")
-        assert all(out.count(f"\n{line} ") == 2 for line in lines if "," not in line)
+        times = len(nthr.RATES) if figure is nthr else 2
+        assert all(out.count(f"\n{line} ") == times for line in lines if "," not in line)
     lines = ("grpo twice", "lopti - grpo twice", "reversed - lopti")
     assert all(out.count(f"\n{line} ") == len(lopti.RATES) for line in lines)
 

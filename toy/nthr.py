@@ -11,7 +11,8 @@ change of log pi of the right answers, on average (NTHR Fig. 1 and 4).
 Every method starts from the same policy and learns from the same answers. nthr blames some tokens
 of wrong answers less, by the factor eta. random blames as many tokens of each answer less, drawn
 at random. eta is 2|0.5 - p|, with p the share of right answers, or 0. pos-only blames nothing. The
-step is train.py's own, with its gradient clip. The optimiser has no history.
+step is train.py's own, with its gradient clip. The optimiser has no history. A step of SGD is as
+long as the gradient, which is short for random and pos-only; with "one length" it is 0.02 for all.
 
 This script imports train. Only toy.lopti imports it.
 """
@@ -40,7 +41,8 @@ METHODS = {  # name: a method and its hyperparameters
     "random, eta 0": ("nthr-random", ["eta=0"]),
     "pos-only": ("pos-only", []),
 }
-RATES = {"SGD": 0.02, "AdamW": 3e-4}
+RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
+SHORT = 1e-4  # no gradient is shorter: clipped to it, all have one length
 STARTS, QUESTIONS = 6, 8  # policies, questions to each
 WARM = dict(warm_steps=300, warm_rows=32)
 
@@ -69,7 +71,7 @@ def find_questions(policy: Policy, task: Arithmetic, seed: int) -> list[Answers]
 
 def make_optimizer(policy: Policy, kind: str, lr: float) -> torch.optim.Optimizer:
     """One without a history."""
-    if kind == "SGD":
+    if kind.startswith("SGD"):
         return torch.optim.SGD(policy.model.parameters(), lr=lr)
     return adamw(policy.model, lr)
 
@@ -78,6 +80,8 @@ def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> flo
     """Delta of one step from `policy`, which stays as it is. In nats."""
     method, hyper = METHODS[name]
     config = Config(method=method, hyper=hyper, lr=RATES[kind], minibatches=1, schedule="constant")
+    if kind == "SGD, one length":
+        config = replace(config, lr=config.lr / SHORT, grad_clip=SHORT)
     trial = replace(policy, model=copy.deepcopy(policy.model))
     scored = score(trial, None, answers, config)
     learn(trial, make_optimizer(trial, kind, config.lr), scored, config)
@@ -109,7 +113,7 @@ def show(deltas: dict[tuple[str, str], Tensor]):
     print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval")
     for kind, lr in RATES.items():
         titles = ("Delta", "minus grpo's", "minus random's", "above grpo's", "Delta <= 0")
-        print(f"\n{f'{kind} {lr:g}':14}" + "".join(f"{title:>18}" for title in titles))
+        print(f"\n{f'{kind} {lr:g}':21}" + "".join(f"{title:>18}" for title in titles))
         for name in METHODS:
             delta = deltas[kind, name]
             gain = delta - deltas[kind, "grpo"]
@@ -117,7 +121,7 @@ def show(deltas: dict[tuple[str, str], Tensor]):
             if "nthr" in name:
                 cells[2] = format_mean(delta - deltas[kind, name.replace("nthr", "random")], "+")
             cells += [f"{share.float().mean():.0%}" for share in (gain > 0, delta <= 0)]
-            print(f"{name:14}" + "".join(f"{cell:>18}" for cell in cells))
+            print(f"{name:21}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
@@ -125,7 +129,7 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.9), layout="constrained")
-    left, *others = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    left, *others = figure.subplots(1, 1 + len(RATES), width_ratios=(2, 1, 1, 1))
     order = deltas["SGD", "grpo"].flatten().argsort()
     for name in ("grpo", "pos-only", "nthr, eta 0"):
         line = "-" if name == "grpo" else ""
@@ -137,7 +141,9 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
         grpo, names = deltas[kind, "grpo"], [name for name in METHODS if name != "grpo"]
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
         draw_differences(axis, gains)
-        axis.set_title(f"{kind}: Delta minus grpo's")
+        axis.tick_params(labelleft=kind == "SGD")
+        axis.set_title(kind)
+        axis.set_xlabel("Delta minus grpo's")
     figure.savefig(path, dpi=100)
     print(f"\npicture: {path}")
 
