@@ -124,7 +124,7 @@ def agree(yours: dict, right: dict, floor: float) -> bool:
     if is_undefined(yours) and is_undefined(right):
         return True
     if "error" in yours or "error" in right:
-        kinds = ["error" in x and x["error"].split(":")[0] for x in (yours, right)]
+        kinds = ["error" in x and re.split("[: ]", x["error"])[0] for x in (yours, right)]
         return kinds[0] == kinds[1]
     if dtype_of(right) and dtype_of(yours) != dtype_of(right):
         return False

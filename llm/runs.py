@@ -374,5 +374,6 @@ def report(run: Run, config, command: str) -> str:
     for key in (key for key in last if key in first and key != "step"):
         rows.append(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
     rows += ["", f"everything is in {run.folder}; all options: {command} --help"]
-    rows.append("try next: python -m toy.tax, where methods end at different rewards")
+    if config.task == "arithmetic":
+        rows.append("try next: python -m toy.tax, where methods end at different rewards")
     return "\n".join(rows)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
@@ -106,6 +107,15 @@ def test_prefix_sets_tell_openers_and_forms_apart():
                 answer = opener + text
                 hit = [name for name, starts in sets.items() if answer.startswith(tuple(starts))]
                 assert hit == [f"opener {opener.strip()}", f"form {form}"]
+
+
+def test_a_prompt_gets_no_special_tokens():
+    tokenizer = TASK.make_tokenizer()
+    plain = TASK.encode(tokenizer, TASK.test[:2])
+    begin = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    assert tokenizer(TASK.test[0].prompt)["input_ids"][0] == 1
+    assert TASK.encode(tokenizer, TASK.test[:2]) == plain
 
 
 def test_tokenizer_is_one_token_per_character_and_survives_saving(tmp_path):

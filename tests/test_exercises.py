@@ -825,6 +825,24 @@ def test_no_outcome_of_a_claim_is_cut_off():
             contract.read_outcome(reply)
 
 
+def test_a_refusal_needs_no_message(tmp_path, second_process):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\n\n"
+        "def min_replace(w, adv):\n    raise ValueError\n\n"
+        "def group_advantages(rewards, group_size, scale):\n"
+        "    if not rewards.is_floating_point() or scale not in ('std', 'mean'):\n"
+        "        raise ValueError\n"
+        "    if group_size < 2 or len(rewards) % group_size:\n        raise ValueError\n"
+        "    groups = rewards.view(-1, group_size)\n"
+        "    adv = groups - groups.mean(1, keepdim=True)\n"
+        "    if scale == 'std':\n        adv = adv / (groups.std(1, keepdim=True) + 1e-4)\n"
+        "    same = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)\n"
+        "    return adv.masked_fill(same, 0.0).view(-1)\n"
+    )
+    assert grader.grade_file(second_process, 1, str(path))[0].state == "PASS"
+
+
 def test_what_torch_has_not_implemented_is_no_blank():
     def read_meta(*_):
         return torch.ones(2, device="meta").tolist()

@@ -1,6 +1,7 @@
 """toy/nthr.py and toy/lopti.py: a step and what is measured of it, beside a naive computation."""
 
 import copy
+import importlib.util
 import math
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ from helpers import random_policy
 from matplotlib.figure import Figure
 
 from losses import METHODS, Batch, token_grpo
-from toy import lopti, nthr
+from toy import alike, drift, ibpo, lopti, nthr, tax
 from toy.arithmetic import Arithmetic
-from toy.figure import draw_differences
+from toy.figure import draw_differences, parse_plot, save_picture
 from train import Config, sample, score
 
 SMALL = dict(group_size=4, max_tokens=8)
@@ -237,13 +238,38 @@ def test_the_commands_print_and_draw(easy, monkeypatch, capsys, tmp_path):
     assert all(out.count(f"\n{line} ") == len(lopti.RATES) for line in lines)
 
 
-@pytest.mark.parametrize("figure", [nthr, lopti], ids=["nthr", "lopti"])
-@pytest.mark.parametrize("flag", [["--plot"], ["--stats", "3"]], ids=str)
-def test_a_wrong_flag_is_one_line(figure, flag, capsys):
+@pytest.mark.parametrize("figure", [alike, drift, ibpo, lopti, nthr, tax])
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--stats 3", "unrecognized arguments: --stats 3"),
+        ("--plot", "--plot: expected one argument"),
+        ("--plot a.gif", "a.gif: a name that ends in .svg or .png is expected"),
+        ("--plot no/a.png", "no/a.png: there is no folder no"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_before_anything_is_computed(figure, flags, reason, capsys):
+    if figure is alike and "--plot" in flags:
+        reason = "unrecognized arguments: --plot"
     with pytest.raises(SystemExit) as end:
-        figure.main(flag)
+        figure.main(flags.split())
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert reason in error
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(SystemExit):
+        save_picture(lambda path: Figure().savefig(path), path=tmp_path / "a.png")
+    assert capsys.readouterr().err.endswith("a.png cannot be written: Is a directory\n")
+
+
+def test_a_picture_needs_matplotlib(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse_plot("doc", ["--plot", "a.png"])
+    assert "it needs matplotlib (pip install -e '.[plot]')\n" in capsys.readouterr().err
 
 
 def test_the_means_are_those_of_the_starts(group, monkeypatch):

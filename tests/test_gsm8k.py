@@ -269,6 +269,13 @@ def test_tokenizer_splits_digits_and_has_its_own_pad_and_eos(task):
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+def test_tokenizer_is_learnt_on_the_training_split():
+    task = GSM8K.__new__(GSM8K)
+    task.train, task.test = ([Item(word * 4, "1", "")] for word in ("quux", "zyzz"))
+    tokenizer = task.make_tokenizer()
+    assert len(tokenizer.tokenize("quux")) < len(tokenizer.tokenize("zyzz")) == 4
+
+
 def test_tokenizer_is_deterministic_and_survives_saving(task, tmp_path):
     one, two = task.make_tokenizer(), task.make_tokenizer()
     assert one.get_vocab() == two.get_vocab()

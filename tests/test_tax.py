@@ -185,5 +185,3 @@ def test_the_command_prints_the_table_and_draws(capsys, tmp_path, monkeypatch):
         assert re.search(f"\n{re.escape(name)} .*\\) +{reward:.3f} \\({mean_tax:.3f}\\) *\n", out)
     assert re.search("closed form +0.600 +0.600 +0.414 +0.600 +0.200 *\n", out)
     assert (tmp_path / "tax.svg").stat().st_size > 10_000
-    with pytest.raises(SystemExit):
-        tax.main(["--plot", str(tmp_path / "no" / "tax.svg")])

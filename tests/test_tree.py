@@ -338,7 +338,7 @@ def test_a_run_is_shown_before_and_after_its_step_with_its_own_hyperparameters(r
     [
         (lambda run: (run / "config.json").unlink(), "No such file or directory; a run directory"),
         (lambda run: (run / "groups.jsonl").unlink(), "No such file or directory; a run directory"),
-        (lambda run: (run / "groups.jsonl").write_text(""), "has no group"),
+        (lambda run: (run / "groups.jsonl").write_text(""), "no group in which answers of"),
         (lambda run: (run / "groups.jsonl").write_text('{"step": 1}'), "line 1 is not as train.py"),
         (lambda run: (run / "groups.jsonl").write_text("{"), "line 1 is not as train.py"),
     ],
@@ -350,6 +350,12 @@ def test_what_is_no_run_is_refused_in_one_line(run, tmp_path, capsys, damage, sa
         tree.main([str(folder)])
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1 and said in error
+
+
+def test_the_picture_is_svg_and_says_so(capsys):
+    with pytest.raises(SystemExit):
+        tree.main(["--svg", "x.gif"])
+    assert capsys.readouterr().err == "error: --svg x.gif: a name that ends in .svg is expected\n"
 
 
 def test_the_picture_of_the_readme_is_the_one_that_the_command_writes(tmp_path):

@@ -20,6 +20,7 @@ ascent on the logits of the two ways.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 from typing import NamedTuple
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 import losses
+from llm import fail
 from toy.policy import count_orders
 
 RIGHT = 0.6  # the chance to be right
@@ -134,7 +136,10 @@ def train(groups: Groups, start: float, kind: str) -> tuple[float, float]:
     return share, sum(taxes) / len(taxes)
 
 
-def main():
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser("python -m toy.alike", description=__doc__.splitlines()[0])
+    parser.error = fail
+    parser.parse_args(argv)
     torch.set_num_threads(1)
     print("Expected push on the first way's logit, advantages R - mean R\n")
     print(f"{'':28}" + "".join(f"{f'G = {G}':>10}" for G in SIZES))

@@ -25,7 +25,6 @@ projected grpo is not (toy.alike).
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from pathlib import Path
@@ -41,11 +40,12 @@ from losses import (
     project,
     token_coefficients,
 )
-from toy.figure import save_picture
+from toy.figure import parse_plot, save_picture
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
 AFTER = (*PROMPT, OPENER)
+SEEDS = 5  # start policies
 GROUPS, G, STEPS = 8, 8, 32
 SIZE = 0.6  # the length of the first step
 NAMES = (
@@ -155,10 +155,10 @@ def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
     return start, answers
 
 
-def study(seeds: int) -> dict[str, list[list[dict]]]:
+def study() -> dict[str, list[list[dict]]]:
     """name -> a curve per seed."""
     curves = {name: [] for name in NAMES}
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         start, answers = draw(seed)
         for name in NAMES:
             curves[name].append(descend(name, start, answers))
@@ -203,16 +203,11 @@ def plot(curves: dict[str, list[list[dict]]], path: Path):
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    parser.add_argument("--seeds", type=int, default=5, help="start policies (default 5)")
-    options = parser.parse_args(argv)
-    if options.seeds < 1:
-        parser.error("--seeds must be at least 1")
+    path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    curves = study(options.seeds)
+    curves = study()
     show(curves)
-    save_picture(plot, curves, path=options.plot)
+    save_picture(plot, curves, path=path)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 from collections.abc import Callable
@@ -27,9 +28,21 @@ def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
     from llm import fail  # here, as experiments/curves.py needs this file without torch
 
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw it, as .svg or .png")
     parser.error = fail
     return parser.parse_args(argv).plot
+
+
+def picture(text: str) -> Path:
+    """A file to be drawn, refused before anything is computed."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text}: a name that ends in .svg or .png is expected")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not importlib.util.find_spec("matplotlib"):
+        raise argparse.ArgumentTypeError("it needs matplotlib (pip install -e '.[plot]')")
+    return path
 
 
 def quantile(freedom: int) -> float:
@@ -59,15 +72,15 @@ def draw_differences(axis, differences: dict[str, list[float]]):
 
 
 def save_picture(plot: Callable, *data, path: Path | None):
-    """plot(*data, path), if there is a path. What goes wrong ends in one line."""
+    """plot(*data, path), if there is a path. A file that cannot be written ends in one line."""
     from llm import fail
 
     if not path:
         return
-    try:
-        import matplotlib
+    import matplotlib
 
+    try:
         with matplotlib.rc_context(STYLE):
             plot(*data, path)
-    except (ImportError, ValueError, OSError) as error:
-        fail(f"--plot {path}: {error}; it needs matplotlib (pip install -e '.[plot]')")
+    except OSError as error:
+        fail(f"--plot {path} cannot be written: {error.strerror}")

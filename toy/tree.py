@@ -155,7 +155,8 @@ def run_groups(run: Path) -> tuple[dict, dict[str, Group]]:
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         fail(f"{run}/{where} is not as train.py writes it: {type(error).__name__} {error}")
     if not groups:
-        fail(f"{run}/groups.jsonl has no group; a run keeps some at each evaluation")
+        kept = "in which answers of different rewards share tokens; longer runs keep some"
+        fail(f"{run}/groups.jsonl has no group {kept}")
     return config, groups
 
 
@@ -607,6 +608,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--out", type=Path, help="the page (default tree.html, or RUN/tree.html)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the README's picture")
     options = parser.parse_args(argv)
+    if options.svg and options.svg.suffix != ".svg":
+        fail(f"--svg {options.svg}: a name that ends in .svg is expected")
     if options.svg and (options.run or options.out):
         fail("--svg writes the picture of the toy group alone; leave RUN and --out out")
     torch.set_num_threads(1)  # the groups are tiny
