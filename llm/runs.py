@@ -373,6 +373,10 @@ def report(run: Run, config, command: str) -> str:
     first, last = evaluations[0], evaluations[-1]
     for key in (key for key in last if key in first and key != "step"):
         rows.append(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
+    for kind in dict.fromkeys(key.split()[0] for key in last if " " in key):  # opener, form
+        named = [key for key in last if key.startswith(f"{kind} ")]
+        before, after = (1 - sum(line[key] for key in named) for line in (first, last))
+        rows.append(f"{f'{kind} other':18} {before:6.3f}  {after:6.3f}")
     rows += ["", f"everything is in {run.folder}; all options: {command} --help"]
     if config.task == "arithmetic":
         rows.append("try next: python -m toy.tax, where methods end at different rewards")

@@ -84,6 +84,10 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     told = capsys.readouterr().out
     assert told.count("\nstep ") == 5 and f"everything is in {folder}" in told
     assert "try next: python -m toy.tax" in told  # README.md has this command, so it exists
+    for kind, names in (("opener", ("so", "ok", "hm")), ("form", ("direct", "ones f", "tens f"))):
+        rows = [re.search(rf"\n{kind} {name}\D+(\S+) +(\S+)", told) for name in (*names, "other")]
+        for side in (1, 2):
+            assert sum(float(row[side]) for row in rows) == pytest.approx(1, abs=2.1e-3)
     assert "before   after" in told and "4 steps of 4 prompts x 3 answers, 2 update(s)" in told
 
 
