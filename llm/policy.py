@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -280,6 +281,8 @@ def read_model(path: str):
     """Model and tokenizer of a directory or of the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        fail(f"--model {path}: no such directory; accepted: scratch, a directory, a hub id")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         options = dict(dtype=torch.float32, output_loading_info=True)

@@ -165,6 +165,7 @@ def test_files_that_lack_a_weight_or_do_not_fit_are_refused(tmp_path, capsys):
     assert "its files hold no lm_head.weight" in refused(capsys, str(tmp_path / "trunk"))
     (tmp_path / "whole" / "model.safetensors").write_bytes(b"cut off")
     assert "cannot be loaded" in refused(capsys, whole)
+    assert "no such directory; accepted: scratch" in refused(capsys, str(tmp_path / "none"))
 
 
 def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused(tmp_path, capsys):
