@@ -61,7 +61,7 @@ def test_training_climbs_the_logits(monkeypatch):
 def test_the_command_prints_the_figures_that_the_readme_shows(capsys, monkeypatch):
     monkeypatch.setattr(alike, "UPDATES", {4: 20})
     monkeypatch.setattr(alike, "SIZES", (4, 8))
-    alike.main()
+    alike.main([])
     pushes, shares = capsys.readouterr().out.split("Share")
     pushes = [float(x) for line in pushes.splitlines()[3:] for x in line.split()[-2:]]
     alike_ways = [0, 0, 0.00293, 0.00225, 0.00249, 0.00075]
