@@ -254,7 +254,7 @@ def is_meant(claim: Claim, id_: str) -> bool:
 
 def select(ids: list[str], known: Iterable[Claim] = CLAIMS) -> list[Claim]:
     """The claims of these ids, in order. Raises ValueError for an id that names no claim."""
-    ids = [id_ for text in ids for id_ in text.split(",")]
+    ids = [id_ for text in ids for id_ in text.replace(",", " ").split()]
     for id_ in ids:
         if not any(is_meant(claim, id_) for claim in known):
             accepted = " ".join(claim.id for claim in known)
@@ -268,7 +268,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.error = fail
     add = parser.add_argument
-    add("--only", nargs="+", metavar="ID", help="check these claims only")
+    add("--only", nargs="+", metavar="ID", help="check these claims only: C9 C17 or C9,C17")
     add("--explain", nargs="*", metavar="ID", help="print derivations (default all); or symbols")
     add("--losses", metavar="FILE", help="grade this file instead of losses.py")
     add("--markdown", action="store_true", help="print markdown, for claims/")

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from functools import cache
 
 import losses
-from claims import CLAIMS, Claim, Draws, Evidence, Outcome, examine
+from claims import CLAIMS, Claim, Draws, Evidence, Missing, Outcome, examine
 from exercises.claims import EXERCISES
 from exercises.process import CutOff, SecondProcess, defined_names
 
@@ -21,7 +21,7 @@ PATIENCE = 20  # seconds that a function may take for one claim
 
 
 class Written:
-    """The module under test. It raises NotImplementedError for what it lacks.
+    """The module under test. It raises Missing for what it lacks.
 
     Batch and OldPolicy are only containers and may be ours.
     """
@@ -34,7 +34,7 @@ class Written:
             return getattr(self.module, name)
         if name in ("Batch", "OldPolicy"):
             return getattr(losses, name)
-        raise NotImplementedError(name)
+        raise Missing(name)
 
 
 def claims_about(path: str, claims: Iterable[Claim]) -> list[Claim]:

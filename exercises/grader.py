@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims import CLAIMS, TOLERANCE, Draws, examine
+from claims import CLAIMS, TOLERANCE, Draws, Missing, examine
 from exercises import process
 from exercises.claims import EXERCISES as OWN_CLAIMS
 from exercises.mistakes import EXERCISES, Question
@@ -68,7 +68,7 @@ class Student:
     def call(self, function: str, *arguments, **options):
         reply = self.answer(function, arguments, options)
         if "blank" in reply:
-            raise NotImplementedError(function)
+            raise Missing(function)
         if "error" in reply:
             refused = reply["error"].startswith("ValueError")
             raise (ValueError if refused else RuntimeError)(reply["error"])

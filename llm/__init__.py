@@ -45,7 +45,9 @@ def given_flags(cls, description: str, presets: dict[str, dict], argv: list[str]
     given, unknown = parser.parse_known_args(argv, unset)
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
-        close = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1, 0.7)
+        typed = unknown[0].split("=")[0]
+        close = [flag for flag in flags if len(typed) > 4 and flag.startswith(typed)]
+        close += difflib.get_close_matches(typed, flags, 1, 0.7)
         hint = f"did you mean {close[0]}?" if close else "--help lists what there is"
         fail(f"unknown argument {unknown[0]}; {hint}")
     return {key: value for key, value in vars(given).items() if value is not None}

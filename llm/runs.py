@@ -374,7 +374,7 @@ def report(run: Run, config, command: str) -> str:
     for key in (key for key in last if key in first and key != "step"):
         rows.append(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
     for kind in dict.fromkeys(key.split()[0] for key in last if " " in key):  # opener, form
-        named = [key for key in last if key.startswith(f"{kind} ")]
+        named = [key for key in last if key.startswith(f"{kind} ") and key in first]
         before, after = (1 - sum(line[key] for key in named) for line in (first, last))
         rows.append(f"{f'{kind} other':18} {before:6.3f}  {after:6.3f}")
     rows += ["", f"everything is in {run.folder}; all options: {command} --help"]

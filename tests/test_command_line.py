@@ -17,6 +17,8 @@ MISTAKES = [
     ("--method gpro", "invalid choice: 'gpro'"),
     ("--task chess", "invalid choice: 'chess'"),
     ("--grup-size 4", "unknown argument --grup-size; did you mean --group-size?"),
+    ("--temp 1", "unknown argument --temp; did you mean --temperature?"),
+    ("--learning-rate 1", "unknown argument --learning-rate; --help lists what there is"),
     ("--kl 0.1", "unknown argument --kl"),
     ("--project maybe", "argument --project: Truthy value expected"),
     ("--model no/such/model", "--model no/such/model cannot be loaded"),

@@ -16,7 +16,7 @@ STAYS |= {"grpo+proj", "dr-grpo+proj", "gspo+proj"}
 def curves():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drift, "STEPS", 5)
-        patch.setattr(drift, "SEEDS", 1)
+        patch.setattr(drift, "SEEDS", 2)
         yield drift.study()
 
 
@@ -52,7 +52,8 @@ def test_what_is_measured_is_what_all_answers_say():
 
 @pytest.mark.parametrize("name", drift.NAMES)
 def test_the_shared_token_stays_exactly_where_it_was_where_the_theory_says_so(curves, name):
-    (curve,) = curves[name]
+    curve, other = curves[name]
+    assert curve != other
     assert curve[0]["drift"] == 0 and len(curve) == 6 and curve[-1]["reward"] > curve[0]["reward"]
     if name in STAYS:
         assert max(abs(point["drift"]) for point in curve) < 1e-12

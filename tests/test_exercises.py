@@ -609,6 +609,9 @@ def pos_only(batch, eps_low=0.2, eps_high=0.2):
 
 def cispo(batch, eps_low=1.0, eps_high=4.0):
     return torch.ones(2, device="meta").tolist()
+
+def grpo_symmetric(batch, eps=0.2):
+    raise NotImplementedError("todo")
 """
 
 
@@ -630,9 +633,10 @@ def test_the_grader_survives_whatever_a_function_does(tmp_path, monkeypatch, cap
         "dfpo_orthogonal": "SyntaxError: '(' was never closed, line 25",
         "pos_only": "expected 0, got",
         "cispo": "NotImplementedError: Cannot copy out of meta tensor",
+        "grpo_symmetric": "NotImplementedError: todo",
     }.items():
         assert message in score[function] and "0 of  1" in score[function]
-    assert "1 of  1" in score["reinforce"] and "1 of 9" in score["all"]
+    assert "1 of  1" in score["reinforce"] and "1 of 10" in score["all"]
 
 
 def test_a_function_that_another_one_needs_is_named_and_not_taken_from_losses(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import random_policy
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from losses import METHODS, Batch, token_grpo
@@ -244,7 +245,7 @@ def test_the_commands_print_and_draw(easy, monkeypatch, capsys, tmp_path):
     [
         ("--stats 3", "unrecognized arguments: --stats 3"),
         ("--plot", "--plot: expected one argument"),
-        ("--plot a.gif", "a.gif: a name that ends in .svg or .png is expected"),
+        ("--plot a.pdf", "a.pdf: a name that ends in .svg or .png is expected"),
         ("--plot no/a.png", "no/a.png: there is no folder no"),
     ],
 )
@@ -278,11 +279,51 @@ def test_the_means_are_those_of_the_starts(group, monkeypatch):
     policy, answers, scored = group
     seeds = []
     monkeypatch.setattr(lopti, "STARTS", 3)
-    monkeypatch.setattr(lopti, "make_start", lambda seed, direct: (policy, Arithmetic()))
-    monkeypatch.setattr(lopti, "sample", lambda *args: seeds.append(args[-1].seed) or answers)
+
+    def make_start(seed, direct):
+        assert direct == 6
+        return policy, Arithmetic()
+
+    def take(policy, task, items, step, config):
+        assert items == task.test[:32]
+        seeds.append(config.seed)
+        return answers
+
+    monkeypatch.setattr(lopti, "make_start", make_start)
+    monkeypatch.setattr(lopti, "sample", take)
     monkeypatch.setattr(lopti, "measure", lambda *_: {("a", "b"): torch.full((4,), seeds[-1])})
     monkeypatch.setattr(lopti, "score", lambda *_: scored)
     assert lopti.study()["a", "b"].tolist() == [[0] * 4, [1] * 4, [2] * 4]
+
+
+def test_a_row_of_nthr_has_its_differences_and_shares(capsys):
+    values = {"grpo": [1.0, 3.0], "nthr": [2.0, -1.0], "random": [0.0, 0.0]}
+    rows = {name: torch.tensor([values.get(name, [0.0, 0.0])] * 2) for name in nthr.METHODS}
+    nthr.show({(kind, name): row for kind in nthr.RATES for name, row in rows.items()})
+    out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    row = "nthr 0.500 +- 0.000 -1.500 +- 0.000 +0.500 +- 0.000 50% 50%"
+    assert out.count(row) == len(nthr.RATES)
+    assert [line.split(" Delta")[0] for line in out if " Delta minus" in line] == [
+        "SGD 0.02",
+        "SGD, one length 0.02",
+        "AdamW 0.0003",
+    ]
+
+
+def test_the_last_panel_of_lopti_has_the_probable_tokens(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(lopti, "draw_differences", lambda axis, x: drawn.append(x))
+    line = (lopti.RIGHT + "SGD", "lopti - grpo twice")
+    tables = {(lopti.GRADIENT, "a"): 1.0, (lopti.MOVES + "SGD", "b"): 1.0, line: 1.0}
+    measures = {key: torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]) for key in tables}
+    lopti.plot(measures, tmp_path / "a.svg")
+    assert drawn == [{"SGD:\nlopti - grpo twice": [4.0, 8.0]}]
+
+
+def test_pictures_have_one_style():
+    sizes = []
+    save_picture(lambda path: sizes.append(rcParams["legend.fontsize"]), path="a.png")
+    assert sizes == [8.0] and rcParams["legend.fontsize"] != 8.0
 
 
 def test_a_difference_is_drawn_as_its_mean_and_interval():

@@ -354,8 +354,8 @@ def test_what_is_no_run_is_refused_in_one_line(run, tmp_path, capsys, damage, sa
 
 def test_the_picture_is_svg_and_says_so(capsys):
     with pytest.raises(SystemExit):
-        tree.main(["--svg", "x.gif"])
-    assert capsys.readouterr().err == "error: --svg x.gif: a name that ends in .svg is expected\n"
+        tree.main(["--svg", "x.png"])
+    assert capsys.readouterr().err == "error: --svg x.png: a name that ends in .svg is expected\n"
 
 
 def test_the_picture_of_the_readme_is_the_one_that_the_command_writes(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,8 @@ def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
     """What --plot says, the only flag of a script with this docstring."""
     from llm import fail  # here, as experiments/curves.py needs this file without torch
 
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    name = re.search(r"python -m toy\.\w+", doc)
+    parser = argparse.ArgumentParser(name and name[0], description=doc.splitlines()[0])
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw it, as .svg or .png")
     parser.error = fail
     return parser.parse_args(argv).plot
