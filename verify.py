@@ -254,7 +254,7 @@ def is_meant(claim: Claim, id_: str) -> bool:
 
 def select(ids: list[str], known: Iterable[Claim] = CLAIMS) -> list[Claim]:
     """The claims of these ids, in order. Raises ValueError for an id that names no claim."""
-    ids = [id_ for text in ids for id_ in text.replace(",", " ").split()]
+    ids = [id_ for text in ids for id_ in text.replace(",", " ").split() or [text]]
     for id_ in ids:
         if not any(is_meant(claim, id_) for claim in known):
             accepted = " ".join(claim.id for claim in known)

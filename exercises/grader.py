@@ -15,16 +15,17 @@ import re
 import sys
 import types
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import losses
-from claims import CLAIMS, TOLERANCE, Draws, Missing, examine
+from claims import CLAIMS, TOLERANCE, Missing, examine
 from exercises import process
 from exercises.claims import EXERCISES as OWN_CLAIMS
+from exercises.contract import draw_trees
 from exercises.mistakes import EXERCISES, Question
 from exercises.process import CutOff, SecondProcess, decode, defined_names, encode, find_leaf
 from llm import fail
@@ -226,18 +227,13 @@ def guess(yours: dict, right: dict) -> str:
     return ""
 
 
-@cache
-def draw_trees() -> Draws:
-    return Draws(0)
-
-
 def check_claims(student: Student, question: Question) -> Verdict:
     """All claims that verify.py makes about this function, on the student's one."""
     name, held, lines = question.function, [], []
     for claim in (*CLAIMS, *OWN_CLAIMS):
         if name not in claim.functions:
             continue
-        outcome = examine(student, claim, name, draw_trees()[claim.group_size])
+        outcome = examine(student, claim, name, draw_trees(0)[claim.group_size])
         if claim in OWN_CLAIMS and outcome.evidence.rows:
             lines = show_table(["weight", "tax", "cosine"], outcome.evidence.rows)
         if outcome.state == "missing":

@@ -371,10 +371,11 @@ def report(run: Run, config, command: str) -> str:
             late = [line[key] for line in made[-10:]]
             rows.append(f"{key:18} {made[0][key]:6.3f}  {sum(late) / len(late):6.3f}")
     first, last = evaluations[0], evaluations[-1]
-    for key in (key for key in last if key in first and key != "step"):
+    both = [key for key in last if key in first and key != "step"]
+    for key in both:
         rows.append(f"{key:18} {first[key]:6.3f}  {last[key]:6.3f}")
-    for kind in dict.fromkeys(key.split()[0] for key in last if " " in key):  # opener, form
-        named = [key for key in last if key.startswith(f"{kind} ") and key in first]
+    for kind in dict.fromkeys(key.split()[0] for key in both if " " in key):  # opener, form
+        named = [key for key in both if key.startswith(f"{kind} ")]
         before, after = (1 - sum(line[key] for key in named) for line in (first, last))
         rows.append(f"{f'{kind} other':18} {before:6.3f}  {after:6.3f}")
     rows += ["", f"everything is in {run.folder}; all options: {command} --help"]

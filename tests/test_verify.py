@@ -229,6 +229,7 @@ def test_markdown_is_made_of_rectangular_tables(capsys):
     "arguments",
     [
         ["--only", "C99"],
+        ["--only", ","],
         ["--explain", "D1"],
         ["--losses", "/no/such/file.py"],
         ["--seed", "many"],

@@ -166,11 +166,11 @@ def main(argv: list[str] | None = None):
     print("\nExpected reward at the end; 0.6 is the best. In brackets: the learning tax of a")
     print("batch's last update, mean of all batches\n")
     show("", [f"setting {setting[0]}" for setting in SETTINGS])
-    curves = {}
+    curves, groups = {}, {setting: make_groups(setting) for setting in SETTINGS}
     for name in NAMES:
         cells = []
         for setting in SETTINGS:
-            logits, tax = train(make_groups(setting), name)
+            logits, tax = train(groups[setting], name)
             curves[setting, name] = expected_reward(setting, logits)
             cells.append(f"{float(curves[setting, name][-1]):.3f} ({tax:.3f})")
         show(name, cells)

@@ -19,6 +19,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ import train
 from experiments.bench.rollout import CASES, Case, architecture, build
 from experiments.bench.step import Ids, Task, make_policy, make_step
 from experiments.bench.timing import make_parser, rise_mb
+from llm.cache import RoomyLayer
 from llm.policy import CHUNK, read_prompts
 
 
@@ -100,6 +102,15 @@ def read_answers(model, cap: int, states: tuple) -> Tensor:
     return torch.cat([before[:, None], rest], 1).flatten(0, 1).float()
 
 
+def count_room(case: Case) -> int:
+    """Tokens for which the rollout's cache has room at the end of the longest answer."""
+    prompt, token = (torch.zeros(1, 1, n, 1) for n in (case.prompt, 1))
+    layer = RoomyLayer(SimpleNamespace(keys=prompt, values=prompt))
+    for _ in range(case.cap - 1):
+        layer.update(token, token)
+    return layer.room[0].shape[2]
+
+
 def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, float], float]:
     """GB by what needs them; and at the peak, where not all of them are there."""
     answers = case.prompts * group_size
@@ -110,10 +121,7 @@ def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, flo
     shared = kept.token * case.prompts * case.prompt
     chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
     head = 2 * chunk + 4 * case.vocab * case.width
-    room = case.prompt  # of llm.cache.RoomyLayer: each time a quarter more, at the longest answer
-    while room < case.prompt + case.cap - 1:
-        room += 1 + (room + 1) // 4 + 4
-    rollout = answers * (kept.sampled * room + 16 * case.vocab)
+    rollout = answers * (kept.sampled * count_room(case) + 16 * case.vocab)
     needs = {
         "weights, gradients, AdamW's two moments": 16 * kept.parameters,
         "start policy (--no-reference: none)": 4 * kept.parameters,
