@@ -27,35 +27,8 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     lopti, ar-lopti        std   r; two passes     min, 0.2/0.24   tokens   unclipped
     ibpo                   std   r; mask by sign   min, 0.2        answer   as grpo, if not masked
 
-What is not known for certain, and where this file deviates from a paper. Grades: P stated by the
-paper, S second-hand, D derived here.
-  1. DFPO: its full text was not available. The weight transforms of Eq. 17 and 18 are second-hand.
-     The loss around them is ours: score form, stop-gradient weight, no clip, budget mean.
-  2. DFPO's sequence ratio is geometric by default. The plain product of its theory under- and
-     overflows on long answers.
-  3. grpo-symmetric: the paper's "GRPO-fix" is known by its purpose only. Clip without min is our
-     reading of it.
-  4. Advantage "std": the unbiased deviation + 1e-4, as in TRL. Equal rewards give exactly 0.
-  5. GRPO's KL term is off by default (in the paper 0.04). Its estimator is k3, and it stands inside
-     the average over each answer.
-  6. The budget's normaliser is 1/(N L), with L the longest answer allowed. Dr. GRPO writes 1/G
-     without L, which is a constant factor.
-  7. DAPO: groups with equal rewards are left out of the mean. No other prompts replace them. The
-     papers of DAPO and CISPO write a mean over the tokens of one group; here it is the batch's.
-  8. GSPO and DFPO take an answer's mean per-token advantage. Without a credit rule that is A_i.
-  9. CISPO: MiniMax-M1 tunes the upper bound alone and does not print it. r <= 5 is ScaleRL's bound
-     (2510.13786), as TRL gives it.
- 10. pos-only divides by the full group, as GRPO does, so that its step is comparable.
- 11. NTHR's self term, its eta and the vocabulary of its score are ambiguous. They are arguments of
-     `nthr`, with our choice as the default. Its random control takes the same eta here, so that
-     the two differ in their tokens alone.
- 12. Advantage Reweighting and Lopti follow the authors' code, without its KL term (0.001) and its
-     dual clip (10). The defaults alpha 0.3 and eta 0.5 are those of both together (ar-lopti).
-     Alone, the code takes alpha 0.2 or eta 0.4. It averages over the tokens of a micro-batch, we
-     over the minibatch's.
- 13. IBPO is second-hand throughout. Which tokens carry its credit is not known for certain; our
-     reading, by the sign of the advantage (D), is explained at `ibpo`. Nor is it known how its two
-     weights combine; here they multiply.
+Grades in the docstrings: P stated by the paper; S known only second-hand; D derived here. Where a
+function deviates from its paper, its docstring says so. `python losses.py` prints every formula.
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO (MiniMax-M1)
 2506.13585, DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti")
@@ -64,8 +37,11 @@ Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, 
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,17 +67,11 @@ class Batch:
         for name in ("logp_old", "adv", "mask", "logp_ref"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != self.logp.shape:
-                shapes = f"{tuple(tensor.shape)}, logp has {tuple(self.logp.shape)}"
-                raise ValueError(f"{name} has shape {shapes}")
-        rows, size, kind = len(self.logp), self.group_size, self.mask.dtype
-        if self.logp.dim() != 2 or kind != torch.bool:
-            raise ValueError(
-                f"logp must be (N, T) and mask bool, not {self.logp.dim()}-d and {kind}"
-            )
-        if size < 2 or rows % size or not self.logp.numel():
-            raise ValueError(f"{rows} rows are not whole groups of group_size {size} (at least 2)")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+                given, expected = tuple(tensor.shape), tuple(self.logp.shape)
+                raise ValueError(f"{name} has shape {given}, logp has {expected}")
+        if self.logp.dim() != 2 or self.mask.dtype != torch.bool or self.max_tokens < 1:
+            raise ValueError("logp must be (N, T), mask bool, and max_tokens at least 1")
+        check_groups(len(self.logp), self.group_size)
 
     def __getitem__(self, rows) -> Batch:
         """The same batch restricted to some rows (an index or a slice of whole groups)."""
@@ -110,23 +80,26 @@ class Batch:
         return replace(self, **part)
 
 
+def check_groups(rows: int, group_size: int):
+    """Raises ValueError unless the rows are whole groups: an answer needs a sibling."""
+    if group_size < 2 or rows == 0 or rows % group_size:
+        raise ValueError(f"{rows} rows are not whole groups of {group_size} (at least 2)")
+
+
 # ---------------- advantages
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
     """Compare every answer with its group: A_i = R_i - mean(R); for "std" also / (std(R) + 1e-4).
 
-    A group whose rewards are all equal gets exactly 0. The std is the unbiased one (G-1).
-    GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P). (N,) floats -> (N,).
+    A group whose rewards are all equal gets exactly 0. GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P).
+    The papers leave two things open. Ours are TRL's: the unbiased std (G-1), and the 1e-4.
+    (N,) floats -> (N,).
     Raises ValueError for G < 2, N not divisible by G, rewards that are no floats, another scale.
     """
-    if group_size < 2:
-        raise ValueError(
-            f"group_size must be at least 2 (an answer and a sibling), not {group_size}"
-        )
-    if rewards.dim() != 1 or len(rewards) % group_size or not rewards.is_floating_point():
-        given = f"{rewards.dtype} of shape {tuple(rewards.shape)}"
-        raise ValueError(f"rewards: {given}, not whole groups of {group_size} floats")
+    check_groups(len(rewards), group_size)
+    if rewards.dim() != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be (N,) floats, not {rewards.dtype} {rewards.shape}")
     if scale not in ("std", "mean"):
         raise ValueError(f'scale must be "std" or "mean", not {scale!r}')
     groups = rewards.view(-1, group_size)  # (P, G)
@@ -149,7 +122,8 @@ def token_ratio(batch: Batch) -> Tensor:
 def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
     """s_i, one ratio per answer. (N,). Raises ValueError for another kind.
 
-    "geometric": (prod_t r_{i,t})^(1/T_i), GSPO Eq. 7 (P); "product": prod_t r_{i,t}, DFPO (S).
+    "geometric": (prod_t r_{i,t})^(1/T_i), GSPO Eq. 7 (P). "product": prod_t r_{i,t}, of DFPO's
+    theory (S). It under- and overflows on long answers, so it is the default nowhere.
     """
     if kind not in ("geometric", "product"):
         raise ValueError(f'ratio must be "geometric" or "product", not {kind!r}')
@@ -158,7 +132,10 @@ def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
 
 
 def trajectory_advantage(batch: Batch) -> Tensor:
-    """A_i, the mean of the answer's per-token advantages; 0 for an empty answer. (N,)."""
+    """A_i, the mean of the answer's per-token advantages; 0 for an empty answer. (N,).
+
+    Losses with one ratio for an answer (GSPO, DFPO) take it. Without a credit rule it is A_i.
+    """
     return masked_adv(batch).sum(1) / lengths(batch)
 
 
@@ -178,12 +155,15 @@ def seq_mean(x: Tensor, batch: Batch) -> Tensor:
 
 
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
-    """(1/(N L)) sum_i sum_t x_{i,t}: a token weighs the same in every answer. Dr. GRPO (P)."""
+    """(1/(N L)) sum_i sum_t x_{i,t}: a token weighs the same in every answer. Dr. GRPO (P).
+
+    The paper writes 1/G without L, the longest answer allowed, which is a constant factor.
+    """
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """sum x / number of tokens, over the whole batch. DAPO (P)."""
+    """sum x / number of tokens. DAPO (P), which averages over one group; here over the batch."""
     return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -223,6 +203,7 @@ def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P).
+    The paper's kl is 0.04. Here it is off by default.
     Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
     winners act (C6).
     """
@@ -236,6 +217,7 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     """GRPO without min and without 1/T_i: the gate is the same for winners and losers.
 
     J = clip(r, 1-e, 1+e) A, budget mean. DFPO's "GRPO-fix" (S; definition D).
+    Only the purpose of GRPO-fix is known. Clip without min is our reading of it.
     Shared token: cancels always (C7).
     """
     return -budget_mean(token_ratio(batch).clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
@@ -254,6 +236,7 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     """GRPO's surrogate with a wider upper clip, averaged over the tokens of groups that disagree.
 
     J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean of mixed groups. DAPO Eq. 8, 10-12 (P).
+    The paper samples other prompts in place of groups with equal rewards. Here they are left out.
     Shared token: cancels inside the clip range only (C6).
     """
     groups = (masked_adv(batch) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
@@ -275,7 +258,8 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     """Clip the ratio as a detached weight: no token loses its gradient, none gets a huge one.
 
     J = sg[clip(r, 1-e_low, 1+e_high)] A log pi, token mean. MiniMax-M1 Eq. 4-5 (P).
-    eps_low = 1 is no lower bound; r <= 5 is ScaleRL's upper one.
+    eps_low = 1 is no lower bound. The paper tunes the upper one and does not print it; r <= 5 is
+    ScaleRL's (2510.13786), as TRL gives it. The average is over the batch, not over a group.
     Shared token: cancels always. Its weight is the same for all who share it.
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
@@ -307,6 +291,8 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
     """REINFORCE under a sequence ratio that Min-Replace has made equal within the group.
 
     J = sg[min_j s_j] A log pi, budget mean. DFPO Eq. 17 (transform S, loss D).
+    The paper's full text was not available. The loss around the transform is ours: score form,
+    detached weight, no clip, budget mean, and s geometric where the paper's theory has the product.
     With eps (ours) tokens whose ratio is outside 1 +- eps are clipped, whatever the sign of A.
     Shared token: cancels always, on every zero-sum subset too (C9).
     """
@@ -317,7 +303,8 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
     """REINFORCE under a sequence ratio that Adv-Orthogonal has made orthogonal to the advantages.
 
     J = sg[s - (A.s / ||A||^2) A] A log pi, budget mean. DFPO Eq. 18 (transform S, loss D).
-    eps as in dfpo_min. Shared token: cancels where the whole group shares it, not on subsets (C10).
+    What is ours, and eps: as in dfpo_min.
+    Shared token: cancels where the whole group shares it, not on subsets (C10).
     """
     return _dfpo(batch, ratio, adv_orthogonal, eps)
 
@@ -334,6 +321,7 @@ def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
     J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), mean per answer. NTHR (P).
+    It divides by the full group, as GRPO does, so that its step is comparable.
     Shared token: does not cancel; nothing stands against the winners.
     """
     return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
@@ -343,6 +331,8 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Te
     """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
     J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
+    Left out are its KL term (0.001) and its dual clip (10). It averages over the tokens of a
+    micro-batch, we over the minibatch's.
     Shared token: cancels inside the clip range only (C6).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
@@ -354,6 +344,7 @@ def lopti_low(
     """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
     J = 1[pi_old < eta] min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
+    eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
     Shared token: as token_grpo, in one of the passes, as all its visitors have the same pi_old.
     """
     return _lopti(batch, batch.logp_old.exp() < eta, eps_low, eps_high)
@@ -381,8 +372,8 @@ def _lopti(batch: Batch, chosen: Tensor, eps_low: float, eps_high: float) -> Ten
 class OldPolicy:
     """What a credit rule knows of the old policy. The rule is applied once, then frozen.
 
-    Raises ValueError for a shape that does not fit tokens', and for rows that are not whole groups
-    of at least 2.
+    Raises ValueError for a shape that does not fit, and for rows that are not whole groups of at
+    least 2.
     """
 
     tokens: Tensor  # (N, T) ids
@@ -390,34 +381,26 @@ class OldPolicy:
     logp: Tensor  # (N, T) log pi_old of the tokens, at the sampling temperature
     rewards: Tensor  # (N,) 1 = correct
     group_size: int  # G
-    temperature: float = 1.0
-    hidden: Tensor | None = None  # (N, T, d) last hidden states, which predict the tokens
-    head: Tensor | None = None  # (V, d) output embeddings: logits = hidden @ head.T / temperature
     gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
-    kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction left as they were
-    repaired: Tensor | None = None  # (N,) bool, wrong answers of which the correction is right
+    scores: Tensor | None = None  # (N, T) NTHR's, from llm/neighbours.nthr_scores
+    own_scores: Tensor | None = None  # (N, T) what a token adds to its own score, likewise
+    kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction left (IBPO)
+    repaired: Tensor | None = None  # (N,) bool, wrong answers whose correction is right (IBPO)
 
     def __post_init__(self):
-        rows, size = len(self.tokens), self.group_size
-        expected = {"mask": self.tokens.shape, "logp": self.tokens.shape, "rewards": (rows,)}
-        if self.kept_mask is not None:
-            expected["kept_mask"] = self.tokens.shape
-        if self.repaired is not None:
-            expected["repaired"] = (rows,)
-        if self.hidden is not None and self.head is not None:
-            expected["hidden"] = (*self.tokens.shape, self.head.shape[1])
-        for name, shape in expected.items():
-            given = tuple(getattr(self, name).shape)
-            if given != tuple(shape):
-                raise ValueError(f"{name} has shape {given}, not {tuple(shape)}")
-        if size < 2 or rows % size:
-            raise ValueError(f"{rows} rows are not whole groups of group_size {size} (at least 2)")
+        check_groups(len(self.tokens), self.group_size)
+        for name in ("mask", "logp", "rewards", "scores", "own_scores", "kept_mask", "repaired"):
+            tensor = getattr(self, name)
+            shape = self.tokens.shape[:1] if name in ("rewards", "repaired") else self.tokens.shape
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
 
 
 def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Tensor:
     """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
-    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P; for maths alpha = 0.1).
+    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P). alpha 0.3 is that of ar-lopti;
+    alone the code's scripts take 0.2, and the paper takes 0.1 for maths.
     Shared token: one factor for all visitors, so what cancelled still does.
     (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
@@ -427,38 +410,31 @@ def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Te
 
 
 def nthr(
-    adv: Tensor,
-    old: OldPolicy,
-    beta: float = 1.0,
-    eta: float = -1.0,
-    self_term: bool = True,
-    full_vocab: bool = False,
+    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = True
 ) -> Tensor:
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
     A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR Eq. 7 (S).
-    i: the correct answers; s: nthr_scores, with self_term and full_vocab as there. eta -1 stands
-    for 2|0.5 - p| with p the group's share of correct answers; others are taken as they are.
+    i runs over the correct answers. s is the score of llm/neighbours.nthr_scores. Whether a correct
+    token counts itself in it is open: self_term. eta -1 stands for 2|0.5 - p|, p the group's share
+    of correct answers; others are taken as they are.
     Shared token: a winner's counterweight is taken away, on purpose. (N, T), OldPolicy -> (N, T).
+    Raises ValueError without scores.
     """
-    selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
+    selected = nthr_selected(old, beta, self_term) & (adv < 0)
     return torch.where(selected, nthr_factor(old, eta) * adv, adv)
 
 
 def nthr_random(
-    adv: Tensor,
-    old: OldPolicy,
-    beta: float = 1.0,
-    eta: float = -1.0,
-    self_term: bool = True,
-    full_vocab: bool = False,
+    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = True
 ) -> Tensor:
     """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
-    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P; eta ours).
+    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P). The paper's
+    study has eta = 0 for both; ours is nthr's, so that the two differ in their tokens alone.
     Arguments as for nthr. Shared token: as nthr. (N, T), OldPolicy -> (N, T).
     """
-    selected = nthr_selected(old, beta, self_term, full_vocab) & (adv < 0)
+    selected = nthr_selected(old, beta, self_term) & (adv < 0)
     count = selected.sum(1, keepdim=True)  # (N, 1)
     draw = torch.rand(old.mask.shape, generator=old.gen).to(adv.device)  # (N, T)
     rank = draw.masked_fill(~old.mask, 2.0).argsort(1).argsort(1)  # padding comes last
@@ -472,58 +448,18 @@ def nthr_factor(old: OldPolicy, eta: float) -> Tensor:
     return 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
 
 
-def nthr_selected(
-    old: OldPolicy, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
-) -> Tensor:
+def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = True) -> Tensor:
     """The tokens of wrong answers with a score above tau; none without a correct answer. (N, T)."""
+    if old.scores is None or old.own_scores is None:
+        raise ValueError("nthr needs the token scores: scores or own_scores is None")
     correct = old.rewards == 1
-    scores = nthr_scores(old, self_term, full_vocab)
-    means = scores.sum(1) / old.mask.sum(1)  # (N,), nan for an empty answer
+    of_correct = old.scores if self_term else old.scores - old.own_scores  # (N, T)
+    means = of_correct.masked_fill(~old.mask, 0.0).sum(1) / old.mask.sum(1)  # nan if empty
     means = means.masked_fill(~correct | means.isnan(), torch.inf)
     lowest = means.view(-1, old.group_size).amin(1)  # (P,), inf without a correct answer
     tau = torch.where(lowest < torch.inf, beta * lowest, lowest)
     tau = tau.repeat_interleave(old.group_size)[:, None]  # (N, 1)
-    return (scores > tau) & old.mask & ~correct[:, None]
-
-
-@torch.no_grad()
-def nthr_scores(old: OldPolicy, self_term: bool = True, full_vocab: bool = False) -> Tensor:
-    """How much a token's push moves the group's correct answers: s = g^T M h.
-
-    M = sum of g h^T over the tokens of correct answers. g = e_y - pi(.|h) is the prediction error,
-    on the ids V* that occur in the group's answers (with the full softmax denominator), or with
-    full_vocab on all ids; h is the last hidden state. One matrix M a group stands for the double
-    sum of <g,g'> <h,h'> (N4, D). Without self_term a correct token does not count itself. 0 on
-    padding and in groups without correct or without wrong answers. At least fp32; needs
-    (G, T, |V*|) numbers at a time. NTHR Eq. 7 (S). OldPolicy -> (N, T).
-    Raises ValueError without hidden or head.
-    """
-    if old.hidden is None or old.head is None:
-        raise ValueError("nthr needs hidden states and output embeddings; hidden or head is None")
-    dtype = torch.promote_types(old.hidden.dtype, torch.float32)
-    scores = torch.zeros(old.mask.shape, dtype=dtype, device=old.mask.device)
-    correct = old.rewards == 1
-    for start in range(0, len(correct), old.group_size):
-        rows = slice(start, start + old.group_size)
-        right, mask, tokens = correct[rows], old.mask[rows], old.tokens[rows]
-        if right.all() or not right.any() or not mask.any():
-            continue
-        h = old.hidden[rows].to(dtype)  # (G, T, d)
-        ids = tokens[mask].unique()  # V*
-        if full_vocab:
-            ids = torch.arange(len(old.head), device=mask.device)
-        place = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)[..., None]
-        g = (h @ old.head[ids].to(dtype).T).div_(old.temperature)  # (G, T, |V*|), large: in place
-        g.sub_(g.gather(2, place)).add_(old.logp[rows, :, None])  # logp has the full denominator
-        g.exp_().neg_()  # -pi
-        g.scatter_add_(2, place, torch.ones_like(g[..., :1]))  # e_y - pi
-        M = sum(g[i, mask[i]].T @ h[i, mask[i]] for i in right.nonzero().flatten())  # (|V*|, d)
-        for i in range(old.group_size):
-            scores[start + i] = ((g[i] @ M) * h[i]).sum(1)
-        if not self_term:
-            own = g.norm(dim=2).square() * h.norm(dim=2).square()  # (G, T)
-            scores[rows] -= right[:, None] * own
-    return scores.masked_fill(~old.mask, 0.0)
+    return (old.scores > tau) & old.mask & ~correct[:, None]
 
 
 def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
@@ -554,41 +490,13 @@ def shaped_rewards(
 ) -> Tensor:
     """R' = R + weight phi, phi = bonus 1[R = 0 and the correction is right]: near misses count.
 
-    Whether the variance falls depends on how many answers are right (I1). IBPO (S).
+    Whether the variance falls depends on how many answers are right (I1). IBPO (S); how its two
+    numbers combine is not known, here they multiply.
     (N,), (N,) bool -> (N,). Raises ValueError if a near miss would count as much as a right answer.
     """
     if weight * bonus >= 1:
         raise ValueError(f"weight {weight} times bonus {bonus} must stay below the reward of 1")
     return rewards + weight * bonus * (repaired & (rewards == 0)).to(rewards.dtype)
-
-
-def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:
-    """The tokens of each row that stay when it is edited into the other row.
-
-    The edit has the fewest insertions, deletions and substitutions (Levenshtein), and of several
-    such edits it keeps the most tokens. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
-    """
-    n, width = tokens.shape
-    price = width + 1  # of an edit; a kept token earns 1, so that all of them earn less
-    rows = torch.arange(n, device=tokens.device)
-    same = tokens[:, :, None] == others[:, None]  # (N, T, U)
-    inserts = price * torch.arange(others.shape[1] + 1, device=tokens.device)
-    costs = inserts.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
-    for t in range(width):
-        deleted = costs[:, t] + price
-        diagonal = costs[:, t, :-1] + torch.where(same[:, t], -1, price)
-        best = torch.cat([deleted[:, :1], torch.minimum(diagonal, deleted[:, 1:])], 1)
-        costs[:, t + 1] = (best - inserts).cummin(1).values + inserts
-    kept = torch.zeros_like(mask)
-    t, u = mask.sum(1), others_mask.sum(1)
-    for _ in range(int((t + u).amax())):  # back from the end of each row
-        both, here = (t > 0) & (u > 0), costs[rows, t, u]
-        match = both & same[rows, t - 1, u - 1]
-        substitute = both & ~match & (costs[rows, t - 1, u - 1] + price == here)
-        delete = (t > 0) & ~match & ~substitute & (costs[rows, t - 1, u] + price == here)
-        kept[rows[match], t[match] - 1] = True
-        t, u = t - (match | substitute | delete).long(), u - ((u > 0) & ~delete).long()
-    return kept
 
 
 # ---------------- the meter: what a loss does to shared tokens
@@ -603,33 +511,20 @@ def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
     return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
 
 
-def prefix_nodes(
-    tokens: Tensor, mask: Tensor, group_size: int, context: int | None = None
-) -> Tensor:
+def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
-    them. With context: iff the rows agree in that many last tokens, wherever in the answers these
-    stand (ours, claim C17g). (N, T), (N, T) -> (N, T) int64. Raises ValueError for a context < 1.
+    them. (N, T), (N, T) -> (N, T) int64.
     """
     n, width = tokens.shape
-    group = torch.arange(n, device=tokens.device) // group_size  # (N,)
-    if context is not None:
-        if context < 1:
-            raise ValueError(f"context must be at least 1 token, the token itself, not {context}")
-        size = min(context, width)
-        before = torch.nn.functional.pad(tokens, (size - 1, 0), value=-1)  # -1: before the start
-        windows = before.unfold(1, size, 1)[mask]  # (M, size)
-        windows = torch.cat([group[:, None].expand(n, width)[mask][:, None], windows], 1)
-        nodes = torch.full_like(tokens, -1)
-        return nodes.masked_scatter(mask, windows.unique(dim=0, return_inverse=True)[1])
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (P, G, G, T)
     same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
     first = same.argmax(2).view(n, width)  # the first row of the group with this prefix
+    group = torch.arange(n, device=tokens.device)[:, None] // group_size  # (N, 1)
     place = torch.arange(width, device=tokens.device)
-    nodes = (group[:, None] * group_size + first) * width + place
-    return nodes.masked_fill(~mask, -1)
+    return ((group * group_size + first) * width + place).masked_fill(~mask, -1)
 
 
 def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -661,11 +556,11 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
 
 
 def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
-    """Give each token of any loss the node mean of its weights: no batch has a tax then (C17a).
+    """Give each token of any loss the node mean of its weights: no batch has a tax then (C17).
 
     w' = wbar, the mean of w = c/A over the answers that visit a token's node. Single visitors keep
     their w. In expectation a part of the tax stays where only a part of the group shares (C17h),
-    because wbar depends on the visitors' rewards. project_unbiased leaves less of it.
+    because wbar depends on the visitors' rewards.
 
     Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
     with A_i = 0 keep their c. Meant for losses with c proportional to A_i: a KL term's c/A_i may be
@@ -673,45 +568,11 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
     ibpo) is averaged, too. Claim C17 (D, ours).
     scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise.
     """
-    c_mean, _ = _node_means(token_coefficients(loss, logp), advantages, nodes, mask)
-    return _surrogate(c_mean, logp, mask)
-
-
-def project_unbiased(loss: Tensor, batch: Batch, advantages: Tensor, nodes: Tensor) -> Tensor:
-    """The projection's second kind: at nodes with several visitors the expected tax is 0.
-
-    w' = wbar + (wbar - w)(1 - n/G)/(n - 1) at a node with n >= 2 of G visitors. That is the node
-    mean where n = G. Where n < G, a single batch has a tax again. Single visitors keep their w, and
-    the tax that they pay on average. Answers with A_i = 0 count neither in n nor in G. Exact for
-    advantages R - mean R and weights that depend on the own answer only (C17i).
-
-    Otherwise as project; for nodes without a context, which an answer visits once. (D, ours)
-    scalar, Batch, (N,) trajectory advantages, (N, T) -> scalar to minimise.
-    """
-    c = token_coefficients(loss, batch.logp)
-    c_mean, n = _node_means(c, advantages, nodes, batch.mask)
-    G = (advantages != 0).view(-1, batch.group_size).sum(1).clamp(min=1)  # (P,)
-    G = G.repeat_interleave(batch.group_size)[:, None]  # (N, 1)
-    c = c_mean + (c_mean - c) * (1 - n / G) / (n - 1).clamp(min=1)
-    return _surrogate(c, batch.logp, batch.mask)
-
-
-def _node_means(
-    c: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """c with the node mean of its weights, and how many answers visit a token's node. (N, T) both.
-
-    Tokens of answers with A_i = 0 keep their c and count as alone.
-    """
+    c = token_coefficients(loss, logp)
     used, adv, node = _visitors(advantages, nodes, mask)
     terms = torch.stack([c[used] / adv, torch.ones_like(adv)], 1)  # (K, 2)
     weight, visitors = terms.new_zeros(len(terms), 2).index_add_(0, node, terms).unbind(1)
-    c_mean = c.masked_scatter(used, (weight / visitors)[node] * adv)
-    return c_mean, torch.ones_like(c).masked_scatter(used, visitors[node])
-
-
-def _surrogate(c: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """The loss whose token coefficients are c."""
+    c = c.masked_scatter(used, (weight / visitors)[node] * adv)
     return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
 
 
@@ -724,13 +585,9 @@ class Method:
 
     passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; each goes over all minibatches
     scale: str = "std"  # of group_advantages
-    credit: Callable[..., Tensor] | None = (
-        None  # (N, T) adv, OldPolicy -> (N, T) adv; once a rollout
-    )
-    needs_hidden: bool = False  # whether credit reads OldPolicy.hidden and OldPolicy.head
-    repair: Callable[..., Tensor] | None = (
-        None  # wrong answers are corrected: -> shaped rewards (N,)
-    )
+    credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T), once a rollout
+    repair: Callable[..., Tensor] | None = None  # wrong answers are corrected -> rewards (N,)
+    needs_scores: bool = False  # whether credit reads OldPolicy.scores
 
 
 METHODS: dict[str, Method] = {
@@ -744,13 +601,72 @@ METHODS: dict[str, Method] = {
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),
     "pos-only": Method((pos_only,)),
-    "nthr": Method((grpo,), credit=nthr, needs_hidden=True),
-    "nthr-random": Method((grpo,), credit=nthr_random, needs_hidden=True),
+    "nthr": Method((grpo,), credit=nthr, needs_scores=True),
+    "nthr-random": Method((grpo,), credit=nthr_random, needs_scores=True),
     "advantage-reweighting": Method((token_grpo,), credit=advantage_reweighting),
     "lopti": Method((lopti_low, lopti_high)),
     "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
     "ibpo": Method((grpo,), credit=ibpo, repair=shaped_rewards),
 }
+
+
+def bind(name: str, chosen: dict[str, object], reference: bool = True) -> Method:
+    """METHODS[name] with the chosen hyperparameters filled in.
+
+    Values may be text, as on a command line. reference: whether there will be the log-probs of a
+    frozen reference, which a KL term needs. Raises ValueError for an unknown method or name, and
+    for a value that the method does not take.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
+    method, defaults, values = METHODS[name], {}, {}
+    for function in filter(None, (*method.passes, method.credit, method.repair)):
+        parameters = inspect.signature(function).parameters.values()
+        defaults |= {p.name: p.default for p in parameters if p.default is not p.empty}
+    for key, value in chosen.items():
+        if key not in defaults:
+            accepted = ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none"
+            raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
+        values[key] = _convert(key, value, defaults[key])
+
+    def fill(function):
+        taken = inspect.signature(function).parameters
+        return partial(function, **{key: v for key, v in values.items() if key in taken})
+
+    bound = replace(
+        method,
+        passes=tuple(fill(loss) for loss in method.passes),
+        credit=method.credit and fill(method.credit),
+        repair=method.repair and fill(method.repair),
+    )
+    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
+    zeros = torch.zeros(2, 1)
+    yes, ref = zeros == 0, zeros if reference else None
+    for loss in bound.passes:
+        loss(Batch(zeros, zeros, zeros, yes, group_size=2, max_tokens=1, logp_ref=ref))
+    if bound.repair:
+        bound.repair(zeros[:, 0], yes[:, 0])
+    if bound.credit:
+        facts = dict(scores=zeros, own_scores=zeros, kept_mask=yes, repaired=yes[:, 0])
+        bound.credit(zeros, OldPolicy(yes.long(), yes, zeros, zeros[:, 0], 2, **facts))
+    return bound
+
+
+def _convert(key: str, value: object, default: object) -> object:
+    """A chosen value as one of its default's type."""
+    if isinstance(default, bool):
+        if str(value) not in ("True", "False"):
+            raise ValueError(f"{key}={value}: accepted: True, False")
+        return str(value) == "True"
+    if isinstance(default, str):
+        return str(value)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if number != default and not 0 <= number < math.inf:
+        raise ValueError(f"{key}={value}: accepted: a finite number, at least 0")
+    return number
 
 
 if __name__ == "__main__":  # every method with its formulas, from the docstrings

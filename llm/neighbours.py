@@ -1,0 +1,92 @@
+"""What two neighbours need of a language model beyond log-probs, once a rollout batch.
+
+NTHR scores every token by its hidden state. IBPO has the policy correct its wrong answers. The
+rules that use this, `nthr` and `ibpo`, stand in losses.py beside the other methods.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# ---------------- NTHR: how much a token's push moves the correct answers
+
+
+@torch.no_grad()
+def nthr_scores(
+    *,
+    tokens: Tensor,
+    mask: Tensor,
+    logp: Tensor,
+    rewards: Tensor,
+    hidden: Tensor,
+    head: Tensor,
+    group_size: int,
+    temperature: float = 1.0,
+    full_vocab: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The scores s = g^T M h of all tokens, and each token's own part of its score, |g|^2 |h|^2.
+
+    M = sum of g h^T over the tokens of the group's correct answers (rewards == 1). h is the last
+    hidden state, which predicts the token; hidden is (N, T, d). g = e_y - pi(.|h) is the prediction
+    error, on the ids V* that occur in the group's answers, or with full_vocab on all ids. Its pi
+    has the full denominator either way, through logp. head is (V, d), with logits = h head^T /
+    temperature. One matrix M stands for the double sum of <g,g'> <h,h'> (N4, D). A correct token's
+    score includes its own part; a wrong one's own part is 0.
+
+    Scores are 0 on padding, and in groups without correct or without wrong answers. At least fp32;
+    needs (G, T, |V*|) numbers at a time. NTHR Eq. 7 (S). (N, T) both.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    scores = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    own_scores, correct = torch.zeros_like(scores), rewards == 1
+    for group in torch.arange(len(mask), device=mask.device).split(group_size):
+        right, seen, ids = correct[group], mask[group], tokens[group]
+        if right.all() or not right.any() or not seen.any():
+            continue
+        h = hidden[group].to(dtype)  # (G, T, d)
+        known = ids[seen].unique()  # V*
+        if full_vocab:
+            known = torch.arange(len(head), device=mask.device)
+        place = torch.searchsorted(known, ids.contiguous()).clamp(max=len(known) - 1)[..., None]
+        z = h @ head[known].to(dtype).T / temperature  # (G, T, |V*|)
+        log_pi = z - z.gather(2, place) + logp[group, :, None]  # logp has the full denominator
+        g = -log_pi.exp()
+        g.scatter_add_(2, place, torch.ones_like(g[..., :1]))  # e_y - pi
+        of_correct = seen & right[:, None]  # (G, T)
+        M = g[of_correct].T @ h[of_correct]  # (|V*|, d)
+        scores[group] = ((g @ M) * h).sum(2)
+        own_scores[group] = g.square().sum(2) * h.square().sum(2) * right[:, None]
+    return scores.masked_fill(~mask, 0.0), own_scores.masked_fill(~mask, 0.0)
+
+
+# ---------------- IBPO: the policy corrects its wrong answers
+
+
+def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:
+    """The tokens of each row that stay when it is edited into the other row.
+
+    The edit has the fewest insertions, deletions and substitutions (Levenshtein), and of several
+    such edits it keeps the most tokens. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
+    """
+    n, width = tokens.shape
+    price = width + 1  # of an edit; a kept token earns 1, so that all of them earn less
+    rows = torch.arange(n, device=tokens.device)
+    same = tokens[:, :, None] == others[:, None]  # (N, T, U)
+    inserts = price * torch.arange(others.shape[1] + 1, device=tokens.device)
+    costs = inserts.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
+    for t in range(width):
+        deleted = costs[:, t] + price
+        diagonal = costs[:, t, :-1] + torch.where(same[:, t], -1, price)
+        best = torch.cat([deleted[:, :1], torch.minimum(diagonal, deleted[:, 1:])], 1)
+        costs[:, t + 1] = (best - inserts).cummin(1).values + inserts
+    kept = torch.zeros_like(mask)
+    t, u = mask.sum(1), others_mask.sum(1)
+    for _ in range(int((t + u).amax())):  # back from the end of each row
+        both, here = (t > 0) & (u > 0), costs[rows, t, u]
+        match = both & same[rows, t - 1, u - 1]
+        substitute = both & ~match & (costs[rows, t - 1, u - 1] + price == here)
+        delete = (t > 0) & ~match & ~substitute & (costs[rows, t - 1, u] + price == here)
+        kept[rows[match], t[match] - 1] = True
+        t, u = t - (match | substitute | delete).long(), u - ((u > 0) & ~delete).long()
+    return kept
