@@ -188,9 +188,11 @@ def check(config: Config):
             flag = f"--{f.name.replace('_', '-')}"
             sys.exit(f"error: {flag} {value}: must be a finite number, at least {low}")
     try:
-        assert config.chosen_method
+        method = config.chosen_method
     except ValueError as error:
         sys.exit(f"error: --hyper: {error}")
+    if method.repair and config.repair_references >= config.group_size:
+        sys.exit("error: --repair-references: an answer has only --group-size - 1 siblings")
     if config.prompts % config.minibatches:
         both = f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}"
         sys.exit(f"error: {both}")
@@ -198,8 +200,6 @@ def check(config: Config):
         sys.exit(f"error: --width {config.width}: must be a multiple of 8")
     if config.project and any(text.startswith("kl=") for text in config.hyper):
         sys.exit("error: --project would average the KL term away with the rest; leave one out")
-    if config.repair_references >= config.group_size:
-        sys.exit("error: --repair-references: an answer has only --group-size - 1 siblings")
     if config.out and not config.resume and Path(config.out).exists():
         sys.exit(f"error: --out {config.out} exists; choose another, or --resume it")
 
@@ -216,10 +216,13 @@ def main(argv: list[str] | None = None):
         checkpoint = newest_checkpoint(folder)
         policy = load_policy(config, task, str(checkpoint or config.model))
         optimizer = adamw(policy.model, config.lr)
-        done = 0  # steps
+        size = sum(weight.numel() for weight in policy.model.parameters())
+        print(f"{config.method} on {config.task}, {size:,} parameters, into {folder}", flush=True)
         if checkpoint:
-            done = restore(optimizer, checkpoint, folder)
+            done = restore(optimizer, checkpoint, folder)  # steps
         else:
+            done = 0
+            (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
             warm_start(policy, task, config)
             if config.warm_steps:
                 write_model(policy, folder / "start")
@@ -251,7 +254,7 @@ def main(argv: list[str] | None = None):
             if due or interrupt.seen:
                 save(policy, optimizer, step, folder)
             if interrupt.seen:
-                sys.exit(f"stopped after step {step}; go on with: --resume {folder}")
+                return print(f"stopped after step {step}; go on with: --resume {folder}")
         summarize(folder)
 
 
@@ -434,8 +437,8 @@ def ask(policy: Policy, task, items: list, config: Config, gen) -> Answers:
     temperature = config.temperature if gen else 0.0
     tokens, mask, logp = generate(policy, prompts, config.max_tokens, temperature, gen)
     # The verifier reads the text without its EOS. Other special tokens stay visible to it.
-    shown = mask & ~torch.isin(tokens, policy.eos)
-    ids = [row[keep].tolist() for row, keep in zip(tokens, shown, strict=True)]
+    shown = (mask & ~torch.isin(tokens, policy.eos)).cpu()
+    ids = [row[keep].tolist() for row, keep in zip(tokens.cpu(), shown, strict=True)]
     texts = policy.tokenizer.batch_decode(ids)
     rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
     return Answers(
@@ -721,15 +724,15 @@ def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Conf
         metrics["adv_left"] = batch.adv.abs().sum() / plain.abs().sum()
 
     clip_shares, taxes = [], []
-    for update in updates:
-        rows, c = update.rows, update.coefficients
-        counted = update.live & (batch.adv[rows] != 0)
+    for made in updates:
+        rows, c = made.rows, made.coefficients
+        counted = made.live & (batch.adv[rows] != 0)
         if counted.any():  # a minibatch of equal-reward groups has nothing to clip or to tax
             clip_shares.append(((c == 0) & counted).sum() / counted.sum())
             taxes.append(learning_tax(c, scored.advantages[rows], scored.nodes[rows], mask[rows]))
     metrics["clip_share"] = sum(clip_shares) / max(1, len(clip_shares))
     metrics["tax"] = sum(taxes) / max(1, len(taxes))
-    metrics["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+    metrics["grad_norm"] = sum(made.grad_norm for made in updates) / len(updates)
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in metrics.items()}
 
 
@@ -873,7 +876,7 @@ class Interrupt:
 def read_config(run: str) -> dict:
     """The flags of the run that --resume names."""
     try:
-        saved = json.loads((Path(run) / "config.json").read_text())["config"]
+        saved = dict(json.loads((Path(run) / "config.json").read_text())["config"])
     except (OSError, ValueError, KeyError, TypeError):
         saved = {}
     if set(saved) != {f.name for f in fields(Config)}:
