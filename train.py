@@ -56,6 +56,7 @@ from losses import (
 
 def knob(default, help: str, low: float = 0, choices: tuple = ()):
     """A field that is a flag. A number must be finite and at least `low`."""
+    # A factory, because a dataclass refuses a list as a default.
     metadata = {"help": help, "low": low, "choices": choices or None}
     return field(default_factory=lambda: default, metadata=metadata)
 
@@ -537,11 +538,11 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
     adv = advantages[:, None].expand_as(old).masked_fill(~mask, 0.0)  # (N, T)
     if method.credit:  # reshape A token by token, by what the old policy knew
         facts = OldPolicy(
-            answers.tokens,
-            mask,
-            old,
-            answers.rewards,
-            G,
+            tokens=answers.tokens,
+            mask=mask,
+            logp=old,
+            rewards=answers.rewards,
+            group_size=G,
             gen=rng(config.seed, "credit", answers.step),
             kept_mask=answers.kept_mask,
             repaired=answers.repaired,
@@ -551,8 +552,22 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
 
             add_scores(facts, policy, answers, config)
         adv = method.credit(adv, facts)
-    batch = Batch(old, old, adv, mask, G, config.max_tokens, ref)
-    return Scored(answers, batch, entropy, advantages, prefix_nodes(answers.tokens, mask, G), gap)
+    return Scored(
+        answers=answers,
+        batch=Batch(
+            logp=old,
+            logp_old=old,
+            adv=adv,
+            mask=mask,
+            group_size=G,
+            max_tokens=config.max_tokens,
+            logp_ref=ref,
+        ),
+        entropy=entropy,
+        advantages=advantages,
+        nodes=prefix_nodes(answers.tokens, mask, G),
+        max_logp_gap=gap,
+    )
 
 
 def log_probs(policy: Policy, answers: Answers, config: Config) -> tuple[Tensor, Tensor]:
@@ -625,7 +640,6 @@ class Update:
     coefficients: Tensor  # (n, T) how hard it pushed each token
     live: Tensor  # (n, T) bool, the tokens that this loss pushes where all ratios are 1
     grad_norm: float
-    lr: float
 
 
 def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Update]:
@@ -650,7 +664,7 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
                 c, norm = update(policy, optimizer, used_fn, part, config)
                 at_old = replace(part.batch, logp=part.batch.logp_old)
                 live = coefficients(used_fn, at_old)[1] != 0
-                updates.append(Update(rows, c, live, norm, lr))
+                updates.append(Update(rows, coefficients=c, live=live, grad_norm=norm))
     return updates
 
 
@@ -698,7 +712,7 @@ def projected(loss_fn, part: Scored):
 @torch.no_grad()
 def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Config) -> dict:
     """A step's metrics, in nats, tokens and shares of 1. A KL term or cispo leave clip_share 0."""
-    answers, batch, method = scored.answers, scored.batch, config.chosen_method
+    answers, batch = scored.answers, scored.batch
     mask, rewards, tokens = answers.mask, answers.rewards, answers.mask.sum()
     equal = (scored.advantages == 0).view(-1, config.group_size).all(1)  # (P,) groups: no signal
     ended = (torch.isin(answers.tokens, policy.eos) & mask).any(1)  # (N,)
@@ -710,19 +724,12 @@ def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Conf
         "truncated": 1 - ended.float().mean(),
         "entropy": scored.entropy.sum() / tokens,
         "generated": answers.generated,
-        "lr": updates[-1].lr,
         "max_logp_gap": scored.max_logp_gap,
     }
     if batch.logp_ref is not None:
         metrics["kl_start"] = k3(batch).sum() / tokens
-    if method.repair:
-        metrics["shaped_reward"] = method.repair(rewards, answers.repaired).mean()
+    if config.chosen_method.repair:
         metrics["repair_rate"] = answers.repaired.sum() / (rewards == 0).sum().clamp(min=1)
-    plain = scored.advantages[:, None] * mask  # (N, T) before any credit rule
-    if method.credit and plain.any():
-        metrics["reshaped"] = (batch.adv != plain).sum() / (plain != 0).sum()
-        metrics["adv_left"] = batch.adv.abs().sum() / plain.abs().sum()
-
     clip_shares, taxes = [], []
     for made in updates:
         rows, c = made.rows, made.coefficients
