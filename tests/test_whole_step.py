@@ -125,15 +125,17 @@ def naive_step(start, first_answers, config, hyper):
         return value, c
 
     adam, gen = naive.Adam(policy.model, config.grad_clip), train.rng(5, "learn", 2)
-    norms, clipped, taxes = [], [], []
+    losses, norms, clipped, taxes = [], [], [], []
     for _ in range(config.epochs):
         order = torch.randperm(n // G, generator=gen).chunk(config.minibatches)
         for loss_fn, chunk in itertools.product(method.passes, order):
             rows = [int(g) * G + j for g in chunk for j in range(G)]
             now = log_probs(policy, rows)
-            _, c = loss_and_coefficients(loss_fn, now, rows)
+            value, c = loss_and_coefficients(loss_fn, now, rows)
             pairs = zip(c, now, strict=True)
-            norms.append(adam.gradient(-sum(torch.tensor(x) @ y for x, y in pairs) / len(rows)))
+            pushed = -sum(torch.tensor(x) @ y for x, y in pairs) / len(rows)
+            norms.append(adam.gradient(pushed))
+            losses.append(float(pushed) if config.project else value)
             if any(any(x) for x in c):
                 adam.step(config.lr * 2 / 3)
             _, at_old = loss_and_coefficients(loss_fn, [old[i] for i in rows], rows)
@@ -142,6 +144,7 @@ def naive_step(start, first_answers, config, hyper):
             if gone:
                 clipped.append(sum(gone) / len(gone))
                 taxes.append(naive.tax(c, [answers[i] for i in rows], [A[i] for i in rows], G))
+    log["loss"] = sum(losses) / len(losses)
     log["grad_norm"] = sum(norms) / len(norms)
     log["clip_share"] = sum(clipped) / len(clipped)
     log["tax"] = sum(taxes) / len(taxes)
