@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
-from claims.formulas import CLIP, NORMALISER, UNCLIPPED, formula, is_open, share
+from claims.evidence import claim
+from claims.formulas import DFPO, UNCLIPPED, average_of, defaults, share_in
 from claims.trees import Draw, ascent, coefficients
 from toy.policy import Policy
 
+FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
+
+@claim("C1", "token_coefficients")
 def c1(module, name, draws, evidence):
     """The gradient of any loss is (1/N) sum c (e_a - pi) phi^T: its coefficients are all there is
     to know about it.
@@ -57,6 +61,7 @@ def c1(module, name, draws, evidence):
         evidence.equal(by_hand, ascent(loss, W))
 
 
+@claim("C2", *FACTORISED)
 def c2(module, name, draws, evidence):
     """Token-factorised and unclipped, a fully shared token gets rho sum_i A_i: 0 for every ratio
     rho.
@@ -75,9 +80,10 @@ def c2(module, name, draws, evidence):
 
       (rho / (N L)) (sum_i A_i) grad log pi.
 
-    The weight is a common factor, and centred advantages sum to 0. REINFORCE has 1 in place of rho.
-    DAPO has the number of tokens in place of N L. The claim is checked with centred advantages, and
-    with others, where the sum must not vanish.
+    The weight is a common factor, and centred advantages sum to 0. For two answers with A_1 = -A_2
+    it is (rho/2) (A_1 + A_2) = 0, as the paper writes it, without L. REINFORCE has 1 in place of
+    rho. DAPO has the number of tokens in place of N L. The claim is checked with centred
+    advantages, and with others, where the sum must not vanish.
     """
     hyper = {} if name == "reinforce" else UNCLIPPED
     for draw, shift in itertools.product(draws, (0, 0.7)):
@@ -85,30 +91,12 @@ def c2(module, name, draws, evidence):
         predicted = []
         for rho, rows, _ in draw.at_shared(0.9):
             weight = 1 if name == "reinforce" else rho
-            predicted.append(weight * sum(adv[i] for i in rows) * share(name, draw, rows[0]))
+            predicted.append(weight * sum(adv[i] for i in rows) * share_in(name, draw, rows[0]))
         loss = getattr(module, name)(draw.batch(module, 0.9, adv=adv), **hyper)
         evidence.equal(predicted, draw.node_sums(loss))
 
 
-def c3(module, name, draws, evidence):
-    """Two answers with A_1 = -A_2: a shared token gets (rho/2) (A_1 + A_2) grad log pi = 0.
-
-    Source: DFPO, two answers, token-factorised (S)
-
-    This is C2 for G = 2, as the paper writes it, without a length normaliser: J = (1/2) sum_i sum_t
-    r_{i,t} A_i. Each of the two answers adds (1/2) A_i grad r = (rho/2) A_i grad log pi at the
-    shared token. The methods of losses.py divide by N L, with N = 2 for one group. So the measured
-    sum of the coefficients is divided by G = 2 and multiplied by L.
-    """
-    for draw, shift in itertools.product(draws, (0, 0.3)):
-        adv = [a + shift for a in draw.adv]
-        predicted = []
-        for rho, rows, _ in draw.at_shared(0.9):
-            predicted.append(rho / 2 * (adv[rows[0]] + adv[rows[1]]))
-        loss = getattr(module, name)(draw.batch(module, 0.9, adv=adv), **UNCLIPPED)
-        evidence.equal(predicted, draw.node_sums(loss) / 2 * draw.max_tokens)
-
-
+@claim("C4", "sequence_ratio", "gspo")
 def c4(module, name, draws, evidence):
     """A sequence ratio leaves sum_i A_i s_i (product) or sum_i A_i s_i / T_i (geometric) at a
     shared token.
@@ -138,12 +126,12 @@ def c4(module, name, draws, evidence):
             continue
         evidence.equal(geometric, module.sequence_ratio(batch))
         evidence.equal(product, module.sequence_ratio(batch, "product"))
-        evidence.raises(module.sequence_ratio, batch, "harmonic")
         left = [sum(draw.adv[i] * product[i] for i in rows) for rows in groups]
         loss = -(module.sequence_ratio(batch, "product") * batch.adv[:, 0]).mean()
         evidence.equal(left, draw.node_sums(loss))
 
 
+@claim("C5a", "sequence_ratio", extremes=False)
 def c5a(module, name, draws, evidence):
     """Under sequence coupling a shared token cancels with probability 0: of very many random groups
     none does.
@@ -171,6 +159,12 @@ def c5a(module, name, draws, evidence):
     evidence.equal(0, cancels.sum())
 
 
+@claim(
+    "C5b",
+    "sequence_ratio",
+    fails='"cancels only if all u_i are equal" is wrong for G > 2',
+    extremes=False,
+)
 def c5b(module, name, draws, evidence):
     """A shared token cancels although its u_i differ: A = (1, 1, -2), u = (1, 3, 2). Equal u is not
     necessary.
@@ -195,6 +189,7 @@ def c5b(module, name, draws, evidence):
         evidence.record_left(u.max() - u.min())
 
 
+@claim("C6", "grpo", "dr_grpo", "dapo")
 def c6(module, name, draws, evidence):
     """The clipped surrogate's min pushes a shared token back to pi_old: -rho P above the clip
     range, +rho P below it.
@@ -216,17 +211,19 @@ def c6(module, name, draws, evidence):
     back towards pi_old. All this is multiplied by the weight of a token in the method's average.
     For GRPO the claim is checked on answers of equal length only (see C8).
     """
-    low, high = CLIP[name]
+    hyper = defaults(getattr(module, name))
+    low, high = 1 - hyper["eps_low"], 1 + hyper["eps_high"]
     for draw in draws:
         if name == "grpo" and not draw.equal_lengths:
             continue
         predicted = []
         for rho, rows, _ in draw.at_shared(0.6):
-            P = sum(max(draw.adv[i], 0) for i in rows) * share(name, draw, rows[0])
-            predicted.append(-rho * P if rho > 1 + high else rho * P if rho < 1 - low else 0)
+            P = sum(max(draw.adv[i], 0) for i in rows) * share_in(name, draw, rows[0])
+            predicted.append(-rho * P if rho > high else rho * P if rho < low else 0)
         evidence.equal(predicted, draw.node_sums(getattr(module, name)(draw.batch(module, 0.6))))
 
 
+@claim("C7", "grpo_symmetric", "cispo", "dr_grpo", *DFPO, only_if="the min is dropped")
 def c7(module, name, draws, evidence):
     """A clip that ignores the sign of A cancels for every ratio; equal eps_low and eps_high alone
     do not.
@@ -241,23 +238,41 @@ def c7(module, name, draws, evidence):
 
     cispo clips the ratio itself, detached, and has no gate. So the sum is clip(rho) sum_i A_i,
     which is 0 as well, and a single visitor outside the range keeps a gradient of bounded weight.
+    DFPO has no clip. With eps (ours) it is clipped in the same way, so its cancellation (C9, C10)
+    stays: the sum is w~ times 0 inside the range and 0 outside it.
     """
-    bounds = {"eps_low": 0.2, "eps_high": 0.2}
+    bounds = {"eps": 0.2} if name in DFPO else {"eps_low": 0.2, "eps_high": 0.2}
     for draw, shift in itertools.product(draws, (0, 0.5)):
         adv = [a + shift for a in draw.adv]
+        s = draw.sequence_ratios(0.6)
         predicted = []
         for rho, rows, _ in draw.at_shared(0.6):
+            inside = 0.8 <= rho <= 1.2
             if name == "cispo":
                 left = min(max(rho, 0.8), 1.2) * sum(adv[i] for i in rows)
+            elif name == "dfpo_min":
+                left = min(s[i] for i in rows) * sum(adv[i] for i in rows) * inside
+            elif name == "dfpo_orthogonal":  # its weights have no part along any A
+                left = 0.0
+            elif name == "dr_grpo":
+                acts = [inside or (adv[i] < 0 if rho > 1 else adv[i] > 0) for i in rows]
+                left = rho * sum(adv[i] for i, act in zip(rows, acts, strict=True) if act)
             else:
-                left = rho * sum(adv[i] for i in rows if is_open(name, rho, adv[i], 0.2, 0.2))
-            predicted.append(left * share(name, draw, rows[0]))
+                left = rho * sum(adv[i] for i in rows) * inside
+            predicted.append(left * share_in(name, draw, rows[0]))
         loss = getattr(module, name)(draw.batch(module, 0.6, adv=adv), **bounds)
         evidence.equal(predicted, draw.node_sums(loss))
         if name == "dr_grpo" and not shift:
             evidence.record_left(predicted)
 
 
+@claim(
+    "C8",
+    "grpo",
+    "gspo",
+    *FACTORISED,
+    only_if="all T_i are equal, or the normaliser is a common factor",
+)
 def c8(module, name, draws, evidence):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
 
@@ -278,10 +293,10 @@ def c8(module, name, draws, evidence):
         predicted = []
         for rho, rows, _ in draw.at_shared(spread):
             weight = 1 if name == "reinforce" else rho
-            predicted.append(weight * sum(draw.adv[i] * share(name, draw, i) for i in rows))
+            predicted.append(weight * sum(draw.adv[i] * share_in(name, draw, i) for i in rows))
         loss = getattr(module, name)(draw.batch(module, spread))
         evidence.equal(predicted, draw.node_sums(loss))
-        if NORMALISER[name] == "seq-mean" and not draw.equal_lengths:
+        if average_of(name) == "answer" and not draw.equal_lengths:
             evidence.record_left(predicted)
 
 
@@ -297,6 +312,7 @@ def two_zero_sum_parts(draw: Draw) -> tuple[Tensor, Tensor]:
     return draw.randn(3, draw.G).exp().requires_grad_(), A
 
 
+@claim("C9", "min_replace", "dfpo_min")
 def c9(module, name, draws, evidence):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to
     zero cancels.
@@ -323,26 +339,7 @@ def c9(module, name, draws, evidence):
         evidence.equal([0] * 3, (out * A)[:, : draw.G // 2].sum(1))
 
 
-def c9e(module, name, draws, evidence):
-    """A clip that is blind to the sign of A (eps) leaves DFPO's cancellation as it is, and keeps
-    its trust region.
-
-    Source: DFPO under a clip (D, ours)
-
-    DFPO has no clip. With eps, tokens whose ratio lies outside 1 +- eps get coefficient 0, whatever
-    the sign of A. All visitors of a node have one ratio, so they are clipped together. What is left
-    at a node is therefore 0, or what it was before. The coefficients are compared with the twin of
-    M1 on every token.
-    """
-    for draw, eps in zip(draws, itertools.cycle((0.15, 0.3)), strict=False):
-        batch = draw.batch(module, 0.6)
-        loss = getattr(module, name)(batch, eps=eps)
-        value, c = formula(name, draw, 0.6, draw.rows(draw.adv), {"eps": eps})
-        evidence.equal(c, coefficients(loss, batch))
-        evidence.equal(value, loss)
-        evidence.equal([0] * len(draw.shared), draw.node_sums(loss))
-
-
+@claim("C10", "adv_orthogonal", "dfpo_orthogonal", only_if="the whole group shares the token")
 def c10(module, name, draws, evidence):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of
     it.
@@ -388,6 +385,7 @@ def c10(module, name, draws, evidence):
         evidence.equal([[sum(row) / 2] * 2 for row in w.tolist()], module.adv_orthogonal(w, A))
 
 
+@claim("C11", *DFPO, only_if="the policy has not moved")
 def c11(module, name, draws, evidence):
     """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
 
@@ -407,6 +405,7 @@ def c11(module, name, draws, evidence):
             evidence.equal(plain, c)
 
 
+@claim("C12", *DFPO, only_if="the weight is detached")
 def c12(module, name, draws, evidence):
     """Without the stop-gradient both transforms leave a term at a shared token, although
     sum_i w~_i A_i = 0.

@@ -5,21 +5,24 @@ another. So a tax moves a way only as far as it differs from the tax of its sibl
 reward only where it moves a better way down.
 
 The push on a way's logit is the gradient of the expected objective. It is measured through the
-losses, over all groups of G answers, each with its probability (toy/alike.py).
+losses, over all groups of G answers, each with its probability (worlds.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from claims.formulas import NORMALISER
-from claims.tax import World
+from claims.evidence import claim
+from claims.formulas import DFPO, average_of
+from claims.tax import OWN_ANSWER
 from claims.trees import Draw, ascent
-from toy.alike import Groups, Outcome
+from claims.worlds import Outcome, World
+
+OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 
 
 def make_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
@@ -39,30 +42,23 @@ def make_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Itera
 
 def measure_push(module, name: str, world: World, scale: str) -> Tensor:
     """On the logit of each way. (ways,)."""
-    groups = Groups(world.outcomes, world.G)
-    logits = torch.tensor(world.shares, dtype=torch.float64).log().requires_grad_()
-    return ascent(getattr(module, name)(groups.expected_batch(logits, scale)), logits)
+    logits = world.logits()
+    return ascent(getattr(module, name)(world.groups().expected_batch(logits, scale)), logits)
 
 
 def weight(name: str, world: World, outcome: Outcome) -> float:
     """On-policy, of an answer's advantage: 1/T_i, or one constant for all."""
-    lengths = [other.length for other in world.outcomes]
-    if NORMALISER[name] == "seq-mean":
+    if average_of(name) == "answer":
         return 1 / outcome.length
-    return 1 / max(lengths)
-
-
-def mean_over(world: World, way: int, f: Callable[[Outcome], float]) -> float:
-    """The mean of f(outcome) on a way."""
-    return sum(o.chance * f(o) for o in world.outcomes if o.way == way)
+    return 1 / max(other.length for other in world.outcomes)
 
 
 def credit_and_tax(name: str, world: World) -> list[tuple[float, float]]:
     """wbar (Q - J) and Cov(w, R) of each way."""
     ways = range(len(world.shares))
-    w = [mean_over(world, way, lambda o: weight(name, world, o)) for way in ways]
-    Q = [mean_over(world, way, lambda o: o.reward) for way in ways]
-    products = [mean_over(world, way, lambda o: weight(name, world, o) * o.reward) for way in ways]
+    w = [world.mean(lambda o: weight(name, world, o), way) for way in ways]
+    Q = [world.mean(lambda o: o.reward, way) for way in ways]
+    products = [world.mean(lambda o: weight(name, world, o) * o.reward, way) for way in ways]
     J = sum(p * x for p, x in zip(world.shares, Q, strict=True))
     return [(w[a] * (Q[a] - J), products[a] - w[a] * Q[a]) for a in ways]
 
@@ -73,6 +69,7 @@ def softmax_push(world: World, f: list[float]) -> list[float]:
     return [p * (x - fbar) for p, x in zip(world.shares, f, strict=True)]
 
 
+@claim("C18a", *OWN_WEIGHT, only_if=f"on-policy; {OWN_ANSWER}", extremes=False)
 def c18a(module, name, draws, evidence):
     """The expected push on logit a is pi_a (f_a - fbar) with
     f_a = (1 - 1/G)(wbar_a (Q_a - J) + Cov(w, R | a)).
@@ -132,11 +129,12 @@ def factor(G: int, b: float, scale: str) -> float:
 
 def binary_f(name: str, world: World, way: int, b: float) -> float:
     """q (1-b)/T_right - (1-q) b/T_wrong, with the weight of the method for 1/T."""
-    right = mean_over(world, way, lambda o: o.reward * weight(name, world, o))
-    wrong = mean_over(world, way, lambda o: (1 - o.reward) * weight(name, world, o))
+    right = world.mean(lambda o: o.reward * weight(name, world, o), way)
+    wrong = world.mean(lambda o: (1 - o.reward) * weight(name, world, o), way)
     return right * (1 - b) - wrong * b
 
 
+@claim("C18b", *OWN_WEIGHT, extremes=False)
 def c18b(module, name, draws, evidence):
     """Rewards 0 and 1: f = K (q (1-b)/T_right - (1-q) b/T_wrong) with 1/T_i, else K (q - b)/L; the
     larger f grows.
@@ -168,10 +166,10 @@ def c18b(module, name, draws, evidence):
     |tax| + |credit|.
     """
     for world in make_worlds(draws, ways=2, kinds=4, binary=True):
-        q = [mean_over(world, way, lambda o: o.reward) for way in (0, 1)]
+        q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = sum(p * x for p, x in zip(world.shares, q, strict=True))
         f = [binary_f(name, world, way, b) for way in (0, 1)]
-        is_uneven = NORMALISER[name] == "seq-mean"
+        is_uneven = average_of(name) == "answer"
         first_grows = f[0] > f[1] if is_uneven else q[0] > q[1]
         for scale in ("mean", "std"):
             K = factor(world.G, b, scale)
@@ -183,6 +181,7 @@ def c18b(module, name, draws, evidence):
             evidence.record_left(abs(tax) / (abs(tax) + abs(credit)))
 
 
+@claim("C18c", *OWN_WEIGHT, extremes=False)
 def c18c(module, name, draws, evidence):
     """Against a way that is always wrong, 1/T_i ends at the share 1/T_r / (q/T_r + (1-q)/T_w -
     1/T_B), if within (0, 1).
@@ -210,7 +209,7 @@ def c18c(module, name, draws, evidence):
     """
     for k, (outcomes, end) in enumerate(make_races(draws)):
         G, scale = 2 + k % 3, ("mean", "std")[k // 2 % 2]
-        is_inside = NORMALISER[name] == "seq-mean" and 0 < end < 1
+        is_inside = average_of(name) == "answer" and 0 < end < 1
         signs = {end / 2: 1, (1 + end) / 2: -1} if is_inside else {0.01: 1, 0.5: 1, 0.99: 1}
         for share, sign in signs.items():
             push = measure_push(module, name, World(G, outcomes, [share, 1 - share]), scale)

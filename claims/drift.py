@@ -11,10 +11,12 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from claims.evidence import claim
 from claims.trees import ascent
 from toy.policy import EOS, Policy, kl, tabular
 
 
+@claim("C13", "dr_grpo", "grpo_symmetric", "dfpo_min", extremes=False)
 def c13(module, name, draws, evidence):
     """A step eta g moves a token by KL = (eta^2/2) g^T F(h) g + O(eta^3): halving eta divides the
     remainder by 8.
@@ -75,6 +77,12 @@ def change_of_log_odds(module, policy: Policy, prompts, answers, k) -> tuple[Ten
     return (ascent(-log_odds(policy, prompts, answers), policy.W) * g).sum(), g
 
 
+@claim(
+    "C14",
+    "reinforce",
+    fails="Eq. 5 needs score gradients of equal norm",
+    extremes=False,
+)
 def c14(module, name, draws, evidence):
     """Equal rewards do not give d log(pi(y_a)/pi(y_b)) = eta c (k_a - k_b): equal k can still drive
     two answers apart.

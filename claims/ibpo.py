@@ -5,7 +5,7 @@ two things: that y_i was a near miss, and which of its tokens were to blame. The
 bonus phi_i = rho 1[R_i = 0 and the correction is right]. The shaped reward is R'_i = R_i + l phi_i,
 with rho = 0.5 (`bonus`) and l = 0.6 (`weight`). How rho and l combine is not known for certain;
 here they multiply. A'_i is the group advantage of the shaped rewards. The correction is aligned
-with y_i (M8): tokens that it left as they were are called kept, the others changed.
+with y_i (Levenshtein): tokens that it left as they were are called kept, the others changed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from claims.evidence import claim
 from claims.trees import ascent, coefficients
 from toy.policy import Policy, count_orders
 
@@ -23,6 +24,7 @@ def variance(x, odds) -> float:
     return float((odds * x * x).sum() - (odds * x).sum() ** 2)
 
 
+@claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
 def i1(module, name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
     hard prompts.
@@ -65,6 +67,7 @@ def i1(module, name, draws, evidence):
     evidence.equal([0.2 * 0.7, 1, 0.5, 0], module.shaped_rewards(rewards, repaired, 0.2, 0.7))
 
 
+@claim("I2", "ibpo")
 def i2(module, name, draws, evidence):
     """Repairs that do not depend on the slips make, on average, right answers likelier and slips as
     a whole rarer.
@@ -186,6 +189,7 @@ class Repairs:
         return S * f[reading] / (1 - self.Q)
 
 
+@claim("I3", "ibpo")
 def i3(module, name, draws, evidence):
     """A repaired answer is blamed on its changed tokens only and praised on its kept ones only; all
     else is grpo.
@@ -202,7 +206,6 @@ def i3(module, name, draws, evidence):
     Two other readings can be chosen. "changed" has m = 0 on kept tokens for both signs. "none" has
     m = 1, which is grpo with shaped rewards. Without a repair all three are grpo.
     """
-    method = module.METHODS["ibpo"]
     for k, draw in enumerate(draws):
         kept_mask = draw.mask & (draw.noise > 0)
         repaired = torch.rand(draw.N, generator=draw.generator) < (k % 4) / 3  # none .. all
@@ -219,12 +222,7 @@ def i3(module, name, draws, evidence):
                     spared = bool(kept_mask[i, t])
                 if repaired[i] and spared and hyper != {"reading": "none"}:
                     predicted[i, t] = 0.0
-            batch = draw.batch(module, 0.6, adv=method.credit(draw.rows(draw.adv), old, **hyper))
-            evidence.equal(predicted, coefficients(method.passes[0](batch), batch))
-        evidence.raises(method.credit, draw.rows(draw.adv), old, reading="kept")
-        for partly in ({}, {"kept_mask": kept_mask}, {"repaired": repaired}):
-            incomplete = module.OldPolicy(*facts, **partly)
-            evidence.raises(method.credit, draw.rows(draw.adv), incomplete)
-        evidence.equal(True, len(method.passes) == 1 and method.repair and method.scale == "std")
+            batch = draw.batch(module, 0.6, adv=module.ibpo(draw.rows(draw.adv), old, **hyper))
+            evidence.equal(predicted, coefficients(module.grpo(batch), batch))
         A = torch.tensor(draw.adv, dtype=torch.float64)
         evidence.equal(A, module.shaped_rewards(A, torch.zeros(draw.N, dtype=torch.bool)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from claims.evidence import find
 from claims.trees import LARGE, Draw
 from toy.policy import Policy, pad
 
@@ -61,18 +62,19 @@ class Readout:
         return R
 
     def old(self, module, seed: int = 0):
-        """What the old policy's pass leaves to a credit rule, as the OldPolicy of a module."""
+        """What a credit rule knows, as the OldPolicy of a module, with scores pair by pair."""
         draw = self.draw
+        rewards = torch.tensor(self.R, dtype=torch.float64)
+        scores, own_scores = self.scores
         return module.OldPolicy(
             draw.tokens,
             draw.mask,
             self.logp,
-            torch.tensor(self.R, dtype=torch.float64),
+            rewards,
             draw.G,
-            temperature=0.7,
-            hidden=self.hidden,
-            head=0.7 * self.head,
             gen=torch.Generator().manual_seed(draw.seed + seed),
+            scores=draw.fill(scores),
+            own_scores=draw.fill(own_scores),
         )
 
     def groups(self):
@@ -91,40 +93,41 @@ class Readout:
     def ids(self, rows) -> set[int]:
         return {a for i in rows for a in self.answers[i]}
 
-    def sums(self, rows, winners, ids, self_term: bool = True) -> Tensor:
-        """sum of <g, g'> <h, h'> over the winners' tokens, for each of the rows' K tokens. (K,).
+    @cached_property
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """With g on the ids that the group's answers hold."""
+        return self.score_by_pairs(full_vocab=False)
 
-        g is restricted to the ids given.
-        """
-        visits = self.visits(rows)
-        g = torch.stack([self.g[at] for at in visits])[:, sorted(ids)]
-        h = torch.stack([self.h[at] for at in visits])
-        pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
-        if not self_term:
-            pairs.fill_diagonal_(0)
-        return pairs[:, [i in winners for i, _ in visits]].sum(1)
-
-
-def scores_by_pairs(readout: Readout, full_vocab: bool, self_term: bool = True) -> dict:
-    """(i, t) -> score, in mixed groups only."""
-    scores = {}
-    for rows, winners, _ in readout.mixed():
-        ids = range(len(readout.head)) if full_vocab else readout.ids(rows)
-        sums = readout.sums(rows, winners, ids, self_term).tolist()
-        scores |= zip(readout.visits(rows), sums, strict=True)
-    return scores
+    def score_by_pairs(self, full_vocab: bool) -> tuple[Tensor, Tensor]:
+        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and each correct token's
+        product with itself. (N, T) both, 0 outside mixed groups."""
+        scores, own = torch.zeros(2, *self.draw.mask.shape, dtype=torch.float64)
+        for rows, winners, _ in self.mixed():
+            ids = range(len(self.head)) if full_vocab else self.ids(rows)
+            visits = self.visits(rows)
+            g = torch.stack([self.g[at] for at in visits])[:, sorted(ids)]
+            h = torch.stack([self.h[at] for at in visits])
+            pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
+            correct = torch.tensor([i in winners for i, _ in visits])
+            at = tuple(zip(*visits, strict=True))
+            scores[at] = pairs[:, correct].sum(1)
+            own[at] = pairs.diag() * correct
+        return scores, own
 
 
-def selected_by_pairs(
-    readout: Readout, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
-) -> set:
+def selected_by_pairs(readout: Readout, beta: float, self_term: bool) -> set:
     """The tokens (i, t) of wrong answers whose score exceeds tau."""
-    scores = scores_by_pairs(readout, full_vocab, self_term)
+    scores, own = (x.tolist() for x in readout.scores)
     selected = set()
     for _, winners, losers in readout.mixed():
-        means = [sum(scores[at] for at in readout.visits([i])) / readout.draw.T[i] for i in winners]
+        means = []
+        for i in winners:
+            total = sum(
+                scores[i][t] - (0 if self_term else own[i][t]) for _, t in readout.visits([i])
+            )
+            means.append(total / readout.draw.T[i])
         tau = beta * min(means)
-        selected |= {at for at in readout.visits(losers) if scores[at] > tau}
+        selected |= {(i, t) for i, t in readout.visits(losers) if scores[i][t] > tau}
     return selected
 
 
@@ -173,17 +176,21 @@ class Sampled:
                 self.hidden[i, t] = phi(history)
                 self.norms[i, t] = self.policy.grad_log_prob(history, token).norm()
 
+    def facts(self) -> dict:
+        rewards = torch.tensor(self.R, dtype=torch.float64)
+        facts = dict(tokens=self.tokens, mask=self.mask, logp=self.logp.detach(), rewards=rewards)
+        return facts | {"group_size": self.G}
+
+    def scores(self, module, full_vocab: bool) -> tuple[Tensor, Tensor]:
+        """The module's own token scores."""
+        more = dict(hidden=self.hidden, head=self.policy.W.detach(), full_vocab=full_vocab)
+        return find(module, "nthr_scores")(**self.facts(), **more)
+
     def old(self, module):
-        return module.OldPolicy(
-            self.tokens,
-            self.mask,
-            self.logp.detach(),
-            torch.tensor(self.R, dtype=torch.float64),
-            self.G,
-            hidden=self.hidden,
-            head=self.policy.W.detach(),
-            gen=torch.Generator().manual_seed(int(self.tokens.sum())),
-        )
+        """What a credit rule knows."""
+        scores, own_scores = self.scores(module, full_vocab=False)
+        gen = torch.Generator().manual_seed(int(self.tokens.sum()))
+        return module.OldPolicy(**self.facts(), gen=gen, scores=scores, own_scores=own_scores)
 
     def adv(self, module) -> Tensor:
         rewards = torch.tensor(self.R, dtype=torch.float64)

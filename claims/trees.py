@@ -110,9 +110,9 @@ class Draw:
         return AllGroups(self.seed)
 
     @cached_property
-    def tokens_in_use(self) -> int:
-        """The tokens of the groups in which some advantage is not 0."""
-        return sum(self.T[i] for i in range(self.N) if any(self.adv[j] for j in self.group(i)))
+    def mixed(self) -> list[bool]:
+        """For each answer, whether some advantage of its group is not 0."""
+        return [any(self.adv[j] for j in self.group(i)) for i in range(self.N)]
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
