@@ -44,7 +44,6 @@ from claims.formulas import every_loss
 
 QUESTIONS = Path(__file__).parent / "claims" / "README.md"
 WHEN = ("on-policy", "off-policy", "projected")
-ABOVE = [f"above {other}, {how}" for how in ("1st order", "step 1") for other in ("grpo", "random")]
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
         "What is left at a token that the whole group shares, |sum c| / sum |c|",
@@ -53,19 +52,6 @@ TABLES = {  # claims with a table of their own: title, head
     "C16": (
         "The price: expected update against the exact gradient (unbiased: cos 1, norm 0.667)",
         ["method", *(f"{what} {when}" for when in WHEN for what in ("cos", "norm"))],
-    ),
-    "N3": (
-        "N3: what moves a correct answer's log-likelihood, mean over correct answers",
-        ["", "(I)", "(II)", "(III)", "(IV)", "GWHES"],
-    ),
-    "N7": (
-        "N7: share of 200 sampled groups; of those where nthr selects, its Delta above another's",
-        ["", "grpo lowers Delta", "nthr selects", *ABOVE],
-    ),
-    "A3": (
-        "A3: share of tokens, and of the gradient's norm, by probability of the token, "
-        "200 sampled groups",
-        ["", *(f"{k / 10:.1f}-{(k + 1) / 10:.1f}" for k in range(10))],
     ),
 }
 

@@ -131,24 +131,32 @@ def c4(module, name, draws, evidence):
         evidence.equal(left, draw.node_sums(loss))
 
 
-@claim("C5a", "sequence_ratio", extremes=False)
-def c5a(module, name, draws, evidence):
-    """Under sequence coupling a shared token cancels with probability 0: of very many random groups
-    none does.
+@claim(
+    "C5",
+    "sequence_ratio",
+    fails='"cancels only if all u_i are equal" is wrong for G > 2; it cancels with probability 0',
+    extremes=False,
+)
+def c5(module, name, draws, evidence):
+    """Under sequence coupling a shared token cancels with probability 0, but equal u_i are not
+    necessary: A = (1, 1, -2), u = (1, 3, 2).
 
-    Source: DFPO Cor. 3.3 (S)
+    Source: DFPO Cor. 3.3 (S); counterexample (D)
 
     By C4 the sum at the shared token is rho (A.u), up to the factor 1/G, where u_i is the ratio of
     the rest of answer i. For a given A != 0 the set {u : A.u = 0} is a hyperplane through the
     origin of R^G. A hyperplane has no volume, so a continuous random u misses it almost surely. The
     claim compares A.u itself, and counts the groups of 4, out of 100 000, in which |A.u| is below
     1e-12 |A| |u|.
+
+    Equal u is sufficient: A.u = u sum_i A_i = 0. It is necessary only for G = 2, where the
+    hyperplane A.u = 0 is the line u_1 = u_2. For G = 3 the hyperplane is a plane, and it contains
+    more than that line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What remains of the statement is its measure.
+    "left" is how far apart the u_i are although the token cancels.
     """
-    draw = draws[0]
-    groups = 100_000
-    G = 4
-    log_r = 0.5 * draw.randn(groups * G, 2)
-    A = draw.randn(groups, G)
+    groups, G = 100_000, 4
+    log_r = 0.5 * draws[0].randn(groups * G, 2)
+    A = draws[0].randn(groups, G)
     A -= A.mean(1, keepdim=True)
     adv = A.view(-1, 1).expand(-1, 2)
     mask = torch.ones_like(log_r) > 0
@@ -157,36 +165,13 @@ def c5a(module, name, draws, evidence):
     evidence.equal((A * log_r.exp().prod(1).view(groups, G)).sum(1), (A * s).sum(1))
     cancels = (A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1)
     evidence.equal(0, cancels.sum())
-
-
-@claim(
-    "C5b",
-    "sequence_ratio",
-    fails='"cancels only if all u_i are equal" is wrong for G > 2',
-    extremes=False,
-)
-def c5b(module, name, draws, evidence):
-    """A shared token cancels although its u_i differ: A = (1, 1, -2), u = (1, 3, 2). Equal u is not
-    necessary.
-
-    Source: DFPO Cor. 3.3 (S); counterexample (D)
-
-    u_i is the ratio of the rest of answer i (C4). Equal u is sufficient: A.u = u sum_i A_i = 0. It
-    is necessary only for G = 2, where the hyperplane A.u = 0 is the line u_1 = u_2. For G = 3 the
-    hyperplane is a plane, and it contains more than that line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What
-    remains of the statement is its measure (C5a). "left" is how far apart the u_i are although the
-    token cancels.
-    """
-    A = torch.tensor([1, 1, -2], dtype=torch.float64)
-    u = torch.tensor([1, 3, 2], dtype=torch.float64)
-    for rho in (0.5, 1.0, 1.7):
-        logp = draws[0].randn(3, 2).requires_grad_()
-        log_r = torch.stack([torch.full_like(u, rho).log(), u.log()], 1)
-        adv = A[:, None].expand(3, 2)
-        batch = module.Batch(logp, logp.detach() - log_r, adv, torch.ones(3, 2) > 0, 3, 2)
-        loss = -(module.sequence_ratio(batch, "product") * A).mean()
-        evidence.equal(0, coefficients(loss, batch)[:, 0].sum())
-        evidence.record_left(u.max() - u.min())
+    A, u = torch.tensor([[1, 1, -2], [1, 3, 2]], dtype=torch.float64)
+    logp = torch.zeros(3, 2, dtype=torch.float64).requires_grad_()
+    log_r = torch.stack([torch.full_like(u, 1.7).log(), u.log()], 1)
+    batch = module.Batch(logp, -log_r, A[:, None].expand(3, 2), torch.ones(3, 2) > 0, 3, 2)
+    loss = -(module.sequence_ratio(batch, "product") * A).mean()
+    evidence.equal(0, coefficients(loss, batch)[:, 0].sum())
+    evidence.record_left(u.max() - u.min())
 
 
 @claim("C6", "grpo", "dr_grpo", "dapo")

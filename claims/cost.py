@@ -161,6 +161,20 @@ def c18b(module, name, draws, evidence):
     wrong ones that are long. The learning tax may be as large where nothing of the kind happens
     (python -m toy.tax).
 
+    An example that ends there for good: way A is right with chance q, at the lengths T_r if right
+    and T_w if wrong; way B is always wrong, at the length T_B. If s is the share of A, then b = s q
+    and
+
+      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
+
+    That is positive at s = 0 and linear in s, up to K. It is 0 at
+
+      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
+
+    where training ends if share* is below 1, that is if (1 - q)(1/T_w - 1/T_r) > 1/T_B: the wrong
+    answers of A are short and those of B are long. The expected reward then stays at q share*. For
+    q = 1 that cannot be, and with a constant weight A takes all.
+
     Measured: two ways with four kinds of answers each, both scales, the value and the sign of the
     push on the odds of the first way. "left", for 1/T_i: how much of f_A - f_B is tax, |tax| over
     |tax| + |credit|.
@@ -179,54 +193,3 @@ def c18b(module, name, draws, evidence):
         if is_uneven:
             credit, tax = (x - y for x, y in zip(*credit_and_tax(name, world), strict=True))
             evidence.record_left(abs(tax) / (abs(tax) + abs(credit)))
-
-
-@claim("C18c", *OWN_WEIGHT, extremes=False)
-def c18c(module, name, draws, evidence):
-    """Against a way that is always wrong, 1/T_i ends at the share 1/T_r / (q/T_r + (1-q)/T_w -
-    1/T_B), if within (0, 1).
-
-    Source: what a tax costs (D); setting: C18b
-
-    Way A is right with chance q, at the lengths T_r if right and T_w if wrong. Way B is always
-    wrong, at the length T_B. If s is the share of A, then b = s q. C18b has
-
-      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
-
-    At s = 0 that is K q/T_r > 0, and it is linear in s up to K. So it is 0 for one s at most,
-
-      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
-
-    positive below it and negative above it: training ends there, whatever the start. share* lies
-    between 0 and 1 iff (1 - q)(1/T_w - 1/T_r) > 1/T_B, that is if the wrong answers of A are short
-    and those of B are long. Then a way that never succeeds keeps the share 1 - share* for ever, and
-    the expected reward stays at q share*. For q = 1 that cannot be. Otherwise A takes all, as it
-    does with a constant weight, f_A - f_B = K q/L.
-
-    Measured, with both scales: the push is 0 at share*, upwards at share*/2, and downwards half-way
-    between share* and 1. Where share* lies outside, and for constant weights, it is upwards at
-    0.01, 0.5 and 0.99.
-    """
-    for k, (outcomes, end) in enumerate(make_races(draws)):
-        G, scale = 2 + k % 3, ("mean", "std")[k // 2 % 2]
-        is_inside = average_of(name) == "answer" and 0 < end < 1
-        signs = {end / 2: 1, (1 + end) / 2: -1} if is_inside else {0.01: 1, 0.5: 1, 0.99: 1}
-        for share, sign in signs.items():
-            push = measure_push(module, name, World(G, outcomes, [share, 1 - share]), scale)
-            evidence.equal(sign, push[0].sign())
-        if is_inside:
-            push = measure_push(module, name, World(G, outcomes, [end, 1 - end]), scale)
-            evidence.equal([0.0, 0.0], push)
-
-
-def make_races(draws: list[Draw]) -> Iterator[tuple[list[Outcome], float]]:
-    """Against a way that is always wrong, with share* in turn between 0 and 1 and not."""
-    for draw in draws[::6]:
-        q = 0.2 + 0.6 * float(draw.randn(1).sigmoid())
-        T_w, more = (torch.randint(1, 5, (2,), generator=draw.generator) + 1).tolist()
-        T_r = T_w + more
-        bound = 1 / ((1 - q) * (1 / T_w - 1 / T_r))  # T_B above it: share* is inside
-        for T_B in (math.floor(bound) + 2, max(1, math.ceil(bound) - 2)):
-            outcomes = [Outcome(0, q, 1.0, T_r), Outcome(0, 1 - q, 0.0, T_w)]
-            outcomes.append(Outcome(1, 1.0, 0.0, T_B))
-            yield outcomes, (1 / T_r) / (q / T_r + (1 - q) / T_w - 1 / T_B)

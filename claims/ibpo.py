@@ -40,8 +40,7 @@ def i1(module, name, draws, evidence):
     p > (l rho / 2)(1 - (1-p) q).
 
     With l = 0.6, rho = 0.5 and q = 0.2 it rises at p = 0.05 and 0.10 and falls from 0.15 on
-    ("left": how much it rises there, relative to Var(R)). The formula is compared with the variance
-    of three outcomes, and with 200 000 sampled ones.
+    ("left": how much it rises there, relative to Var(R)).
     """
     bonus = 0.5
     weight = 0.6
@@ -56,10 +55,6 @@ def i1(module, name, draws, evidence):
         change = variance(shaped, odds) - variance(R, odds)
         evidence.equal(2 * weight * cov + weight**2 * var, change)
         evidence.equal(p > weight * bonus / 2 * (1 - near_miss), change < 0)
-        sample = torch.multinomial(odds, 200_000, replacement=True, generator=draws[0].generator)
-        shaped_sample = module.shaped_rewards(R[sample], repaired[sample])
-        evidence.equal(variance(shaped, odds), shaped_sample.var().item(), tolerance=5e-3)
-        evidence.equal(variance(R, odds), R[sample].var().item(), tolerance=5e-3)
         if change > 0:
             evidence.record_left(change / variance(R, odds))
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
@@ -111,20 +106,11 @@ def i2(module, name, draws, evidence):
         toy = Repairs(draw, size=2 + k % 2, q=0.2 + 0.1 * (k % 5))
         for reading in ("sign", "changed", "none", "correction"):
             g = toy.expected_push(module, reading)
-            moved = toy.policy.step(g, 30.0)
             predicted = torch.zeros_like(g)
             for t, right in enumerate(toy.right):
                 h = toy.right[: t + 1]  # its first token stands for the prompt
-                before = toy.policy.probs(h)
-                after = moved.probs(h)
-                push = toy.push(reading, float(before[right])) / (toy.G * len(toy.right))
-                predicted += push * toy.policy.grad_log_prob(h, right)
-                odds = (after / after[right]).log() - (before / before[right]).log()
-                change = -30.0 * push * (1 - before[right] + before)
-                change[right] = 0.0
-                evidence.equal(change, odds)
-                if reading in ("sign", "correction"):
-                    evidence.equal(True, bool(after[right] > before[right]))
+                push = toy.push(reading, float(toy.policy.probs(h)[right]))
+                predicted += push / (toy.G * 2) * toy.policy.grad_log_prob(h, right)
             evidence.equal(predicted, g)
     for draw in draws:
         R = torch.ones(draw.N, dtype=torch.float64)

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from claims.evidence import find
 from claims.trees import LARGE, Draw
-from toy.policy import Policy, pad
-
-GROUPS = 200  # sampled ones, for the claims that are about shares
-
-
-# ---------------- a draw's answers
+from toy.policy import Policy
 
 
 class Readout:
@@ -135,79 +129,3 @@ def smaller_half(draws: list[Draw]) -> list[Draw]:
     """The half of the draws with the smaller groups: loops over pairs of tokens are slow."""
     by_size = sorted(draws, key=lambda draw: sum(draw.T) * draw.G / draw.N)
     return by_size[: (len(draws) + 1) // 2]
-
-
-# ---------------- sampled groups
-
-
-class Sampled:
-    """A group of 8 answers sampled from a random policy, some of them right and some wrong."""
-
-    G = 8
-    V = 8
-    max_tokens = 6
-    prompt = (0,)
-
-    def __init__(self, generator: torch.Generator):
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        common = randn(6)
-        features = {}
-
-        def phi(h):  # hidden states of a language model have much in common
-            return features.setdefault(h, common + randn(6))
-
-        W = 0.5 * randn(self.V, 6)
-        self.policy = Policy(W.requires_grad_(), phi, self.max_tokens)
-        while True:
-            self.answers = self.policy.sample(self.prompt, self.G, generator)
-            self.R = [float(sum(y) % 3 == 0) for y in self.answers]
-            if 0 < sum(self.R) < self.G:
-                break
-        self.tokens, self.mask = pad(self.answers)
-        self.logp, _ = self.policy.log_probs([self.prompt] * self.G, self.answers)
-        self.probs = self.logp.detach().exp()
-        self.hidden = torch.zeros(*self.tokens.shape, 6, dtype=torch.float64)
-        self.norms = torch.zeros(self.tokens.shape, dtype=torch.float64)  # ||g|| ||h||
-        for i, y in enumerate(self.answers):
-            for t, token in enumerate(y):
-                history = (*self.prompt, *y[:t])
-                self.hidden[i, t] = phi(history)
-                self.norms[i, t] = self.policy.grad_log_prob(history, token).norm()
-
-    def facts(self) -> dict:
-        rewards = torch.tensor(self.R, dtype=torch.float64)
-        facts = dict(tokens=self.tokens, mask=self.mask, logp=self.logp.detach(), rewards=rewards)
-        return facts | {"group_size": self.G}
-
-    def scores(self, module, full_vocab: bool) -> tuple[Tensor, Tensor]:
-        """The module's own token scores."""
-        more = dict(hidden=self.hidden, head=self.policy.W.detach(), full_vocab=full_vocab)
-        return find(module, "nthr_scores")(**self.facts(), **more)
-
-    def old(self, module):
-        """What a credit rule knows."""
-        scores, own_scores = self.scores(module, full_vocab=False)
-        gen = torch.Generator().manual_seed(int(self.tokens.sum()))
-        return module.OldPolicy(**self.facts(), gen=gen, scores=scores, own_scores=own_scores)
-
-    def adv(self, module) -> Tensor:
-        rewards = torch.tensor(self.R, dtype=torch.float64)
-        return module.group_advantages(rewards, self.G, "std")[:, None] * self.mask
-
-    def batch(self, module, adv: Tensor):
-        logp_old = self.logp.detach()
-        return module.Batch(self.logp, logp_old, adv, self.mask, self.G, self.max_tokens)
-
-    def winners_likelihood(self, policy: Policy) -> Tensor:
-        """Mean log-likelihood of the correct answers."""
-        right = [y for y, reward in zip(self.answers, self.R, strict=True) if reward]
-        return policy.log_probs([self.prompt] * len(right), right)[0].sum() / len(right)
-
-
-@lru_cache(1)
-def sampled(seed: int) -> list[Sampled]:
-    """GROUPS of them, the same ones for every claim."""
-    generator = torch.Generator().manual_seed(seed)
-    return [Sampled(generator) for _ in range(GROUPS)]
