@@ -245,13 +245,13 @@ def main(argv: list[str] | None = None) -> int:
     draws = Draws(options.seed)
     pairs = [(claim, name) for claim in claims for name in claim.names(module)]
     pairs = [(claim, name) for claim, name in pairs if defined is None or name in defined]
-    if not pairs:
+    missed = unspoken(module)
+    if not pairs and not missed:
         sys.exit(f"error: {options.losses} defines no function that these claims speak of")
     claims = [claim for claim in claims if any(claim is other for other, _ in pairs)]
     outcomes = [examine(module, claim, name, draws) for claim, name in pairs]
     (show_markdown if options.markdown else show)(module, claims, outcomes)
     failed = [o for o in outcomes if o.state != "ok"]
-    missed = unspoken(module)
     if failed or missed:
         print()
     for line in [*(f"{o.claim}: {o.function}: {o.message}" for o in failed), *missed]:
