@@ -28,6 +28,7 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
     "pos_only": "xxxx",
+    "nthr_grpo": "000x",
     "token_grpo": "000x",
     "lopti_low": "000x",
     "lopti_high": "000x",
@@ -51,7 +52,8 @@ def audit(module, name, draws, evidence):
       reinforce, grpo-symmetric    nothing (C2, C7)
       cispo                        nothing (C2, C7); its weights keep a bound
       dfpo-min, dfpo-orthogonal    nothing (C9, C10)
-      dr-grpo, dapo, token-grpo    something outside the clip range (C6)
+      dr-grpo, dapo                something outside the clip range (C6)
+      nthr-grpo, token-grpo        the same; NTHR's rules leave more, on purpose
       lopti-low, lopti-high        the same; their tokens are clipped as token-grpo's are
       grpo                         something outside the clip range, and with unequal lengths (C8)
       gspo                         something with unequal lengths (C8), and off-policy always (C4)

@@ -25,7 +25,7 @@ from claims.trees import Draw, coefficients
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
-SELF_TERM = True  # nthr's default
+SELF_TERM = False  # nthr's default
 
 
 def every_loss(module) -> list[str]:
@@ -157,7 +157,8 @@ FORMULAS = {
     "cispo": (cispo, "tokens"),
     "dfpo_min": (dfpo_min, "budget"),
     "dfpo_orthogonal": (dfpo_orthogonal, "budget"),
-    "pos_only": (pos_only, "answer"),
+    "pos_only": (pos_only, "tokens"),
+    "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),
     "lopti_low": (lopti_low, "tokens"),
     "lopti_high": (lopti_high, "tokens"),
@@ -246,7 +247,8 @@ def m1(module, name, draws, evidence):
       cispo            sg[clip(r, 1-e_low, 1+e_high)] A log pi      token mean    P
       dfpo-min         sg[min_j s_j] A log pi                       budget mean   S, loss D
       dfpo-orthogonal  sg[s - (A.s / ||A||^2) A] A log pi           budget mean   S, loss D
-      pos-only         as grpo, with max(A, 0) for A                seq mean      P
+      pos-only         as grpo, with max(A, 0) for A                token mean    P
+      nthr-grpo        as grpo; for NTHR                            token mean    P
       token-grpo       as grpo; e_high = 0.24; for AR and Lopti     token mean    P
 
     seq mean: (1/N) sum_i (1/T_i) sum_t. budget mean: (1/(N L)) sum_i sum_t. token mean: the sum
@@ -344,7 +346,7 @@ def m6(module, name, draws, evidence):
     """NTHR multiplies by eta the negative advantages of wrong tokens scoring above tau; its control
     as many, by chance.
 
-    Source: NTHR Eq. 7 (S; rule P)
+    Source: NTHR Eq. 7, Algorithm 1, App. 7.3 (P); the self term is open
 
     The score of a token is s = sum <g, g'> <h, h'> over the tokens of the group's correct answers.
     Here h is the hidden state that predicts a token, and g = e_y - pi(.|h) is its prediction error;
@@ -354,12 +356,13 @@ def m6(module, name, draws, evidence):
 
     The defaults are beta = 1 and eta = 2|0.5 - p|, where p is the group's share of correct answers.
     Everything is detached and computed from the old policy, in fp32 at least. It is frozen for all
-    minibatches, and the loss's normaliser stays what it was. Right answers, groups all right or all
-    wrong, and padding keep their advantages. The control nthr_random multiplies by the same eta as
-    many tokens of each wrong answer, drawn at random.
+    minibatches. The loss is nthr_grpo, divided by all tokens. Right answers, groups all right or
+    all wrong, and padding keep their advantages. The control nthr_random multiplies by the same eta
+    as many tokens of each wrong answer, drawn at random.
 
-    The paper leaves one choice open, so it is an argument: whether a correct token's score counts
-    its product with itself. Both readings are compared, with scores computed pair by pair.
+    One choice is open, so it is an argument: whether a correct token's score counts its own answer.
+    The paper's prose says "other correct responses" twice, so the default leaves it out. Two
+    reimplementations count it. Both readings are compared, with scores computed pair by pair.
     """
     options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}]
     options += [{"self_term": True, "beta": 0.5}, {"beta": -1.0}]
@@ -387,4 +390,8 @@ def m6(module, name, draws, evidence):
             for i, t in readout.visits(rows):
                 predicted[i, t] *= eta if (i, t) in softened else 1
         evidence.equal(predicted, measured)
+        batch = draw.batch(module, 0.3, adv=measured)
+        loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
+        _, c = formula_of(module, "nthr_grpo", draw, 0.3, measured)
+        evidence.equal(c, coefficients(loss, batch))
     evidence.equal(True, any(other_draws_differ) or name == "nthr")

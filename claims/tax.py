@@ -163,9 +163,9 @@ def c16(module, name, draws, evidence):
     for world in (draw.all_groups for draw in draws[::4]):
         W = world.policy.W
         unbiased = (1 - 1 / world.G) * world.exact / world.max_tokens
-        token_mean = name == "dapo"
-        on = world.batch(module, off_policy=False, token_mean=token_mean)
-        off = world.batch(module, off_policy=True, token_mean=token_mean)
+        average = "budget" if name == "sequence_ratio" else average_of(name)
+        on = world.batch(module, off_policy=False, average=average)
+        off = world.batch(module, off_policy=True, average=average)
         if name == "sequence_ratio":
             updates = {}
             for kind in ("product", "geometric"):
@@ -179,7 +179,7 @@ def c16(module, name, draws, evidence):
         loss_off = loss(off, **hyper)
         projected = losses.project(loss_off, off.logp, off.adv[:, 0], world.nodes, world.mask)
         g_on, g_off, g_projected = (ascent(x, W) for x in (loss(on, **hyper), loss_off, projected))
-        if average_of(name) == "budget":
+        if average == "budget":
             evidence.equal(unbiased, g_on)
         evidence.record_left((g_off - unbiased).norm() / unbiased.norm())
         for g in (g_on, g_off, g_projected):

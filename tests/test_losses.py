@@ -142,7 +142,7 @@ def test_a_group_of_equal_rewards_gets_exactly_zero_and_its_neighbour_does_not(s
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
 WIDER_CLIP = {"eps_low": 0.2, "eps_high": 0.24}  # all scripts of AR/Lopti's authors
-NTHR = {"beta": 1.0, "eta": -1.0, "self_term": True}  # -1 stands for NTHR's 2|0.5 - p|
+NTHR = {"beta": 1.0, "eta": -1.0, "self_term": False}  # -1 stands for NTHR's 2|0.5 - p|
 DEFAULTS = {
     "group_advantages": {"scale": "std"},  # GRPO sec. 4.1.2
     "sequence_ratio": {"kind": "geometric"},  # GSPO Eq. 7
@@ -156,6 +156,7 @@ DEFAULTS = {
     "dfpo_min": {"ratio": "geometric", "eps": math.inf},  # ours; DFPO has no clip
     "dfpo_orthogonal": {"ratio": "geometric", "eps": math.inf},
     "pos_only": CLIP,
+    "nthr_grpo": CLIP,  # NTHR's, not AR's .24
     "token_grpo": WIDER_CLIP,
     "lopti_low": {"eta": 0.5} | WIDER_CLIP,
     "lopti_high": {"eta": 0.5} | WIDER_CLIP,
@@ -177,8 +178,8 @@ LOPTI = (losses.lopti_low, losses.lopti_high)
 ALONE = "reinforce grpo grpo-symmetric dr-grpo dapo gspo cispo dfpo-min dfpo-orthogonal pos-only"
 ROWS = {name: Method((LOSSES[name.replace("-", "_")],)) for name in ALONE.split()}
 ROWS["dr-grpo"].scale = "mean"  # the only one that leaves the standard deviation out
-ROWS["nthr"] = Method((losses.grpo,), credit=losses.nthr, needs_scores=True)
-ROWS["nthr-random"] = Method((losses.grpo,), credit=losses.nthr_random, needs_scores=True)
+ROWS["nthr"] = Method((losses.nthr_grpo,), credit=losses.nthr, needs_scores=True)
+ROWS["nthr-random"] = Method((losses.nthr_grpo,), credit=losses.nthr_random, needs_scores=True)
 ROWS["advantage-reweighting"] = Method((losses.token_grpo,), credit=losses.advantage_reweighting)
 ROWS["lopti"] = Method(LOPTI)
 ROWS["ar-lopti"] = Method(LOPTI, credit=losses.advantage_reweighting)
@@ -204,7 +205,7 @@ def test_bind_fills_in_what_is_chosen_and_nothing_else():
         assert loss(b) == LOSSES[name](b, eta=0.3, eps_high=0.5)
     assert bind("dfpo-min", {"ratio": "product"}).passes[0](b) == losses.dfpo_min(b, "product")
     assert bind("dr-grpo", {}).scale == "mean"
-    assert bind("nthr", {"self_term": "False"}).credit.keywords == {"self_term": False}
+    assert bind("nthr", {"self_term": "True"}).credit.keywords == {"self_term": True}
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0}
     assert bind("nthr", {"eta": -1}).credit.keywords == {"eta": -1.0}  # a default may be negative
 
