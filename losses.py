@@ -401,7 +401,7 @@ class OldPolicy:
     group_size: int  # G
     gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
     scores: Tensor | None = None  # (N, T) NTHR's, from llm/neighbours.nthr_scores
-    own_scores: Tensor | None = None  # (N, T) what a token adds to its own score, likewise
+    own_scores: Tensor | None = None  # (N, T) its own answer's part in a token's score, likewise
     kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction left (IBPO)
     repaired: Tensor | None = None  # (N,) bool, wrong answers whose correction is right (IBPO)
 
@@ -433,8 +433,9 @@ def nthr(
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
     A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR Eq. 7 (P).
-    i runs over the correct answers. s is the score of llm/neighbours.nthr_scores. The paper's prose
-    sums over the *other* correct answers. Two reimplementations count the own one, too: self_term.
+    i runs over the correct answers. s is the score of llm/neighbours.nthr_scores. For a correct
+    token the paper's prose sums over the *other* correct answers, so with a single one tau is 0.
+    Two reimplementations count the own answer, too: self_term.
     eta -1 stands for 2|0.5 - p| (App. 7.3, P), p the group's share of correct answers; others are
     taken as they are.
     Shared token: a winner's counterweight is taken away, on purpose. (N, T), OldPolicy -> (N, T).

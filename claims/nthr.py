@@ -174,8 +174,8 @@ def n4(module, name, draws, evidence):
     sign. The softmax keeps its full denominator; renormalised on V* it would be another policy's.
     This is what makes a vocabulary of 150 000 affordable.
 
-    Measured: all scores, and each correct token's product with itself, on V* and on all ids,
-    against a loop over pairs.
+    Measured: all scores, and the part that a correct answer has in those of its own tokens, on V*
+    and on all ids, against a loop over pairs.
     """
     for draw in smaller_half(draws):
         readout = Readout(draw)

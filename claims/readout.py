@@ -93,8 +93,8 @@ class Readout:
         return self.score_by_pairs(full_vocab=False)
 
     def score_by_pairs(self, full_vocab: bool) -> tuple[Tensor, Tensor]:
-        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and each correct token's
-        product with itself. (N, T) both, 0 outside mixed groups."""
+        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and a correct answer's
+        own part in the sums of its tokens. (N, T) both, 0 outside mixed groups."""
         scores, own = torch.zeros(2, *self.draw.mask.shape, dtype=torch.float64)
         for rows, winners, _ in self.mixed():
             ids = range(len(self.head)) if full_vocab else self.ids(rows)
@@ -105,7 +105,8 @@ class Readout:
             correct = torch.tensor([i in winners for i, _ in visits])
             at = tuple(zip(*visits, strict=True))
             scores[at] = pairs[:, correct].sum(1)
-            own[at] = pairs.diag() * correct
+            answer = torch.tensor([i for i, _ in visits])
+            own[at] = (pairs * (answer[:, None] == answer)).sum(1) * correct
         return scores, own
 
 
