@@ -6,9 +6,10 @@
     tax.py              C15..C17   learning tax, price, projection
     cost.py             C18        what a tax costs
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             N1..N7     negative gradients
-    low_probability.py  A1..A5     Advantage Reweighting and Lopti
+    nthr.py             N1..N4     negative gradients
+    low_probability.py  A1..A4     Advantage Reweighting and Lopti
     ibpo.py             I1..I3     comparing and correcting
+    questions.py        Q1..Q5     what people ask about the numbers of a run
 
 evidence.py says what a claim is and examines it. trees.py has the random prefix trees, ordinary and
 extreme ones; readout.py has answers with hidden states; worlds.py has worlds without chance.
@@ -24,6 +25,7 @@ from claims import audit  # noqa: F401
 from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401
 from claims import ibpo  # noqa: F401
+from claims import questions  # noqa: F401
 from claims.evidence import CLAIMS, Claim, Draws, Evidence, Missing, Outcome, examine
 
 __all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "Missing", "Outcome", "examine"]
