@@ -162,8 +162,8 @@ def show_markdown(claims: list[Claim], outcomes: list[Outcome]) -> None:
     for claim in claims:
         verdict, numbers = summarise(claim, [o for o in outcomes if o.claim == claim.id])
         verdict = f"**{verdict}** {claim.condition}".strip()
-        rows.append([claim.id, claim.text[0], *numbers, verdict])
-    head = ["claim", "what it says", "predicted", "measured", "error", "left", "verdict"]
+        rows.append([claim.id, claim.text[0], *numbers[2:], verdict])
+    head = ["claim", "what it says", "error", "left", "verdict"]
     tables = [("", head, rows), *collect_tables(outcomes)]
     for title, head, rows in tables:
         print(f"\n{title}:\n" if title else "")

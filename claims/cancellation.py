@@ -152,6 +152,7 @@ def c5(module, name, draws, evidence):
     Equal u is sufficient: A.u = u sum_i A_i = 0. It is necessary only for G = 2, where the
     hyperplane A.u = 0 is the line u_1 = u_2. For G = 3 the hyperplane is a plane, and it contains
     more than that line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What remains of the statement is its measure.
+    Public notes on the paper (Memory4ever/AI-System-Design) have the same example.
     "left" is how far apart the u_i are although the token cancels.
     """
     groups, G = 100_000, 4

@@ -109,7 +109,8 @@ def c14(module, name, draws, evidence):
     With unequal norms Eq. 5 is wrong. Take one softmax with p = (.6, .3, .1), A = 1, k_a = k_b =
     1/2, and the first two tokens as the two answers. In the logits g = ((e_a - p) + (e_b - p))/2 =
     (-.1, .2, -.1), and the log-odds change by g_a - g_b = -.3 per eta. So the likelier answer
-    loses, though k_a = k_b and Eq. 5 says 0 ("left").
+    loses, though k_a = k_b and Eq. 5 says 0 ("left"). Public notes on the paper
+    (Memory4ever/AI-System-Design) have the same example.
 
     The exact formula is first order: halving eta divides the remainder by 4. That is checked to one
     decimal, with dense features and answers of unequal length.

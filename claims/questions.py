@@ -170,4 +170,4 @@ def q5(module, name, draws, evidence):
         at_1 = Policy(0.6 * W, world.policy.phi, world.max_tokens)
         logp, _ = at_1.log_probs([world.x] * len(rows), rows)
         g = ascent(module.reinforce(replace(batch, logp=logp, logp_old=logp.detach())), W)
-        evidence.record_left(g / g.norm() - exact / exact.norm())
+        evidence.record_left((g / g.norm() - exact / exact.norm()).norm())
