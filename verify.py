@@ -188,22 +188,25 @@ def explain(claims: list[Claim]) -> None:
 
 
 def questions(word: str) -> list[str]:
-    """The questions of claims/README.md with this word in them, with their answers."""
+    """The questions of claims/README.md with this word in their title, or else in their answer."""
     _, *parts = QUESTIONS.read_text().split("\n### ")
     parts = [part.partition("\n## ")[0].strip() for part in parts]
-    return [part for part in parts if word.lower() in part.partition("\n")[0].lower()]
+    word = word.lower()
+    titled = [part for part in parts if word in part.partition("\n")[0].lower()]
+    return titled or [part for part in parts if word in part.lower()]
 
 
 # ---------------- the command line
 
 
+def is_meant(claim: Claim, id_: str) -> bool:
+    """C18 stands for C18a and C18b, "all" for every claim."""
+    family = claim.id.rstrip(string.ascii_lowercase)
+    return id_.lower() in (claim.id.lower(), family.lower(), "all")
+
+
 def select(ids: list[str]) -> list[Claim]:
-    """The claims of these ids, in order. C5 stands for C5a and C5b, "all" for every claim."""
-
-    def is_meant(claim: Claim, id_: str) -> bool:
-        family = claim.id.rstrip(string.ascii_lowercase)
-        return id_.lower() in (claim.id.lower(), family.lower(), "all")
-
+    """The claims of these ids, in order."""
     ids = " ".join(ids).replace(",", " ").split()
     for id_ in ids:
         if not any(is_meant(claim, id_) for claim in CLAIMS):
@@ -224,13 +227,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of the random trees (default 0)")
     options = parser.parse_args(argv)
     if options.explain:
-        found = [part for word in options.explain for part in questions(word)]
+        word = " ".join(options.explain)
+        if word in ("symbols", "all"):
+            print(NOTATION + "\n")
+        found = questions(word) if not any(is_meant(claim, word) for claim in CLAIMS) else []
         if found:
             print("\n\n".join(found))
-        elif options.explain == ["symbols"]:
-            print(NOTATION)
-        else:
-            print(NOTATION + "\n" if options.explain == ["all"] else "", end="")
+        elif word != "symbols":
             explain(select(options.explain))
         return 0
     module, defined, claims = losses, None, select(options.only)

@@ -271,7 +271,8 @@ def m1(module, name, draws, evidence):
         cases.append((0.6, True, {"eps_low": 0.1, "eps_high": 0.4}))
     if known.get("eps_high", 1.0) < 1e-3:
         cases.append((1.5e-3, False, {}))
-    variants = {"kl": 0.1, "ratio": "product", "eta": 0.25, "eps": 0.3}
+    other_ratio = "geometric" if known.get("ratio") == "product" else "product"
+    variants = {"kl": 0.1, "ratio": other_ratio, "eta": 0.25, "eps": 0.3}
     for key in [key for key in variants if key in known]:
         cases.append((0.6, key != "kl", {key: variants[key]}))
     for draw, (spread, reshaped, hyper) in itertools.product(draws, cases):

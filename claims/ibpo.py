@@ -88,9 +88,6 @@ def i2(module, name, draws, evidence):
       none         f_t = -S u + S u = 0
       sign         f_t =  S p + S u = S pi_t(k_t) / (1 - Q)
       changed      f_t = -S (u + p) + S u = -S (pi_t(k_t) - Q) / (1 - Q)
-      correction   f_t =  S (1 - p) + S u = S (1 - pi_t(k_t) + Q) / (1 - Q)
-
-    The last one stands for "changed" on the correction, put in the place of the wrong answer.
 
     By sign f_t > 0 at all places. Then a step of any size along this push makes k_t likelier. For
     any two distributions (e_k - pi').(e_k - pi) is positive, as it is (1 - pi'_k)(1 - pi_k) plus
@@ -104,7 +101,7 @@ def i2(module, name, draws, evidence):
     """
     for k, draw in enumerate(draws[:8]):
         toy = Repairs(draw, size=2 + k % 2, q=0.2 + 0.1 * (k % 5))
-        for reading in ("sign", "changed", "none", "correction"):
+        for reading in ("sign", "changed", "none"):
             g = toy.expected_push(module, reading)
             predicted = torch.zeros_like(g)
             for t, right in enumerate(toy.right):
@@ -152,10 +149,7 @@ class Repairs:
         rows = [row for group in self.groups for row in group]
         repaired = torch.tensor([is_repaired for _, is_repaired in rows])
         kept_mask = torch.tensor([y for y, _ in rows]) == torch.tensor(self.right)
-        answers = [y for y, _ in rows]
-        if reading == "correction":
-            answers = [self.right if is_repaired else y for y, is_repaired in rows]
-        tokens = torch.tensor(answers)
+        tokens = torch.tensor([y for y, _ in rows])
         R = torch.zeros(len(rows), dtype=torch.float64)
         A = module.group_advantages(module.shaped_rewards(R, repaired), self.G, "mean")
         odds = torch.tensor(self.odds, dtype=torch.float64).repeat_interleave(self.G)
@@ -164,14 +158,14 @@ class Repairs:
         mask = torch.ones_like(kept_mask)
         facts = (tokens, mask, logp.detach(), R, self.G)
         old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        adv = module.ibpo(adv, old, "changed" if reading == "correction" else reading)
+        adv = module.ibpo(adv, old, reading)
         batch = module.Batch(logp, logp.detach(), adv, mask, self.G, 2)
         return ascent(module.grpo(batch), self.policy.W)
 
     def push(self, reading: str, p: float) -> float:
         """f_t, where p is the probability of the right token."""
         S = 0.3 * (self.G - 1) * self.q * (1 - self.q)
-        f = {"none": 0.0, "sign": p, "changed": self.Q - p, "correction": 1 - p + self.Q}
+        f = {"none": 0.0, "sign": p, "changed": self.Q - p}
         return S * f[reading] / (1 - self.Q)
 
 

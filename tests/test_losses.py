@@ -115,9 +115,12 @@ def test_the_projection_takes_the_tax_of_a_batch_whatever_the_padding_holds(name
         assert losses.learning_tax(c, A, nodes, b.mask) < 1e-12
 
 
-def test_the_ratio_of_padding_is_one():
+def test_the_ratio_is_one_on_padding_and_is_clamped_nowhere():
     b = make_batch()
-    assert (losses.token_ratio(b)[~b.mask] == 1).all()
+    far = replace(b, logp=b.logp_old + 30.0)
+    assert (losses.token_ratio(far)[~b.mask] == 1).all()
+    for x in (losses.token_ratio(far)[b.mask], losses.sequence_ratio(far)):
+        torch.testing.assert_close(x.log(), torch.full_like(x, 30.0))
 
 
 def test_a_part_of_a_batch_keeps_every_field():
