@@ -298,7 +298,7 @@ def two_zero_sum_parts(draw: Draw) -> tuple[Tensor, Tensor]:
     return draw.randn(3, draw.G).exp().requires_grad_(), A
 
 
-@claim("C9", "min_replace", "dfpo_min")
+@claim("C9", "min_replace")
 def c9(module, name, draws, evidence):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to
     zero cancels.
@@ -314,10 +314,6 @@ def c9(module, name, draws, evidence):
     the same; the minimum is the cautious one. The weight is detached (C12).
     """
     for draw in draws:
-        if name == "dfpo_min":
-            sums = draw.node_sums(module.dfpo_min(draw.batch(module, 0.9)))
-            evidence.equal([0] * len(draw.shared), sums)
-            continue
         w, A = two_zero_sum_parts(draw)
         out = module.min_replace(w, A)
         evidence.equal(False, out.requires_grad)
@@ -325,7 +321,7 @@ def c9(module, name, draws, evidence):
         evidence.equal([0] * 3, (out * A)[:, : draw.G // 2].sum(1))
 
 
-@claim("C10", "adv_orthogonal", "dfpo_orthogonal", only_if="the whole group shares the token")
+@claim("C10", "adv_orthogonal", only_if="the whole group shares the token")
 def c10(module, name, draws, evidence):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of
     it.
@@ -343,11 +339,6 @@ def c10(module, name, draws, evidence):
     Weights may turn negative and push winners down. Take A = (1,1,1,1,-1,-1,-1,-1) and w =
     (3,.1,...,.1). Then A.w / 8 = .3625, and three winners end at .1 - .3625 = -.2625.
     """
-    if name == "dfpo_orthogonal":
-        for draw in draws:
-            sums = draw.node_sums(module.dfpo_orthogonal(draw.batch(module, 0.9)))
-            evidence.equal([0] * len(draw.shared), sums)
-        return
     w = torch.tensor([[3, *[0.1] * 7]], dtype=torch.float64)
     A = torch.tensor([[1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.float64)
     evidence.equal([-0.2625] * 3, module.adv_orthogonal(w, A)[0, 1:4])
@@ -407,12 +398,10 @@ def c12(module, name, draws, evidence):
 
     where A*l is the vector of the A_i l_i. For Min-Replace only s_{j*} depends on theta, and every
     answer's weight is that one number. For Adv-Orthogonal w~ = P s, and P does not depend on theta.
-    Neither term is 0 ("left"). Both losses are checked to cancel as they are. Then a weight built
-    on the module's own sequence_ratio, and not detached, is checked to leave exactly this.
+    Neither term is 0 ("left"). As they are, both losses cancel (AUDIT). A weight built on the
+    module's own sequence_ratio, and not detached, is checked to leave exactly this.
     """
     for draw in draws:
-        sums = draw.node_sums(getattr(module, name)(draw.batch(module, 0.6)))
-        evidence.equal([0] * len(draw.shared), sums)
         batch = draw.batch(module, 0.6)
         A = torch.tensor(draw.adv, dtype=torch.float64).view(-1, draw.G)
         s = module.sequence_ratio(batch).view(-1, draw.G)

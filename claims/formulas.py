@@ -367,7 +367,6 @@ def m6(module, name, draws, evidence):
     """
     options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}]
     options += [{"self_term": True, "beta": 0.5}, {"beta": -1.0}]
-    other_draws_differ = []
     for draw, hyper in itertools.product(smaller_half(draws), options):
         readout = Readout(draw)
         adv = torch.where(draw.mask, draw.randn(*draw.mask.shape), -1)
@@ -380,10 +379,6 @@ def m6(module, name, draws, evidence):
             counts = [sum(i == j for j, _ in softened) for i in range(draw.N)]
             evidence.equal(torch.tensor(counts), (measured != adv).sum(1))
             evidence.equal(False, bool(((measured != adv) & ~draw.mask).any()))
-            others = [
-                module.nthr_random(adv, readout.old(module, seed), **hyper) for seed in range(1, 9)
-            ]
-            other_draws_differ.append(any(bool((x != measured).any()) for x in others))
             softened = {(i, t) for i, t in (measured != adv).nonzero().tolist()}
         predicted = adv.clone()
         for rows, winners, _ in readout.groups():
@@ -395,4 +390,3 @@ def m6(module, name, draws, evidence):
         loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
         _, c = formula_of(module, "nthr_grpo", draw, 0.3, measured)
         evidence.equal(c, coefficients(loss, batch))
-    evidence.equal(True, any(other_draws_differ) or name == "nthr")

@@ -55,7 +55,7 @@ class Readout:
             R[G : 2 * G] = [R[G]] * G if draw.equal_lengths else [other, *R[G + 1 : 2 * G]]
         return R
 
-    def old(self, module, seed: int = 0):
+    def old(self, module):
         """What a credit rule knows, as the OldPolicy of a module, with scores pair by pair."""
         draw = self.draw
         rewards = torch.tensor(self.R, dtype=torch.float64)
@@ -66,7 +66,7 @@ class Readout:
             self.logp,
             rewards,
             draw.G,
-            gen=torch.Generator().manual_seed(draw.seed + seed),
+            gen=torch.Generator().manual_seed(draw.seed),
             scores=draw.fill(scores),
             own_scores=draw.fill(own_scores),
         )
