@@ -261,12 +261,15 @@ def judge(question: Question, yours: list[Answer], right: list[Answer]) -> Verdi
             return Verdict(name, "NOT YET", [*show_trouble(question, yours[:k], reply.error)])
     if question.right or len(yours) < len(question.inputs):
         return Verdict(name, "PASS")
-    problem, lines = question.check([reply.value for reply in yours])
-    for _, mistake, hint in question.mistakes if problem else ():
+    try:
+        return Verdict(name, "PASS", question.check([reply.value for reply in yours]) or [])
+    except ValueError as problem:
+        lines = [str(problem)]
+    for _, mistake, hint in question.mistakes:
         theirs = [answer(mistake, arguments) for arguments in question.inputs]
         if all(are_close(y.value, t.value, 1.0) for y, t in zip(yours, theirs, strict=True)):
-            return Verdict(name, "NOT YET", [*lines, problem, hint])
-    return Verdict(name, "NOT YET", [*lines, problem]) if problem else Verdict(name, "PASS", lines)
+            lines.append(hint)
+    return Verdict(name, "NOT YET", lines)
 
 
 # ---------------- showing
