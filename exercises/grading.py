@@ -35,7 +35,7 @@ class Answer:
 
     value: object = None
     is_tensor: bool = False
-    gradient: list | None = None  # of its sum, by the argument that asks for one; None if detached
+    gradient: list | None = None  # of a scalar; [] if another result has one; None if detached
     error: str = ""  # one line, if it raised one
     blank: str = ""  # why, if it is still to be written
 
@@ -79,7 +79,9 @@ def answer(function: Callable, arguments: tuple, path: str = "") -> Answer:
         gradient = None
         if value.requires_grad:
             leaf = find_leaf(arguments)
-            gradient = torch.autograd.grad(value.sum(), leaf, materialize_grads=True)[0].tolist()
+            gradient = []
+            if not value.dim():
+                gradient = torch.autograd.grad(value, leaf, materialize_grads=True)[0].tolist()
         return Answer(value.tolist(), True, gradient)
     except (Exception, SystemExit) as error:
         is_plain = isinstance(error, NotImplementedError) and not error.args  # torch's has a text
@@ -101,14 +103,18 @@ def describe(error: BaseException, path: str) -> str:
 
 
 def serve(pipe: Connection, path: str, number: int) -> None:
-    """In the child: send (function, Answer) for every input of every function in turn."""
+    """In the child: send (function, None), then (function, Answer) for each of its inputs.
+
+    ("", None) says that the clock may start, ("", Answer) that the file cannot be loaded.
+    """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):  # what a function prints would be heard for every input
         os.dup2(nowhere, descriptor)
-    pipe.send(("", None))  # the clock starts
+    pipe.send(("", None))
     module = types.ModuleType("student")
+    module.__file__ = path
     sys.modules["student"] = module  # where dataclasses look for it
     try:
         source = Path(path).read_bytes()
@@ -117,6 +123,7 @@ def serve(pipe: Connection, path: str, number: int) -> None:
         pipe.send(("", Answer(error=describe(error, path))))
         return
     for question in EXERCISES[number].questions:
+        pipe.send((question.function, None))
         function = getattr(module, question.function, None)
         if function is None:
             missing = f"The file has no function {question.function}."
@@ -145,12 +152,14 @@ def collect(path: str, number: int, limit: float = LIMIT) -> tuple[dict[str, lis
     try:
         while pipe.poll(max(0.0, end - time.monotonic())):
             function, reply = pipe.recv()
-            if reply is None:
-                end = time.monotonic() + limit
-            elif not function:
+            if not function and reply:
                 return {}, reply.error
+            elif not function:
+                end = time.monotonic() + limit
+            elif reply:
+                answers[function].append(reply)
             else:
-                answers.setdefault(function, []).append(reply)
+                answers[function] = []
         return answers, f"no answer: stopped after {limit:g} s"
     except EOFError:
         child.join()
@@ -239,8 +248,9 @@ def grade_file(path: str, number: int, limit: float = LIMIT) -> list[Verdict]:
         verdict = judge(question, yours, expected)
         is_whole = len(yours) == len(question.inputs) or verdict.state == "blank"
         if verdict.state == "PASS" and not is_whole:
-            verdict = Verdict(question.function, "NOT YET", show_trouble(question, yours, trouble))
-            if answers:  # it stopped in this function, and did not come to the next one
+            verdict = Verdict(question.function, "NOT YET", [trouble])
+            if question.function in answers:  # it stopped here, and came to no other
+                verdict.lines = show_trouble(question, yours, trouble)
                 trouble = "not tried: an earlier function of this file does not return"
         verdicts.append(verdict)
     return verdicts
