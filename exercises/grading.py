@@ -192,10 +192,10 @@ def agree(yours: Answer, right: Answer, floor: float) -> bool:
 
 
 def is_undefined(reply: Answer) -> bool:
-    """A division by 0: Python's exception, or a nan of torch's."""
+    """A division by 0: Python's exception, or a nan or inf of torch's."""
     if reply.error:
         return reply.error.startswith("ZeroDivisionError")
-    return "nan" in str(reply.value) or "nan" in str(reply.gradient)
+    return any(word in f"{reply.value} {reply.gradient}" for word in ("nan", "inf"))
 
 
 def find_hint(question: Question, yours: list[Answer], right: list[Answer], failing: int) -> str:
@@ -209,7 +209,8 @@ def find_hint(question: Question, yours: list[Answer], right: list[Answer], fail
             is_wrong = not agree(theirs, right[k], question.floor)
             if k == failing and not is_wrong:
                 break
-            if is_undefined(yours[k]) and (k != failing or is_undefined(theirs)):
+            undefined = [is_undefined(reply) for reply in (yours[k], theirs)]
+            if all(undefined) or (k != failing and any(undefined)):
                 continue
             if is_wrong and not agree(yours[k], theirs, question.floor):
                 break
