@@ -86,7 +86,9 @@ def answer(function: Callable, arguments: tuple, path: str = "") -> Answer:
     except (Exception, SystemExit) as error:
         is_plain = isinstance(error, NotImplementedError) and not error.args  # torch's has a text
         if is_plain and traceback.extract_tb(error.__traceback__)[-1].name == function.__name__:
-            return Answer(error="NotImplementedError", blank="raise NotImplementedError is there.")
+            return Answer(
+                error="NotImplementedError", blank="raise NotImplementedError stands in it."
+            )
         return Answer(error=describe(error, path))
 
 

@@ -746,12 +746,12 @@ GRPO_ON_POLICY = Question(
             "The value is right. But c of one token has the 1/T_i of its answer.",
         ),
         (
-            "one token in the value",
+            "mean in place of sum",
             lambda advantages, lengths: (
-                -sum(map(truediv, advantages, lengths)) / len(lengths),
-                sum(map(truediv, advantages, lengths)),
+                -sum(advantages) / len(advantages),
+                sum(map(truediv, advantages, lengths)) / len(advantages),
             ),
-            "The value is a sum over tokens: an answer has T_i of them, each with 1/T_i.",
+            "The value is right. But c = G dJ / dlog pi: the G takes the 1/G of J away.",
         ),
         (
             "J itself",
@@ -781,6 +781,11 @@ DR_GRPO_ON_POLICY = Question(
                 sum(advantages) / budget,
             ),
             "An answer has T_i tokens, and the value is a sum over all of them.",
+        ),
+        (
+            "sum always 0",
+            lambda *x: (on_policy(losses.dr_grpo, *x)[0], 0.0),
+            "The value is right. The sum is 0 where the advantages sum to 0: write it for any.",
         ),
     ),
 )

@@ -249,11 +249,16 @@ def tax_by_hand(c, adv, nodes, mask, credit=True, least=2, zeros=False):
         ("weight", lambda s, adv: torch.ones_like(s), "This is REINFORCE"),
         ("weight", lambda s, adv: s.amin(1)[:, None].expand_as(s), "Min-Replace itself"),
         ("weight", lambda s, adv: s * 1, "the sequence ratio as it is"),
-        ("grpo_on_policy", lambda A, T: (-sum(A) / len(A), sum(A)), "The value is right."),
+        ("grpo_on_policy", lambda A, T: (-sum(A) / len(A), sum(A)), "1/T_i of its answer"),
         (
             "grpo_on_policy",
-            lambda A, T: (sum(A) / len(A), sum(a / n for a, n in zip(A, T, strict=True))),
+            lambda A, T: (sum(A) / len(A), QUESTIONS["grpo_on_policy"].right(A, T)[1]),
             "the value of J",
+        ),
+        (
+            "dr_grpo_on_policy",
+            lambda A, T, L: (QUESTIONS["dr_grpo_on_policy"].right(A, T, L)[0], 0),
+            "write it for any",
         ),
         ("dr_grpo_on_policy", lambda A, T, L: (-sum(A) / len(A) / L, sum(A) / L), "T_i tokens"),
         ("nothing_is_learned", lambda R: abs(sum(R)) < 1e9, "always sum to 0"),
