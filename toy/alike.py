@@ -147,7 +147,7 @@ def train(groups: Groups, start: float, kind: str) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None):
-    parse_arguments(__doc__, argv)
+    parse_arguments(__doc__, argv, {})
     torch.set_num_threads(1)
     print("Expected push on the first way's logit, advantages R - mean R\n")
     print(f"{'':28}" + "".join(f"{f'G = {G}':>10}" for G in SIZES))

@@ -40,12 +40,12 @@ STYLE = {
 }
 
 
-def parse_arguments(doc: str, argv: list[str] | None, **flags: dict) -> argparse.Namespace:
-    """The flags of a script with this docstring. A mistake ends in one line."""
+def parse_arguments(doc: str, argv: list[str] | None, flags: dict) -> argparse.Namespace:
+    """Of a script with this docstring; flags: name -> options. A mistake ends in one line."""
     name = re.search(r"python -m [\w.]+", doc)
     parser = argparse.ArgumentParser(name and name[0], description=doc.splitlines()[0])
     for flag, options in flags.items():
-        parser.add_argument(f"--{flag}", **options)
+        parser.add_argument(flag, **options)
     parser.error = lambda message: sys.exit(f"error: {message}")
     return parser.parse_args(argv)
 
@@ -53,7 +53,7 @@ def parse_arguments(doc: str, argv: list[str] | None, **flags: dict) -> argparse
 def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
     """What --plot says, the only flag of a script with this docstring."""
     plot = dict(type=picture, metavar="FILE", help="draw it, as .svg or .png")
-    return parse_arguments(doc, argv, plot=plot).plot
+    return parse_arguments(doc, argv, {"--plot": plot}).plot
 
 
 def picture(text: str) -> Path:
