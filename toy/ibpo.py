@@ -129,7 +129,9 @@ def measure_cost(reading: str, K: int, temperature: float) -> list[float]:
 
 def plot(steps: dict, costs: dict, path: Path):
     """Two panels: the single step, and tokens against K."""
-    figure = make_figure("IBPO pays where right answers are rare. A lower temperature pays more.", 3.4)
+    figure = make_figure(
+        "IBPO pays where right answers are rare. A lower temperature pays more.", 3.4
+    )
     left, right = figure.subplots(1, 2)
     for i, label in enumerate(("right answers", "mistakes of repaired answers")):
         means, halves = zip(*(cells[i] for cells in steps.values()), strict=True)

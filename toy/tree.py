@@ -139,7 +139,7 @@ def run_groups(run: Path) -> tuple[dict, dict[str, Group]]:
         batch = torch.load(saved[-1], weights_only=True)
         rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
         groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, pickle.PickleError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError, pickle.PickleError) as error:
         sys.exit(f"error: {saved[-1]} is not as train.py writes it: {type(error).__name__} {error}")
     best = sorted(groups, key=count_contested, reverse=True)[:3]
     if not count_contested(best[0]):
@@ -155,7 +155,9 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
     if [len(text) for text in texts] != mask.sum(1).tolist():
         raise ValueError("an answer has as many pieces as tokens")
     rewards, logp = batch["rewards"][rows].double(), torch.stack([old, new])
-    return Group(batch["prompts"][k], texts, tokens, mask, rewards, old, logp, batch["max_tokens"], {})
+    return Group(
+        batch["prompts"][k], texts, tokens, mask, rewards, old, logp, batch["max_tokens"], {}
+    )
 
 
 def count_contested(group: Group) -> int:
@@ -182,12 +184,16 @@ def bind_losses(hyper: dict[str, dict], model: bool) -> dict[str, tuple[Method, 
     return found
 
 
-def widened_clips(method: Method) -> dict[str, float]:
-    """A clip range for the toy's ratios, where a method's own is made for long answers (GSPO's is
-    3e-4): under it all ratios but 1 would be clipped."""
-    wide = {"eps_low": 0.2, "eps_high": 0.28}
-    taken = inspect.signature(method.passes[0]).parameters
-    return {key: x for key, x in wide.items() if key in taken and taken[key].default < 0.05}
+def toy_losses() -> dict[str, tuple[Method, Callable]]:
+    """With a clip range for the toy's ratios where a method's own is made for long answers.
+
+    GSPO's is 3e-4. Under it all of the toy's ratios but 1 would be clipped.
+    """
+    wide, hyper = {"eps_low": 0.2, "eps_high": 0.28}, {}
+    for name, method in METHODS.items():
+        taken = inspect.signature(method.passes[0]).parameters
+        hyper[name] = {k: x for k, x in wide.items() if k in taken and taken[k].default < 0.05}
+    return bind_losses(hyper, model=True)
 
 
 def advantages(group: Group, method: Method) -> tuple[Tensor, Tensor]:
@@ -302,8 +308,7 @@ def write_page(data: dict, choices: dict[str, tuple[Method, Callable]]) -> str:
 
 def toy_page() -> str:
     """The page of the toy group: all methods, lengths, winners and moves of the policy."""
-    hyper = {name: widened_clips(method) for name, method in METHODS.items()}
-    choices = bind_losses(hyper, model=True)
+    choices = toy_losses()
     winners = ["".join(digits) for digits in itertools.product("10", repeat=G)]
     keys = itertools.product(ANSWERS, winners)
     data = {"digits": 3, "states": [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD]}
