@@ -195,26 +195,27 @@ def test_the_picture_of_the_readme_has_the_numbers_of_losses():
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with two saved batches. The newer has five groups: one with equal rewards, one
-    that shares nothing, three in which 2, 4 and 3 tokens an answer are contested."""
-    shared = (3, 0, 2, 4, 3)
-    rows = [[*range(10, 10 + n), *(90 + i + k for k in range(12 - n))]
-            for n in shared for i in (0, 20)]  # fmt: skip
-    rewards = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0, 1, 0])
+    """A run folder with two saved batches. The newer has five groups of three answers: one with
+    equal rewards, one that shares nothing, three in which 2, 4 and 3 tokens are contested."""
+    shared, rows = (3, 0, 2, 4, 3), []
+    for n in shared:
+        rows += [[*range(10, 10 + n), *range(90 + i, 102 + i - n)] for i in (0, 20, 40)]
+    rows[10][4] = rows[9][4]  # the first two answers of group 4 share one token more
+    rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0.5, 0], [1, 0, 0]]).flatten()
     tokens, g = torch.tensor(rows), torch.Generator().manual_seed(0)
     old = -torch.rand(tokens.shape, generator=g)
     saved = {
         "step": 40,
         "method": "gspo",
         "max_tokens": 20,
-        "group_size": 2,
+        "group_size": 3,
         "prompts": ["equal", "apart", "two", NASTY, "three"],
         "tokens": tokens,
         "pieces": [[NASTY if t == 10 else f"t{t}" for t in row] for row in rows],
         "mask": torch.ones(tokens.shape, dtype=torch.bool),
         "rewards": rewards,
         "logp_old": old,
-        "logp": old + 1e-4 * torch.randn(tokens.shape, generator=g),
+        "logp": old + 0.05 * torch.randn(tokens.shape, generator=g),
     }
     (tmp_path / "batches").mkdir()
     torch.save(saved, tmp_path / "batches" / "step-000040.pt")
@@ -229,13 +230,13 @@ def test_a_run_shows_its_most_contested_groups_before_and_after_the_step(run, ca
     assert data["start"]["method"] == "gspo" and "nthr" not in data["losses"]
     scene = json.loads(data["scenes"]["3: two"])
     saved = torch.load(run / "batches" / "step-000040.pt")
-    assert [len(text) for text in scene["texts"]] == [2 + tree.OWN] * 2  # the rest is left out
-    assert scene["lengths"] == [12, 12] and scene["texts"][1][2] == "t110"
-    old, mask = saved["logp_old"][4:6].double(), saved["mask"][4:6]
-    A = group_advantages(torch.tensor([1.0, 0.0]).double(), 2)
+    assert [len(text) for text in scene["texts"]] == [2 + tree.OWN] * 3  # the rest is left out
+    assert scene["lengths"] == [12, 12, 12] and scene["texts"][1][2] == "t110"
+    old, mask = saved["logp_old"][6:9].double(), saved["mask"][6:9]
+    A = group_advantages(torch.tensor([1.0, 0, 0]).double(), 3)
     for state, key in enumerate(("logp_old", "logp")):
-        logp = saved[key][4:6].double().requires_grad_()
-        batch = Batch(logp, old, A[:, None].expand(mask.shape), mask, 2, max_tokens=20)
+        logp = saved[key][6:9].double().requires_grad_()
+        batch = Batch(logp, old, A[:, None].expand(mask.shape), mask, 3, max_tokens=20)
         c = token_coefficients(losses.gspo(batch), logp)[:, :10].flatten()
         assert scene["losses"]["gspo/off"]["c"][state] == pytest.approx(c.tolist(), rel=1e-4)
 
@@ -243,7 +244,7 @@ def test_a_run_shows_its_most_contested_groups_before_and_after_the_step(run, ca
 def test_what_is_no_run_is_refused_in_one_line(run, capsys):
     path = run / "batches" / "step-000040.pt"
     saved = torch.load(path)
-    bad = [{}, saved | {"pieces": saved["pieces"][1:]}, saved | {"rewards": torch.ones(10)}]
+    bad = [{}, saved | {"pieces": saved["pieces"][1:]}, saved | {"rewards": torch.ones(15)}]
     for content, said in zip(bad, ("KeyError", "IndexError", "no group in which"), strict=True):
         torch.save(content, path)
         with pytest.raises(SystemExit, match=said) as end:
@@ -350,8 +351,17 @@ def test_a_browser_shows_these_numbers_and_the_presets_say_what_they_show(page, 
 
 
 def test_texts_of_a_model_are_shown_and_not_run(run, tmp_path):
-    seen = see(tree.run_page(run), ["look=0.0", "policy=after it&look=0.1", "method=<b>"], tmp_path)
-    for view in seen:
+    settings = ["look=0.0", "policy=after it&method=grpo&look=0.1", "method=<b>"]
+    views = see(tree.run_page(run), settings, tmp_path)
+    for view in views:
         assert view["texts"].count(NASTY) == 2 and view["title"].startswith("What does")
-        assert len(view["leaves"]) == 2 and "T = 12" in view["leaves"][0]
-    assert "0.1" in seen[1]["cards"]  # the second token of a card that holds several
+        assert len(view["leaves"]) == 3 and "T = 12" in view["leaves"][0]
+    assert "0.1" in views[1]["cards"]  # the second token of a card that holds several
+    saved = torch.load(run / "batches" / "step-000040.pt")
+    old, logp = (saved[key][9:12].double() for key in ("logp_old", "logp"))
+    nodes = losses.prefix_nodes(saved["tokens"][9:12], mask := saved["mask"][9:12], 3)
+    A = torch.tensor([1.0, 0, -1]).double()  # the second answer has the mean reward
+    batch = Batch(logp.requires_grad_(), old, A[:, None].expand(old.shape), mask, 3, 20)
+    c = token_coefficients(losses.grpo(batch), logp)
+    assert views[1]["meter"] == pytest.approx(losses.learning_tax(c, A, nodes, mask), abs=6e-5)
+    assert views[1]["meter"] > 1e-3
