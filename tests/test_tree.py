@@ -206,13 +206,12 @@ def run(tmp_path):
     old = -torch.rand(tokens.shape, generator=g)
     saved = {
         "step": 40,
-        "method": "gspo",
         "max_tokens": 20,
         "group_size": 3,
         "prompts": ["equal", "apart", "two", NASTY, "three"],
         "tokens": tokens,
         "pieces": [[NASTY if t == 10 else f"t{t}" for t in row] for row in rows],
-        "mask": torch.ones(tokens.shape, dtype=torch.bool),
+        "mask": torch.arange(12).expand(tokens.shape) < torch.tensor([[12], [12], [11]] * 5),
         "rewards": rewards,
         "logp_old": old,
         "logp": old + 0.05 * torch.randn(tokens.shape, generator=g),
@@ -220,6 +219,9 @@ def run(tmp_path):
     (tmp_path / "batches").mkdir()
     torch.save(saved, tmp_path / "batches" / "step-000040.pt")
     torch.save({}, tmp_path / "batches" / "step-000020.pt")
+    hyper = ["eps_low=0.02", "eps_high=0.03"]
+    flags = {"method": "gspo", "hyper": hyper, "project": False}
+    (tmp_path / "config.json").write_text(json.dumps({"config": flags}))
     return tmp_path
 
 
@@ -231,19 +233,20 @@ def test_a_run_shows_its_most_contested_groups_before_and_after_the_step(run, ca
     scene = json.loads(data["scenes"]["3: two"])
     saved = torch.load(run / "batches" / "step-000040.pt")
     assert [len(text) for text in scene["texts"]] == [2 + tree.OWN] * 3  # the rest is left out
-    assert scene["lengths"] == [12, 12, 12] and scene["texts"][1][2] == "t110"
+    assert scene["lengths"] == [12, 12, 11] and scene["texts"][1][2] == "t110"
     old, mask = saved["logp_old"][6:9].double(), saved["mask"][6:9]
     A = group_advantages(torch.tensor([1.0, 0, 0]).double(), 3)
     for state, key in enumerate(("logp_old", "logp")):
         logp = saved[key][6:9].double().requires_grad_()
         batch = Batch(logp, old, A[:, None].expand(mask.shape), mask, 3, max_tokens=20)
-        c = token_coefficients(losses.gspo(batch), logp)[:, :10].flatten()
+        c = token_coefficients(losses.gspo(batch, 0.02, 0.03), logp)[:, :10].flatten()
         assert scene["losses"]["gspo/off"]["c"][state] == pytest.approx(c.tolist(), rel=1e-4)
 
 
 def test_what_is_no_run_is_refused_in_one_line(run, capsys):
     path = run / "batches" / "step-000040.pt"
     saved = torch.load(path)
+    flags = (run / "config.json").read_text()
     bad = [{}, saved | {"pieces": saved["pieces"][1:]}, saved | {"rewards": torch.ones(15)}]
     for content, said in zip(bad, ("KeyError", "IndexError", "no group in which"), strict=True):
         torch.save(content, path)
@@ -251,7 +254,12 @@ def test_what_is_no_run_is_refused_in_one_line(run, capsys):
             tree.main([str(run)])
         assert str(end.value).startswith("error: ") and "\n" not in str(end.value)
     path.write_text("nothing")
-    with pytest.raises(SystemExit, match="is not as train.py writes it"):
+    with pytest.raises(SystemExit, match="is not as train.py writes it") as end:
+        tree.main([str(run)])
+    assert "\n" not in str(end.value)
+    torch.save(saved, path)
+    (run / "config.json").write_text(flags[:-5])
+    with pytest.raises(SystemExit, match="config.json beside it"):
         tree.main([str(run)])
     shutil.rmtree(run / "batches")
     with pytest.raises(SystemExit, match="a run folder of train.py is expected"):

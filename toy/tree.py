@@ -128,7 +128,7 @@ def toy_facts(group: Group, V: int, right: int) -> dict[str, Tensor]:
 
 
 def run_groups(run: Path) -> tuple[dict, dict[str, Group]]:
-    """The newest batch that a run has saved, and up to three groups of it, by a name each.
+    """The flags of a run, and up to three groups of the newest batch that it saved, by a name each.
 
     Those in which most tokens are shared by answers that differ in reward.
     """
@@ -136,28 +136,28 @@ def run_groups(run: Path) -> tuple[dict, dict[str, Group]]:
     if not saved:
         sys.exit(f"error: {run} has no batches/step-*.pt; a run folder of train.py is expected")
     try:
-        batch = torch.load(saved[-1], weights_only=True)
+        batch = torch.load(saved[-1], map_location="cpu", weights_only=True)
+        flags = json.loads((run / "config.json").read_text())["config"]
         rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
         groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, pickle.PickleError) as error:
-        sys.exit(f"error: {saved[-1]} is not as train.py writes it: {type(error).__name__} {error}")
+        reason = str(error).partition("\n")[0]
+        what = f"is not as train.py writes it: {type(error).__name__} {reason}"
+        sys.exit(f"error: {saved[-1]}, or config.json beside it, {what}")
     best = sorted(groups, key=count_contested, reverse=True)[:3]
     if not count_contested(best[0]):
         sys.exit(f"error: {saved[-1]} has no group in which right and wrong answers share tokens")
-    return batch, {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(best, 1)}
+    return flags, {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(best, 1)}
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
     """Group k of a saved batch; its two policies are those before and after the step."""
     old, new = (batch[key][rows].double() for key in ("logp_old", "logp"))
-    texts = [batch["pieces"][i] for i in rows.tolist()]
     tokens, mask = batch["tokens"][rows], batch["mask"][rows]
-    if [len(text) for text in texts] != mask.sum(1).tolist():
-        raise ValueError("an answer has as many pieces as tokens")
-    rewards, logp = batch["rewards"][rows].double(), torch.stack([old, new])
-    return Group(
-        batch["prompts"][k], texts, tokens, mask, rewards, old, logp, batch["max_tokens"], {}
-    )
+    texts = [batch["pieces"][i][: mask[i - rows[0]].sum()] for i in rows.tolist()]
+    prompt, rewards = batch["prompts"][k], batch["rewards"][rows].double()
+    logp, budget = torch.stack([old, new]), batch["max_tokens"]
+    return Group(prompt, texts, tokens, mask, rewards, old, logp, budget, {})
 
 
 def count_contested(group: Group) -> int:
@@ -326,18 +326,21 @@ def toy_page() -> str:
 
 def run_page(run: Path) -> str:
     """The page of a run: three groups of its newest saved batch, before and after the step."""
-    batch, groups = run_groups(run)
-    name, states = batch["method"], ["before the step", "after it"]
-    choices = bind_losses({}, model=False)
+    flags, groups = run_groups(run)
+    name, states = flags["method"], ["before the step", "after it"]
+    hyper = dict(text.split("=", 1) for text in flags["hyper"])
+    hyper.pop("kl", None)  # the log-probs of the reference are not saved
+    choices = bind_losses({name: hyper}, model=False)
     own = [choice for choice in choices if choice.split(" pass ")[0] == name]
     lead = f"Groups of {run}, a run of {name}. Each is shown as if it were a batch of its own."
-    lead += " Methods have their default hyperparameters. Choose a token in the title of a card."
+    lead += " Choose a token in the title of a card to see its account."
     if not own:
         lead += f" {name} needs more than a saved batch holds, so grpo is shown first."
     data = {"digits": 4, "states": states, "lead": lead}
     data["scenes"] = {key: scene(group, choices) for key, group in groups.items()}
     data["start"] = {"group": next(iter(groups)), "method": (own or ["grpo"])[0]}
-    data["start"] |= {"project": "off", "policy": states[0], "look": "0.0"}
+    data["start"] |= {"project": "on" if flags["project"] else "off"}
+    data["start"] |= {"policy": states[0], "look": "0.0"}
     data["controls"] = [
         control("group", "group", groups, "scene", "select"),
         control("policy", "policy", states, "state"),
