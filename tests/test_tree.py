@@ -101,6 +101,7 @@ def test_every_setting_of_the_toy_is_a_policy_that_exists():
 
 def test_the_page_holds_what_losses_say_of_each_policy_alone(page):
     data = unpack(page)
+    assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
     methods = data["controls"][0]["options"]
     assert {method.split(" pass ")[0] for method in methods} == set(METHODS)
     for setting in PRESETS + random_settings(6):

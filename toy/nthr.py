@@ -174,7 +174,7 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
         draw_differences(axis, gains)
         axis.set_title(kind)
-        axis.set_xlabel("nats more than GRPO's step")
+        axis.set_xlabel("gain of right answers over GRPO (nats)", fontsize=8)
     figure.savefig(path)
 
 
