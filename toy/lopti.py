@@ -137,14 +137,16 @@ def plot(measures: Measures, path: Path):
     finding = "Rare tokens have the longest gradient. Lopti's order of two steps is no gain here."
     figure = make_figure(finding, 3)
     *axes, last = figure.subplots(1, 3)
-    titles = {GRADIENT: "a quarter's tokens alone (all = 1)", MOVES + "SGD": "how far p moves, SGD"}
+    titles = {GRADIENT: "a quarter's tokens alone", MOVES + "SGD": "how far p moves, SGD"}
     for axis, (table, title) in zip(axes, titles.items(), strict=True):
         axis.set_title(title)
-        axis.set_xlabel("p of the token")
+        axis.set_xlabel("p of the tokens")
         for name in [name for key, name in measures if key == table]:
             columns = [interval(column.tolist()) for column in measures[table, name].T]
             axis.errorbar(QUARTERS, *zip(*columns, strict=True), label=name)
+        axis.set_xticks(QUARTERS, [quarter.removeprefix("p ") for quarter in QUARTERS])
         axis.legend()
+    axes[0].set_ylim(0, 1.15)  # there is room for the legend
     axes[1].set_yscale("log")
     differences = {
         f"{table.removeprefix(RIGHT)}:\n{name}": values[:, 3].tolist()
@@ -152,8 +154,8 @@ def plot(measures: Measures, path: Path):
         if " - " in name
     }
     draw_differences(last, differences)
-    last.set_title("p > .75: moves the right way")
-    last.set_xlabel("difference of the shares")
+    last.set_title("p > .75: share moving as A says")
+    last.set_xlabel("difference of two shares")
     figure.savefig(path)
 
 
