@@ -28,6 +28,22 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.endswith("_s")} for line in lines]
 
 
+def spy(monkeypatch, name: str, look=lambda *args: args) -> list:
+    """What `look` makes of the arguments of a function of train.py, at every call from now on."""
+    calls, real = [], getattr(train, name)
+    monkeypatch.setattr(train, name, lambda *args: calls.append(look(*args)) or real(*args))
+    return calls
+
+
+def refused(function, *args) -> str:
+    """What a function says in the one line with which it ends the process."""
+    with pytest.raises(SystemExit) as stopped:
+        function(*args)
+    said = stopped.value.code
+    assert isinstance(said, str) and said.startswith("error: ") and "\n" not in said
+    return said
+
+
 class Letters(Arithmetic):
     """Right: an odd number of the item's own letters. Half right: two of them."""
 
