@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from llm import fast
 
+
 @pytest.fixture
 def in_float64():
     with float64():
@@ -31,7 +32,9 @@ both_ways = pytest.mark.parametrize("quick", [False, True], ids=["plain", "fast"
 def gradient(policy, logp, weight):
     policy.model.zero_grad()
     (logp * weight).sum().backward()
-    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same_gradient(ours, theirs, tolerance=1e-4):
@@ -137,7 +140,9 @@ def test_both_ways_give_the_same_answers_and_numbers(seed, in_float64):
     made, exact = [], random_policy(37)
     for quick in (False, True):
         policy = replace(exact, eos=eos, fast=quick)
-        answers = answer(policy, prompts, cap, temperature, train.rng(seed) if temperature else None)
+        answers = answer(
+            policy, prompts, cap, temperature, train.rng(seed) if temperature else None
+        )
         logp, entropy = train.log_probs(policy, answers, train.Config(temperature=0.9))
         weight = torch.randn(logp.shape, generator=train.rng("weight"))
         made.append((answers, logp, entropy, gradient(policy, logp, weight)))
@@ -175,7 +180,9 @@ def test_each_prompt_is_read_once_and_ended_answers_leave(policy):
         lambda _, args: sizes.append(tuple(args[0].shape))
     )
     policy = replace(policy, fast=True)
-    answers = answer(policy, [prompt for prompt in PROMPTS for _ in range(5)], 12, 3.0, train.rng(0))
+    answers = answer(
+        policy, [prompt for prompt in PROMPTS for _ in range(5)], 12, 3.0, train.rng(0)
+    )
     alive = answers.mask.sum(0).tolist()
     assert sizes == [(3, 7), *((n, 1) for n in alive[1:])] and alive[-1] < 20
     sizes.clear()
@@ -215,7 +222,11 @@ def test_the_cache_with_room_is_bit_for_bit_transformers_own(policy):
     ):
         assert torch.equal(layer.keys, own.keys) and torch.equal(layer.values, own.values)
         assert torch.equal(old, x.keys)
-    assert fast.fill_gaps(torch.tensor([True, False, True, False, False, True])).tolist() == [0, 5, 2]
+    assert fast.fill_gaps(torch.tensor([True, False, True, False, False, True])).tolist() == [
+        0,
+        5,
+        2,
+    ]
 
 
 def test_buckets_hold_answers_of_like_length_and_each_once(monkeypatch):

@@ -145,7 +145,12 @@ def test_items_hold_question_gold_and_solution_without_calculator_marks(task, tm
     assert GSM8K(write(tmp_path, raw)).train == expected
 
 
-BAD = [b'{"question": "a"', b"nonsense", b"[" * 100_000, b'{"question": "\xff", "answer": "#### 1"}']
+BAD = [
+    b'{"question": "a"',
+    b"nonsense",
+    b"[" * 100_000,
+    b'{"question": "\xff", "answer": "#### 1"}',
+]
 BAD += [b'["question", "answer"]', b'{"answer": "#### 1"}', b'{"question": "a"}', b"3"]
 BAD += [b'{"question": "a", "answer": 1}', b'{"question": 1, "answer": "#### 1"}']
 BAD += [b'{"question": "a", "answer": "%s"}' % x for x in (b"is 1", b"1 #### one", b"#### 1 or 2")]
@@ -162,7 +167,9 @@ def test_a_malformed_line_is_named_in_one_line(tmp_path, line):
 @pytest.mark.parametrize("raw", [b"", b"\n\r\n", b"\xef\xbb\xbf", None])
 def test_a_file_without_a_problem_is_named(tmp_path, raw):
     write(tmp_path, PROBLEMS)
-    (tmp_path / "test.jsonl").unlink() if raw is None else (tmp_path / "test.jsonl").write_bytes(raw)
+    (tmp_path / "test.jsonl").unlink() if raw is None else (tmp_path / "test.jsonl").write_bytes(
+        raw
+    )
     with pytest.raises(ValueError, match="test.jsonl"):
         GSM8K(str(tmp_path))
 
