@@ -76,6 +76,7 @@ def test_empty_answers_have_no_scores_and_no_say():
     old = make_old(facts)
     scores, own_scores = nthr_scores(**facts)
     assert scores.isfinite().all() and own_scores.isfinite().all()
+    assert (scores[4:12] == 0).all() and (own_scores[4:12] == 0).all()  # all wrong, all right
     # row 3 is the only right answer of group 0 that has tokens
     mean = scores[3][facts["mask"][3]].mean()
     expected = facts["mask"] & (scores > 0.5 * mean)
