@@ -6,6 +6,8 @@ rules that use this, `nthr` and `ibpo`, stand in losses.py beside the other meth
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,67 @@ def nthr_scores(
     return scores.masked_fill(~mask, 0.0), own_scores.masked_fill(~mask, 0.0)
 
 
+def add_scores(old, policy, answers, config):
+    """Fill in old.scores and old.own_scores, an OldPolicy's, for the answers of a policy."""
+    head = policy.model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        sys.exit(f"error: --method {config.method}: its scores know no bias in the output layer")
+    old.scores, old.own_scores = nthr_scores(
+        tokens=old.tokens,
+        mask=old.mask,
+        logp=old.logp,
+        rewards=old.rewards,
+        hidden=hidden_states(policy, answers, config),
+        head=head.weight.detach(),
+        group_size=old.group_size,
+        temperature=config.temperature,
+    )
+
+
+@torch.no_grad()
+def hidden_states(policy, answers, config) -> Tensor:
+    """The last hidden states, which predict the tokens of the answers, in fp32. (N, T, d)."""
+    model, parts = policy.model, []
+    device = answers.tokens.device
+    ids = torch.cat([answers.prompts.ids, answers.tokens], 1)  # (N, P + T)
+    attention = torch.cat([answers.prompts.seen, answers.mask], 1).long()
+    position = (attention.cumsum(1) - 1).clamp(min=0)
+    for rows in torch.arange(len(ids), device=device).split(config.micro_rows):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = model.base_model(
+                ids[rows], attention_mask=attention[rows], position_ids=position[rows]
+            )
+        first = answers.prompts.ids.shape[1] - 1  # the last token of the prompt
+        parts.append(out.last_hidden_state[:, first:-1].float())
+    return torch.cat(parts)
+
+
 # ---------------- IBPO: the policy corrects its wrong answers
+
+
+def correct(answers, task, config, ask):
+    """The second rollout: each wrong answer is shown beside siblings, and asked for again.
+
+    Right siblings come first. Fills in which of all answers are repaired (N,), which of their
+    tokens the correction kept (N, T), and adds the tokens of the corrections to `generated`.
+    ask(problems) returns the answers of the same policy.
+    """
+    rewards, G, problems = answers.rewards, config.group_size, []
+    wrong = (rewards == 0).nonzero().flatten()
+    for i in wrong.tolist():
+        siblings = [i - i % G + (i + k) % G for k in range(1, G)]
+        siblings.sort(key=lambda j: rewards[j].item() != 1)
+        shown = [answers.texts[j] for j in siblings[: config.repair_references]]
+        problems.append(task.repair(answers.items[i], answers.texts[i], shown))
+    answers.repaired = torch.zeros_like(rewards, dtype=torch.bool)
+    answers.kept_mask = torch.zeros_like(answers.mask)
+    if problems:
+        fixed = ask(problems)
+        answers.repaired[wrong] = fixed.rewards == 1
+        answers.kept_mask[wrong] = kept_tokens(
+            answers.tokens[wrong], answers.mask[wrong], fixed.tokens, fixed.mask
+        )
+        answers.generated += fixed.generated
 
 
 def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:

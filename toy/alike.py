@@ -4,23 +4,13 @@
 
 An answer takes one of two ways. Then it is right or wrong, with the same chances on both ways. So
 nothing speaks for one of them. Right and wrong answers differ in length, and grpo divides by the
-length. So both ways pay a tax.
-
-alike: both ways have the same lengths. The tax of a visit is the same, so it cancels between the
-ways, and grpo leaves their shares alone. A projection leaves more of it to each visitor of the
-rarer way (claims C17h, C17i). That moves the shares.
-
-unlike: one way has other lengths. The tax of a visit differs, and grpo moves the shares. A
-projection moves them less.
-
-Nothing is sampled. All groups of G answers are enumerated, and each counts with its probability. A
-push is the expected one, on-policy, on the logit of the first way. Training is plain gradient
-ascent on the logits of the two ways.
+length. Nothing is sampled: all groups of G answers are enumerated, and each counts with its
+probability. A push is the expected one, on-policy, on the logit of the first way. toy/README.md
+says what came out.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from typing import NamedTuple
@@ -29,7 +19,7 @@ import torch
 from torch import Tensor
 
 import losses
-from llm import fail
+from toy.figure import parse_arguments
 from toy.policy import count_orders
 
 RIGHT = 0.6  # the chance to be right
@@ -115,14 +105,34 @@ def make_groups(lengths: tuple[tuple[int, int], ...], G: int) -> Groups:
     return Groups(outcomes, G)
 
 
+def remove_expected_tax(c: Tensor, A: Tensor, groups: Groups) -> Tensor:
+    """The projection's unbiased kind, at the first token: at a way with several visitors, the
+    expected tax is 0 (C17i).
+
+    w' = wbar + (wbar - w)(1 - n/G)/(n - 1), with the mean wbar over the n visitors. (N,), (N,) ->
+    (N,).
+    """
+    way = groups.way.view(-1, groups.G)
+    same = (way[:, :, None] == way[:, None]).double()  # (groups, G, G)
+    w = (c / A).nan_to_num().view(-1, groups.G)  # 0 where all rewards are equal, as A is 0 there
+    n = same.sum(2)
+    mean = (same @ w[..., None])[..., 0] / n
+    w = mean + (mean - w) * (1 - n / groups.G) / (n - 1).clamp(min=1)
+    return w.flatten() * A
+
+
 def expected_push(groups: Groups, start: float, kind: str, scale: str) -> tuple[float, float]:
     """On the first way's logit, if `start` is that way's share; and the learning tax."""
     logits = torch.tensor([start, 1 - start], dtype=torch.float64).log().requires_grad_()
     batch = groups.expected_batch(logits, scale)
-    loss = apply_projection(losses, kind, batch, losses.grpo(batch), groups.nodes)
+    A, loss = batch.adv[:, 0], losses.grpo(batch)
+    if kind == "node mean":
+        loss = losses.project(loss, batch.logp, A, groups.nodes, batch.mask)
     c = losses.token_coefficients(loss, batch.logp)
-    tax = losses.learning_tax(c, batch.adv[:, 0], groups.nodes, groups.mask)
-    return -float(torch.autograd.grad(loss, logits)[0][0]), tax
+    if kind == "unbiased":
+        c[:, 0] = remove_expected_tax(c[:, 0], A, groups)
+    tax = losses.learning_tax(c, A, groups.nodes, groups.mask)
+    return float(torch.autograd.grad(batch.logp, logits, c / len(c))[0][0]), tax
 
 
 def train(groups: Groups, start: float, kind: str) -> tuple[float, float]:
@@ -137,9 +147,7 @@ def train(groups: Groups, start: float, kind: str) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m toy.alike", description=__doc__.splitlines()[0])
-    parser.error = fail
-    parser.parse_args(argv)
+    parse_arguments(__doc__, argv, {})
     torch.set_num_threads(1)
     print("Expected push on the first way's logit, advantages R - mean R\n")
     print(f"{'':28}" + "".join(f"{f'G = {G}':>10}" for G in SIZES))
@@ -147,7 +155,8 @@ def main(argv: list[str] | None = None):
         for kind in KINDS:
             groups = [make_groups(lengths, G) for G in SIZES]
             pushes = [expected_push(x, start, kind, "mean")[0] for x in groups]
-            print(f"{f'{name}, from {start}':18}{kind:10}" + "".join(map(format_number, pushes)))
+            cells = [f"{x if abs(x) > 1e-9 else 0:>10.5f}" for x in pushes]
+            print(f"{f'{name}, from {start}':18}{kind:10}" + "".join(cells))
     print("\nShare of the first way after training, advantages of GRPO, and mean learning tax\n")
     for name, lengths in (("alike, from 0.7", ALIKE), ("lengths exchanged", EXCHANGED)):
         for G, updates in UPDATES.items():
@@ -156,10 +165,6 @@ def main(argv: list[str] | None = None):
                 share, tax = train(groups, 0.7, kind)
                 where = f"{name:19}G = {G}, {updates} updates  {kind:10}"
                 print(f"{where}{share:>8.3f}{tax:>8.3f}")
-
-
-def format_number(x: float) -> str:
-    return f"{x if abs(x) > 1e-9 else 0:>10.5f}"
 
 
 if __name__ == "__main__":

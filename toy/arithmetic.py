@@ -20,6 +20,7 @@ some demonstrations leave the numbers as they were.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -95,17 +96,25 @@ class Arithmetic:
             shown[0] = rng.choice(OPENERS) + rng.choice(list(solutions(a, b).values()))
         return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
 
-    def prefixes(self, item: Item) -> dict[str, list[str]]:
-        """Openers and solution forms as sets of answer prefixes, whose probability is exact.
+    def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
+        """How often answers open, and go on, in each known way: what drifts without a reward.
 
-        {"opener so": ["so "], ..., "form direct": ["so #", "ok #", "hm #"], ...}
+        {"opener so": 0.4, ..., "opener other": 0.0, "form direct": 0.7, ..., "form other": 0.1}
         """
-        a, b = map(int, item.prompt[:-1].split("+"))
-        sets = {f"opener {opener.strip()}": [opener] for opener in OPENERS}
-        for form, text in solutions(a, b).items():
-            start = "#" if form == "direct" else text[: text.index("+") + 1]
-            sets[f"form {form}"] = [opener + start for opener in OPENERS]
-        return sets
+        seen = Counter()
+        for item, text in zip(items, texts, strict=True):
+            a, b = map(int, item.prompt[:-1].split("+"))
+            opener, _, rest = text.partition(" ")
+            seen[f"opener {opener}"] += 1
+            for form, solution in solutions(a, b).items():
+                start = "#" if form == "direct" else solution[: solution.index("+") + 1]
+                seen[f"form {form}"] += rest.startswith(start)
+        total, forms = len(texts), ("direct", "ones first", "tens first")
+        known = {f"opener {name.strip()}": seen[f"opener {name.strip()}"] for name in OPENERS}
+        forms = {f"form {name}": seen[f"form {name}"] for name in forms}
+        known |= {"opener other": total - sum(known.values())}
+        forms |= {"form other": total - sum(forms.values())}
+        return {name: count / total for name, count in (known | forms).items()}
 
     def make_tokenizer(self):
         """One token per character, plus padding and the end of the answer."""
