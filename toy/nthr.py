@@ -99,7 +99,7 @@ def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> flo
 def measure_gwhes(policy: Policy, answers: Answers) -> float:
     """(II) - (I) of NTHR's Theorem 4.4 (claim N3), the mean over the right answers.
 
-    N5 sums both up from the token scores: (II) from those of the wrong tokens, (I) from the right.
+    N4 sums both up from the token scores: (II) from those of the wrong tokens, (I) from the right.
     """
     config = Config()
     scores, _ = nthr_scores(
