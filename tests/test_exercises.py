@@ -338,6 +338,7 @@ def test_other_ways_to_write_a_right_answer_pass():
         ("an_accident", ([2, 2, 3, 3], [float("nan"), -1, 2, -1]), "Every |A|"),
         ("an_accident", None, "Lists of four lengths and four advantages are asked for."),
         ("blind_spot", ([1, 1, 1, 1], [1, 1, -1, -1], (0, 2)), "The pair is left with 0:"),
+        ("blind_spot", ([1.05, 1, 1, 1], [1, 1, -1, -1], (0, 2)), "that is not more than 0.1."),
         ("blind_spot", ([3, 1, 1, 1], [1, 1, -1, 1], (0, 2)), "sum to 2, not to 0."),
         ("blind_spot", ([3, 1, 1, 1], [1, 1, -1, -1], (0, 1)), "The pair's advantages sum to 2"),
         ("blind_spot", ([3, 1, 1, 1], [1, 1, -1, -1], (1, 4)), "from 0 to 3"),
