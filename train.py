@@ -639,6 +639,7 @@ class Update:
     rows: Tensor  # (n,) of the rollout batch
     coefficients: Tensor  # (n, T) how hard it pushed each token
     live: Tensor  # (n, T) bool, the tokens that this loss pushes where all ratios are 1
+    loss: float
     grad_norm: float
 
 
@@ -661,15 +662,15 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
                 if updates:  # before the first one, the policy is the old one: ratios are exactly 1
                     part.batch.logp, _ = in_pieces(policy, part.answers, config)
                 used_fn = projected(loss_fn, part) if config.project else loss_fn
-                c, norm = update(policy, optimizer, used_fn, part, config)
+                loss, c, norm = update(policy, optimizer, used_fn, part, config)
                 at_old = replace(part.batch, logp=part.batch.logp_old)
                 live = coefficients(used_fn, at_old)[1] != 0
-                updates.append(Update(rows, coefficients=c, live=live, grad_norm=norm))
+                updates.append(Update(rows, c, live, loss=loss, grad_norm=norm))
     return updates
 
 
 def update(policy: Policy, optimizer, loss_fn, part: Scored, config: Config):
-    """One optimiser step. Returns the token coefficients (n, T) and the norm of the gradient.
+    """One optimiser step. Returns the loss, the token coefficients (n, T) and the gradient's norm.
 
     A loss may couple all answers of a group, and their activations may not fit into memory
     together. So the gradient is made in two moves. The loss is a function of the (n, T) log-probs
@@ -688,7 +689,7 @@ def update(policy: Policy, optimizer, loss_fn, part: Scored, config: Config):
         sys.exit(f"error: step {part.answers.step}: {what}; the last checkpoint is intact")
     if c.any():  # without a signal, the optimiser's momentum must not move the weights either
         optimizer.step()
-    return c, norm
+    return loss, c, norm
 
 
 def coefficients(loss_fn, batch: Batch) -> tuple[float, Tensor]:
@@ -739,6 +740,7 @@ def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Conf
             taxes.append(learning_tax(c, scored.advantages[rows], scored.nodes[rows], mask[rows]))
     metrics["clip_share"] = sum(clip_shares) / max(1, len(clip_shares))
     metrics["tax"] = sum(taxes) / max(1, len(taxes))
+    metrics["loss"] = sum(made.loss for made in updates) / len(updates)
     metrics["grad_norm"] = sum(made.grad_norm for made in updates) / len(updates)
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in metrics.items()}
 
@@ -896,17 +898,19 @@ def record(metrics: dict, folder: Path):
     with complaints(folder), open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     if "greedy" in metrics:
-        shown = ("reward", "repair_rate", "entropy", "tax", "greedy", "sampled")
+        shown = ("loss", "grad_norm", "reward", "repair_rate", "entropy", "tax")
+        shown += ("greedy", "sampled")
         keys = [key for key in metrics if key in shown or key.startswith("pass@")]
         tqdm.write(f"step {metrics['step']}: {'  '.join(f'{k} {metrics[k]:.3f}' for k in keys)}")
         tqdm.write(f"    {metrics['examples'][0]}")
 
 
 def summarize(folder: Path):
-    """What changed from the first step to the last."""
+    """What the first and the last training batch, and evaluation, say."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     before, after = lines[0] | lines[min(1, len(lines) - 1)], lines[-1]
-    print(f"\n{'':18} before   after")
+    n = after["step"]
+    print(f"\ntraining batches 1 and {n}; evaluations after steps 0 and {n}")
     ways = [key for key in after if key.startswith(("pass@", "opener ", "form "))]
     for key in ("reward", "entropy", "tax", "length", "repair_rate", "greedy", "sampled", *ways):
         if key in before and key in after:

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from claims.trees import LARGE, Draw
-from toy.policy import Policy, pad
-
-GROUPS = 200  # sampled ones, for the claims that are about shares
-
-
-# ---------------- a draw's answers
+from toy.policy import Policy
 
 
 class Readout:
@@ -60,19 +55,20 @@ class Readout:
             R[G : 2 * G] = [R[G]] * G if draw.equal_lengths else [other, *R[G + 1 : 2 * G]]
         return R
 
-    def old(self, module, seed: int = 0):
-        """What the old policy's pass leaves to a credit rule, as the OldPolicy of a module."""
+    def old(self, module):
+        """What a credit rule knows, as the OldPolicy of a module, with scores pair by pair."""
         draw = self.draw
+        rewards = torch.tensor(self.R, dtype=torch.float64)
+        scores, own_scores = self.scores
         return module.OldPolicy(
             draw.tokens,
             draw.mask,
             self.logp,
-            torch.tensor(self.R, dtype=torch.float64),
+            rewards,
             draw.G,
-            temperature=0.7,
-            hidden=self.hidden,
-            head=0.7 * self.head,
-            gen=torch.Generator().manual_seed(draw.seed + seed),
+            gen=torch.Generator().manual_seed(draw.seed),
+            scores=draw.fill(scores),
+            own_scores=draw.fill(own_scores),
         )
 
     def groups(self):
@@ -91,40 +87,42 @@ class Readout:
     def ids(self, rows) -> set[int]:
         return {a for i in rows for a in self.answers[i]}
 
-    def sums(self, rows, winners, ids, self_term: bool = True) -> Tensor:
-        """sum of <g, g'> <h, h'> over the winners' tokens, for each of the rows' K tokens. (K,).
+    @cached_property
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """With g on the ids that the group's answers hold."""
+        return self.score_by_pairs(full_vocab=False)
 
-        g is restricted to the ids given.
-        """
-        visits = self.visits(rows)
-        g = torch.stack([self.g[at] for at in visits])[:, sorted(ids)]
-        h = torch.stack([self.h[at] for at in visits])
-        pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
-        if not self_term:
-            pairs.fill_diagonal_(0)
-        return pairs[:, [i in winners for i, _ in visits]].sum(1)
+    def score_by_pairs(self, full_vocab: bool) -> tuple[Tensor, Tensor]:
+        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and a correct answer's
+        own part in the sums of its tokens. (N, T) both, 0 outside mixed groups."""
+        scores, own = torch.zeros(2, *self.draw.mask.shape, dtype=torch.float64)
+        for rows, winners, _ in self.mixed():
+            ids = range(len(self.head)) if full_vocab else self.ids(rows)
+            visits = self.visits(rows)
+            g = torch.stack([self.g[at] for at in visits])[:, sorted(ids)]
+            h = torch.stack([self.h[at] for at in visits])
+            pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
+            correct = torch.tensor([i in winners for i, _ in visits])
+            at = tuple(zip(*visits, strict=True))
+            scores[at] = pairs[:, correct].sum(1)
+            answer = torch.tensor([i for i, _ in visits])
+            own[at] = (pairs * (answer[:, None] == answer)).sum(1) * correct
+        return scores, own
 
 
-def scores_by_pairs(readout: Readout, full_vocab: bool, self_term: bool = True) -> dict:
-    """(i, t) -> score, in mixed groups only."""
-    scores = {}
-    for rows, winners, _ in readout.mixed():
-        ids = range(len(readout.head)) if full_vocab else readout.ids(rows)
-        sums = readout.sums(rows, winners, ids, self_term).tolist()
-        scores |= zip(readout.visits(rows), sums, strict=True)
-    return scores
-
-
-def selected_by_pairs(
-    readout: Readout, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
-) -> set:
+def selected_by_pairs(readout: Readout, beta: float, self_term: bool) -> set:
     """The tokens (i, t) of wrong answers whose score exceeds tau."""
-    scores = scores_by_pairs(readout, full_vocab, self_term)
+    scores, own = (x.tolist() for x in readout.scores)
     selected = set()
     for _, winners, losers in readout.mixed():
-        means = [sum(scores[at] for at in readout.visits([i])) / readout.draw.T[i] for i in winners]
+        means = []
+        for i in winners:
+            total = sum(
+                scores[i][t] - (0 if self_term else own[i][t]) for _, t in readout.visits([i])
+            )
+            means.append(total / readout.draw.T[i])
         tau = beta * min(means)
-        selected |= {at for at in readout.visits(losers) if scores[at] > tau}
+        selected |= {(i, t) for i, t in readout.visits(losers) if scores[i][t] > tau}
     return selected
 
 
@@ -132,75 +130,3 @@ def smaller_half(draws: list[Draw]) -> list[Draw]:
     """The half of the draws with the smaller groups: loops over pairs of tokens are slow."""
     by_size = sorted(draws, key=lambda draw: sum(draw.T) * draw.G / draw.N)
     return by_size[: (len(draws) + 1) // 2]
-
-
-# ---------------- sampled groups
-
-
-class Sampled:
-    """A group of 8 answers sampled from a random policy, some of them right and some wrong."""
-
-    G = 8
-    V = 8
-    max_tokens = 6
-    prompt = (0,)
-
-    def __init__(self, generator: torch.Generator):
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        common = randn(6)
-        features = {}
-
-        def phi(h):  # hidden states of a language model have much in common
-            return features.setdefault(h, common + randn(6))
-
-        W = 0.5 * randn(self.V, 6)
-        self.policy = Policy(W.requires_grad_(), phi, self.max_tokens)
-        while True:
-            self.answers = self.policy.sample(self.prompt, self.G, generator)
-            self.R = [float(sum(y) % 3 == 0) for y in self.answers]
-            if 0 < sum(self.R) < self.G:
-                break
-        self.tokens, self.mask = pad(self.answers)
-        self.logp, _ = self.policy.log_probs([self.prompt] * self.G, self.answers)
-        self.probs = self.logp.detach().exp()
-        self.hidden = torch.zeros(*self.tokens.shape, 6, dtype=torch.float64)
-        self.norms = torch.zeros(self.tokens.shape, dtype=torch.float64)  # ||g|| ||h||
-        for i, y in enumerate(self.answers):
-            for t, token in enumerate(y):
-                history = (*self.prompt, *y[:t])
-                self.hidden[i, t] = phi(history)
-                self.norms[i, t] = self.policy.grad_log_prob(history, token).norm()
-
-    def old(self, module):
-        return module.OldPolicy(
-            self.tokens,
-            self.mask,
-            self.logp.detach(),
-            torch.tensor(self.R, dtype=torch.float64),
-            self.G,
-            hidden=self.hidden,
-            head=self.policy.W.detach(),
-            gen=torch.Generator().manual_seed(int(self.tokens.sum())),
-        )
-
-    def adv(self, module) -> Tensor:
-        rewards = torch.tensor(self.R, dtype=torch.float64)
-        return module.group_advantages(rewards, self.G, "std")[:, None] * self.mask
-
-    def batch(self, module, adv: Tensor):
-        logp_old = self.logp.detach()
-        return module.Batch(self.logp, logp_old, adv, self.mask, self.G, self.max_tokens)
-
-    def winners_likelihood(self, policy: Policy) -> Tensor:
-        """Mean log-likelihood of the correct answers."""
-        right = [y for y, reward in zip(self.answers, self.R, strict=True) if reward]
-        return policy.log_probs([self.prompt] * len(right), right)[0].sum() / len(right)
-
-
-@lru_cache(1)
-def sampled(seed: int) -> list[Sampled]:
-    """GROUPS of them, the same ones for every claim."""
-    generator = torch.Generator().manual_seed(seed)
-    return [Sampled(generator) for _ in range(GROUPS)]
