@@ -27,7 +27,7 @@ UNLIKE = ((16, 16), (4, 24))
 SIZES = (4, 8, 12)  # G
 UPDATES = {4: 300, 8: 100}  # G: how many
 STEP = 4.0  # the learning rate
-KINDS = ("grpo", "node mean", "unbiased")
+KINDS = ("grpo", "node mean", "unbiased")  # as apply_projection names them
 
 
 def make_groups(lengths: tuple[tuple[int, int], ...], G: int) -> Groups:

@@ -99,7 +99,9 @@ def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> flo
 def measure_gwhes(policy: Policy, answers: Answers) -> float:
     """(II) - (I) of NTHR's Theorem 4.4 (claim N3), the mean over the right answers.
 
-    N4 sums both up from the token scores: (II) from those of the wrong tokens, (I) from the right.
+    Both are double sums of <g, g'> <h, h'> over pairs of tokens, of which one is in a right answer.
+    A token's score is its part of them. So summed over the right answers, (II) is p- times the
+    scores of the wrong tokens, and (I) is p+ times those of the right ones.
     """
     config = Config()
     scores, _ = nthr_scores(
