@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llm import fail
+from llm.gsm8k import use_cache_without_hub
 
 # Logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU.
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
@@ -283,6 +284,8 @@ def read_model(path: str):
 
     if path.startswith(("/", ".")) and not Path(path).is_dir():
         fail(f"--model {path}: no such directory; accepted: scratch, a directory, a hub id")
+    if not Path(path).is_dir():
+        use_cache_without_hub()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         options = dict(dtype=torch.float32, output_loading_info=True)
