@@ -134,7 +134,7 @@ def test_the_hubs_model_learns_from_the_hubs_problems_also_from_the_cache(
     for done, name in zip(runs, ("first", "second"), strict=True):
         assert done.returncode == 0, done.stderr
         first, *_ = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        assert problems["test"][0]["question"] in done.stdout + str(json.loads(first))
+        assert problems["test"][0]["question"][:30] in done.stdout + str(json.loads(first))
         trained = [load_file(file) for file in (tmp_path / name).rglob("model.safetensors")]
         for weights in trained:  # one step of 1e-6 moves no weight far
             torch.testing.assert_close(weights, served, rtol=0, atol=1e-4)
