@@ -236,9 +236,8 @@ class LearningTax:
         self.visits.append((c[seen], A[seen], inputs["nodes"][seen]))
         if self.trainer.accelerator.sync_gradients:  # the last micro-batch of an optimiser step
             # Every token is a row of its own. Padding has A = 0, which the tax leaves out.
-            c, A, nodes = (
-                of_all_processes(self.trainer, torch.cat(x), 0) for x in zip(*self.visits)
-            )
+            pieces = zip(*self.visits, strict=True)
+            c, A, nodes = (of_all_processes(self.trainer, torch.cat(x), 0) for x in pieces)
             here = torch.ones_like(nodes, dtype=torch.bool)[:, None]
             tax = learning_tax(c[:, None], A, nodes[:, None], here)
             self.trainer._metrics["train"]["learning_tax"].append(tax)

@@ -6,9 +6,9 @@ Set VERL_USE_EXTERNAL_MODULES=engines.verl for all processes. Then, for example,
     actor_rollout_ref.actor.loss_scale_factor=L
 
 where L is the longest answer, data.max_response_length. Methods with the scale "mean", such as
-dr-grpo, take tgc-mean. For hyperparameters
-other than the papers', write an external module that calls `register("my-grpo", "grpo",
-eps_high=0.28)`. loss_agg_mode and the clip ranges of verl's configuration are not read.
+dr-grpo, take tgc-mean. For hyperparameters other than the papers', write an external module that
+calls `register("my-grpo", "grpo", eps_high=0.28)`. loss_agg_mode and the clip ranges of verl's
+configuration are not read.
 
 verl calls a policy loss once for each micro-batch of each process. Normalisers are rescaled to the
 whole optimiser batch with what verl counts there. Methods that couple the answers of a group get
