@@ -21,6 +21,7 @@ from dataclasses import fields
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from engines import bind_method
 from losses import (
@@ -70,9 +71,7 @@ class Trainer(GRPOTrainer):
         if self._is_vlm or self.aux_loss_enabled:
             raise ValueError("vision models and router auxiliary losses are not supported")
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self.is_fsdp_enabled:
-            raise ValueError(
-                "FSDP is asked for, and accelerate has none here (a CPU): leave it out"
-            )
+            raise ValueError("FSDP is asked for, and accelerate has none here: it needs a GPU")
         refuse_dropout(self.model)
 
     def _calculate_rewards(self, *args):
@@ -85,6 +84,10 @@ class Trainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
+        # Transformers generates in step on all processes if it knows that the model is sharded.
+        # accelerate does not tell it. Then the process whose answers end first stops, and the
+        # others wait for its shards for ever.
+        self.model._is_fsdp_managed_module = isinstance(self.model, FSDPModule)
         rows = super()._generate_and_score_completions(inputs)
         start = self.accelerator.process_index * len(inputs)
         rows["rewards"] = self.rewards[start : start + len(inputs)]
