@@ -85,8 +85,7 @@ class Trainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         # Transformers generates in step on all processes if it knows that the model is sharded.
-        # accelerate does not tell it. Then the process whose answers end first stops, and the
-        # others wait for its shards for ever.
+        # accelerate does not tell it. A process whose answers end first would then go on alone.
         self.model._is_fsdp_managed_module = isinstance(self.model, FSDPModule)
         rows = super()._generate_and_score_completions(inputs)
         start = self.accelerator.process_index * len(inputs)

@@ -17,7 +17,10 @@ from pathlib import Path
 import naive
 import pytest
 import torch
+import torch.distributed.checkpoint
+from accelerate.utils import merge_fsdp_weights
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -437,29 +440,46 @@ def test_two_processes(qwen_path, tmp_path):
         [*launch, qwen_path, str(tmp_path)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for name, accumulate in itertools.product([*HONOURED, *OWN_RUNS], (1, 2)):
+    for name, accumulate in RUNS:
         ranks = [torch.load(tmp_path / f"{name}-{accumulate}-{rank}.pt") for rank in range(2)]
         (steps, taxes), (others, same_taxes) = ranks
         merged = []
         for mine, theirs in zip(steps, others, strict=True):
             assert all(torch.equal(mine[1][k], theirs[1][k]) for k in mine[1])
             merged.append((*mine[:3], mine[3] + theirs[3]))
+        method = name.split()[-1]
         if name in OWN_RUNS:
             assert taxes == same_taxes and max(taxes) > 0.01
-            assert_tax(qwen_path, merged, taxes, OWN_RUNS[name])
+            assert_tax(qwen_path, merged, taxes, method)
         else:
-            assert_same(qwen_path, merged, name)
+            assert_same(qwen_path, merged, method)
+    # What each process wrote of its own shards opens in one.
+    merge_fsdp_weights(str(tmp_path / "shards"), str(tmp_path))
+    opened = load_file(tmp_path / "model.safetensors")
+    expected = torch.load(tmp_path / "whole.pt")
+    assert expected and all(torch.equal(opened[k], expected[k]) for k in expected)
 
 
-OWN_RUNS = {f"TRL's {name}": name for name in OWN}
+OWN_RUNS = [f"TRL's {name}" for name in OWN]
+SHARDED_RUNS = ["sharded dfpo-orthogonal", "sharded pos-only"]
+RUNS = list(itertools.product([*HONOURED, *OWN_RUNS, *SHARDED_RUNS], (1, 2)))
+
+
+def one_process(path: str, out: Path):
+    for name, accumulate in RUNS:
+        pieces = split(6 // accumulate, accumulate, accumulate)  # 6 rows a process, groups of 4
+        method = name.split()[-1]
+        if name in OWN_RUNS:
+            result = run_trls_own(path, method, **pieces)
+        elif name in SHARDED_RUNS:
+            steps, model = run_sharded(path, method, **pieces)
+            result = steps, None
+        else:
+            result = run(path, method, **pieces)[0], None
+        torch.save(result, out / f"{name}-{accumulate}-{os.environ['RANK']}.pt")
+    torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=out / "shards")
+    torch.save({k: full(v) for k, v in model.named_parameters()}, out / "whole.pt")
 
 
 if __name__ == "__main__":
-    model_path, out = sys.argv[1:]
-    for name, accumulate in itertools.product([*HONOURED, *OWN_RUNS], (1, 2)):
-        pieces = split(6 // accumulate, accumulate, accumulate)  # 6 rows a process, groups of 4
-        if name in OWN_RUNS:
-            result = run_trls_own(model_path, OWN_RUNS[name], **pieces)
-        else:
-            result = run(model_path, name, **pieces)[0], None
-        torch.save(result, Path(out) / f"{name}-{accumulate}-{os.environ['RANK']}.pt")
+    one_process(sys.argv[1], Path(sys.argv[2]))
