@@ -51,14 +51,14 @@ def trl_rows() -> Iterator[Row]:
 def trl_loss(settings: dict, part: SimpleNamespace, whole: Batch) -> Tensor:
     """_compute_loss of a stand-in for the trainer, whose "model" hands back our log-probs.
 
-    settings: attributes of the trainer that differ from TRL's defaults. A KL term (beta) is for
+    settings: attributes of the trainer or its args that are not TRL's defaults. A KL term (beta) is for
     whole batches only.
     """
     from trl import GRPOConfig, GRPOTrainer
 
     micro_batches = len(whole.mask) // len(part.mask)
     args = {f.name: f.default for f in fields(GRPOConfig)}
-    args["steps_per_generation"] = micro_batches
+    args |= settings | {"steps_per_generation": micro_batches}
     trainer = SimpleNamespace(
         args=SimpleNamespace(**args),
         current_gradient_accumulation_steps=micro_batches,

@@ -37,7 +37,11 @@ def settings(loss_type, low=0.2, high=0.2, level="token", **more):
 PEERS = {
     "grpo": (losses.grpo, {}, settings("grpo")),
     "grpo, clip": (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, settings("grpo", 0.1, 0.4)),
-    "grpo, kl": (losses.grpo, {"kl": 0.04}, settings("grpo", beta=0.04)),
+    "grpo, kl": (
+        losses.grpo,
+        {"kl": 0.04},
+        settings("grpo", beta=0.04, use_bias_correction_kl=False),
+    ),
     "dr_grpo": (losses.dr_grpo, {}, settings("dr_grpo")),
     "dapo": (losses.dapo, {}, settings("dapo", high=0.28)),
     "gspo": (losses.gspo, {}, settings("grpo", 3e-4, 4e-4, "sequence")),
