@@ -51,8 +51,8 @@ def trl_rows() -> Iterator[Row]:
 def trl_loss(settings: dict, part: SimpleNamespace, whole: Batch) -> Tensor:
     """_compute_loss of a stand-in for the trainer, whose "model" hands back our log-probs.
 
-    settings: attributes of the trainer or its args that are not TRL's defaults. A KL term (beta) is for
-    whole batches only.
+    settings: attributes of the trainer or its args that are not TRL's defaults. A KL term (beta) is
+    for whole batches only.
     """
     from trl import GRPOConfig, GRPOTrainer
 
