@@ -483,3 +483,43 @@ def c12_ties(module, name, draws, evidence):
         measured = draw.node_sums(-(s.amin(1, keepdim=True) * A * l_i).sum() / draw.N)
         evidence.equal(predicted, measured)
         evidence.record_left(torch.tensor(predicted) - torch.tensor(one))
+
+
+# ---------------- C18: the mean weight
+
+
+def c18e(module, name, draws, evidence):
+    """At zero tax 1/T_i favours the worse of two ways while the policy earns less than
+    J* = (w_A Q_A - w_B Q_B) / (w_A - w_B); a constant weight never does.
+
+    Source: what a tax costs (D); setting: C18a
+
+    Let all answers of a way have one length, so that its weight w = 1/T is a constant there and its
+    tax is 0. By C18a the odds of A against B move by f_A - f_B = (1 - 1/G) of
+
+      w_A (Q_A - J) - w_B (Q_B - J) = (w_A Q_A - w_B Q_B) - (w_A - w_B) J.
+
+    Let A be worse and shorter. Early, when J is small, both ways are better than the policy, and A
+    is pushed w_A / w_B times as hard: the sign is that of w_A Q_A - w_B Q_B. It turns at J*. As
+    J* < Q_A, B overtakes A in the end. That may take long: Q = .6, .7 and 0, T = 4, 40 and 16,
+    shares .01, .01 and .98 have J* = .589. So no tax does not mean no preference between ways: wbar
+    is one. A constant weight has f_A - f_B = (1 - 1/G) w (Q_A - Q_B), for any J.
+
+    Measured: the push on both logits over their shares, in this world and with B's and A's common
+    share so large that J is on J*, and beyond it. "left": f_A - f_B at the start.
+    """
+    Q, T = (0.6, 0.7, 0.0), (4, 40, 16)
+    turn = (0.6 / 4 - 0.7 / 40) / (1 / 4 - 1 / 40)
+    outcomes = [Outcome(way, Q[way], 1.0, T[way]) for way in range(2)]
+    outcomes += [Outcome(way, 1 - Q[way], 0.0, T[way]) for way in range(3)]
+    for G, J in itertools.product((2, 3, 4), (0.013, turn, 0.62)):
+        s = J / 1.3 if J < 0.6 else 0.2  # of A
+        other = (J - 0.6 * s) / 0.7
+        world = World(G, outcomes, [s, other, 1 - s - other])
+        push = measure_push(module, name, world, "mean")
+        weights = [1 / x for x in T[:2]] if name == "grpo" else [1 / max(T)] * 2
+        gap = weights[0] * (Q[0] - J) - weights[1] * (Q[1] - J)
+        measured = push[0] / s - push[1] / other
+        evidence.equal((1 - 1 / G) * gap, measured)
+        if name == "grpo" and J == 0.013:
+            evidence.record_left(measured)
