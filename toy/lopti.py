@@ -154,7 +154,7 @@ def plot(measures: Measures, path: Path):
         if " - " in name
     }
     draw_differences(last, differences)
-    last.set_title("p > .75: share moving as A says")
+    last.set_title("p > .75: moves as A says")
     last.set_xlabel("difference of two shares")
     figure.savefig(path)
 
