@@ -78,7 +78,8 @@ def test_delta_is_that_of_a_naive_step(group, kind, monkeypatch):
 def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group):
     """(I) - (II) is the slope of a right answer's log pi along sum A_j log pi(y_j) in W (N3)."""
     policy, answers, _ = group
-    answers = train.take(answers, torch.arange(8, 12))  # one of four is right
+    answers = train.take(answers, torch.arange(4, 8))
+    answers.rewards = torch.tensor([1.0, 0, 1, 1])
     W = policy.model.get_output_embeddings().weight.detach().clone().requires_grad_()
     logps = []
     for i, keep in enumerate(answers.prompts.seen):
@@ -86,9 +87,10 @@ def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group
         states = policy.model.base_model(torch.cat([prompt, answer])[None]).last_hidden_state[0]
         logits = states[len(prompt) - 1 : -1].detach() @ W.T
         logps.append(logits.log_softmax(-1)[range(len(answer)), answer].sum())
-    A = [-(0.25 / 0.1875**0.5), 0.75 / 0.1875**0.5]
-    ascent = sum(A[i == 1] * logp for i, logp in enumerate(logps))
-    slopes = [torch.autograd.grad(x, W, retain_graph=True)[0] for x in (ascent, logps[1])]
+    right, sd = [0, 2, 3], 0.1875**0.5
+    ascent = sum((0.25 if i in right else -0.75) / sd * logp for i, logp in enumerate(logps))
+    mean = sum(logps[i] for i in right) / 3
+    slopes = [torch.autograd.grad(x, W, retain_graph=True)[0] for x in (ascent, mean)]
     expected = -float((slopes[0] * slopes[1]).sum())
     assert nthr.measure_gwhes(policy, answers) == pytest.approx(expected, rel=1e-3)
 
