@@ -28,16 +28,20 @@ DFPO = ("dfpo_min", "dfpo_orthogonal")
 SELF_TERM = False  # nthr's default
 
 
+def name_of(function) -> str:
+    return getattr(function, "__name__", str(function))
+
+
 def every_loss(module) -> list[str]:
     """The names of all loss functions of METHODS."""
     passes = [loss for method in module.METHODS.values() for loss in method.passes]
-    return list(dict.fromkeys(loss.__name__ for loss in passes))
+    return list(dict.fromkeys(map(name_of, passes)))
 
 
 def single_losses(module) -> list[str]:
     """Those of the methods that are one loss and nothing else."""
     methods = module.METHODS.values()
-    return [x.passes[0].__name__ for x in methods if len(x.passes) == 1 and not x.credit]
+    return [name_of(x.passes[0]) for x in methods if len(x.passes) == 1 and not x.credit]
 
 
 def defaults(function) -> dict[str, object]:
