@@ -64,7 +64,7 @@ def test_delta_is_that_of_a_naive_step(group, kind, monkeypatch):
     A = 0.5 / (3**-0.5 + 1e-4)
 
     def weigh(i, logp):
-        return (A if i in (0, 3) else -A) * logp.mean() / 4
+        return (A if i in (0, 3) else -A) * logp.sum() / answers.mask.sum()
 
     rate = nthr.RATES[kind]
     if "one length" in kind:

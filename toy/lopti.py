@@ -72,7 +72,8 @@ def climb(
             optimizer = make_optimizer(trial, kind, RATES[kind])
         logp, _ = in_pieces(trial, scored.answers, config)
         part = replace(scored, batch=replace(scored.batch, logp=logp))
-        norms.append(update(trial, optimizer, loss, part, config)[1])
+        _, _, norm = update(trial, optimizer, loss, part, config)
+        norms.append(norm)
     return in_pieces(trial, scored.answers, config)[0], norms[0]
 
 
