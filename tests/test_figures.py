@@ -255,6 +255,33 @@ def test_the_commands_print_and_draw(monkeypatch, capsys, tmp_path):
     assert all(out.count(f"\n{line} ") == len(lopti.RATES) for line in lines)
 
 
+def test_studies_have_a_row_for_each_start_and_take_unseen_problems(monkeypatch):
+    task, made = Arithmetic(), []
+
+    def make_start(seed, direct):
+        made.append(direct)
+        return float(seed), task
+
+    def sample(policy, task, items, step, config):
+        assert items == task.test[:32] and config.seed == policy
+        return policy
+
+    for module in (nthr, lopti):
+        monkeypatch.setattr(module, "STARTS", 2)
+        monkeypatch.setattr(module, "make_start", make_start)
+    monkeypatch.setattr(nthr, "QUESTIONS", 2)
+    monkeypatch.setattr(nthr, "find_questions", lambda policy, task, seed: [seed + 2, seed + 4])
+    monkeypatch.setattr(nthr, "measure_gwhes", lambda policy, answers: policy + answers)
+    monkeypatch.setattr(nthr, "measure_delta", lambda policy, answers, *_: 10 * answers)
+    deltas, gwhes = nthr.study()
+    assert gwhes.tolist() == [[2, 4], [4, 6]]
+    assert deltas["SGD", "nthr"].tolist() == [[20, 40], [30, 50]] and len(deltas) == 21
+    monkeypatch.setattr(lopti, "sample", sample)
+    monkeypatch.setattr(lopti, "score", lambda policy, reference, answers, config: answers)
+    monkeypatch.setattr(lopti, "measure", lambda policy, x: {("a", "b"): torch.full((4,), x)})
+    assert lopti.study()["a", "b"].tolist() == [[0] * 4, [1] * 4] and made == [0, 0, 6, 6]
+
+
 def test_a_row_of_nthr_has_its_differences_and_shares(capsys):
     values = {"grpo": [1.0, 3.0], "nthr": [2.0, -1.0], "random": [0.0, 0.0]}
     rows = {name: torch.tensor([values.get(name, [0.0, 0.0])] * 2) for name in nthr.METHODS}
