@@ -64,7 +64,7 @@ def test_delta_is_that_of_a_naive_step(group, kind, monkeypatch):
     A = 0.5 / (3**-0.5 + 1e-4)
 
     def weigh(i, logp):
-        return (A if i in (0, 3) else -A) * logp.mean() / 4
+        return (A if i in (0, 3) else -A) * logp.sum() / answers.mask.sum()
 
     rate = nthr.RATES[kind]
     if "one length" in kind:
@@ -78,7 +78,8 @@ def test_delta_is_that_of_a_naive_step(group, kind, monkeypatch):
 def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group):
     """(I) - (II) is the slope of a right answer's log pi along sum A_j log pi(y_j) in W (N3)."""
     policy, answers, _ = group
-    answers = train.take(answers, torch.arange(8, 12))  # one of four is right
+    answers = train.take(answers, torch.arange(4, 8))
+    answers.rewards = torch.tensor([1.0, 0, 1, 1])
     W = policy.model.get_output_embeddings().weight.detach().clone().requires_grad_()
     logps = []
     for i, keep in enumerate(answers.prompts.seen):
@@ -86,9 +87,10 @@ def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group
         states = policy.model.base_model(torch.cat([prompt, answer])[None]).last_hidden_state[0]
         logits = states[len(prompt) - 1 : -1].detach() @ W.T
         logps.append(logits.log_softmax(-1)[range(len(answer)), answer].sum())
-    A = [-(0.25 / 0.1875**0.5), 0.75 / 0.1875**0.5]
-    ascent = sum(A[i == 1] * logp for i, logp in enumerate(logps))
-    slopes = [torch.autograd.grad(x, W, retain_graph=True)[0] for x in (ascent, logps[1])]
+    right, sd = [0, 2, 3], 0.1875**0.5
+    ascent = sum((0.25 if i in right else -0.75) / sd * logp for i, logp in enumerate(logps))
+    mean = sum(logps[i] for i in right) / 3
+    slopes = [torch.autograd.grad(x, W, retain_graph=True)[0] for x in (ascent, mean)]
     expected = -float((slopes[0] * slopes[1]).sum())
     assert nthr.measure_gwhes(policy, answers) == pytest.approx(expected, rel=1e-3)
 
@@ -251,6 +253,33 @@ def test_the_commands_print_and_draw(monkeypatch, capsys, tmp_path):
         assert all(out.count(f"\n{line} ") == times for line in lines if "," not in line)
     lines = ("grpo twice", "lopti - grpo twice", "reversed - lopti")
     assert all(out.count(f"\n{line} ") == len(lopti.RATES) for line in lines)
+
+
+def test_studies_have_a_row_for_each_start_and_take_unseen_problems(monkeypatch):
+    task, made = Arithmetic(), []
+
+    def make_start(seed, direct):
+        made.append(direct)
+        return float(seed), task
+
+    def sample(policy, task, items, step, config):
+        assert items == task.test[:32] and config.seed == policy
+        return policy
+
+    for module in (nthr, lopti):
+        monkeypatch.setattr(module, "STARTS", 2)
+        monkeypatch.setattr(module, "make_start", make_start)
+    monkeypatch.setattr(nthr, "QUESTIONS", 2)
+    monkeypatch.setattr(nthr, "find_questions", lambda policy, task, seed: [seed + 2, seed + 4])
+    monkeypatch.setattr(nthr, "measure_gwhes", lambda policy, answers: policy + answers)
+    monkeypatch.setattr(nthr, "measure_delta", lambda policy, answers, *_: 10 * answers)
+    deltas, gwhes = nthr.study()
+    assert gwhes.tolist() == [[2, 4], [4, 6]]
+    assert deltas["SGD", "nthr"].tolist() == [[20, 40], [30, 50]] and len(deltas) == 21
+    monkeypatch.setattr(lopti, "sample", sample)
+    monkeypatch.setattr(lopti, "score", lambda policy, reference, answers, config: answers)
+    monkeypatch.setattr(lopti, "measure", lambda policy, x: {("a", "b"): torch.full((4,), x)})
+    assert lopti.study()["a", "b"].tolist() == [[0] * 4, [1] * 4] and made == [0, 0, 6, 6]
 
 
 def test_a_row_of_nthr_has_its_differences_and_shares(capsys):

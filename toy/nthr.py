@@ -38,11 +38,12 @@ from train import (
 )
 
 METHODS = {  # name: a method and its hyperparameters
-    "grpo": ("grpo", []),
+    "grpo": ("nthr", ["eta=1"]),  # the paper's: its token mean, nothing softened
     "nthr": ("nthr", []),
     "random": ("nthr-random", []),
     "nthr, eta 0": ("nthr", ["eta=0"]),
     "random, eta 0": ("nthr-random", ["eta=0"]),
+    "nthr, self term": ("nthr", ["self_term=True"]),
     "pos-only": ("pos-only", []),
 }
 RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
@@ -148,8 +149,9 @@ def show(deltas: dict[tuple[str, str], Tensor]):
             delta = deltas[kind, name]
             gain = delta - deltas[kind, "grpo"]
             cells = [format_mean(delta), format_mean(gain, "+"), ""]
-            if "nthr" in name:
-                cells[2] = format_mean(delta - deltas[kind, name.replace("nthr", "random")], "+")
+            control = name.replace("nthr", "random")
+            if control != name and control in METHODS:
+                cells[2] = format_mean(delta - deltas[kind, control], "+")
             cells += [f"{share.float().mean():.0%}" for share in (gain > 0, delta <= 0)]
             print(f"{name:21}" + "".join(f"{cell:>18}" for cell in cells))
 
@@ -167,10 +169,10 @@ def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
     finding = (
-        "NTHR lifts the right answers more than GRPO does. So does chance, if steps are as long."
+        "NTHR lifts right answers more than GRPO. With equal steps, so does softening at random."
     )
     figure = make_figure(finding, 2.6)
-    names = [name for name in METHODS if name != "grpo"]
+    names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
     for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
         grpo = deltas[kind, "grpo"]
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
