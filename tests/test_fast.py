@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from llm import fast
 
+
 @pytest.fixture
 def in_float64():
     with float64():
@@ -25,13 +26,14 @@ def in_float64():
 
 
 PROMPTS = [[5, 60, 61, 62], [70], [80, 81, 82, 83, 84, 85, 86], [70]]
-both_ways = pytest.mark.parametrize("quick", [False, True], ids=["plain", "fast"])
 
 
 def gradient(policy, logp, weight):
     policy.model.zero_grad()
     (logp * weight).sum().backward()
-    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same_gradient(ours, theirs, tolerance=1e-4):
@@ -59,34 +61,36 @@ def assert_scored_like_whole_texts(policy, answers, prompts, temperature):
 # ---------------- beside whole unpadded forward passes
 
 
-@both_ways
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 3.0])
-def test_answers_are_those_of_token_by_token_sampling(policy, temperature, quick):
+def test_answers_are_those_of_token_by_token_sampling(policy, temperature):
     """Nothing of the model's own generation config (top_k = 1 in one of them) shapes them."""
-    policy = replace(policy, fast=quick)
-    prompts = [prompt for prompt in PROMPTS for _ in range(6)]
-    gens = [train.rng(1) for _ in range(2)]
-    expected = naive.rollout(policy, prompts, 12, temperature, gens[0])
-    answers = answer(policy, prompts, 12, temperature, gens[1] if temperature else None)
-    assert rows_of(answers) == expected
+    prompts, gen = [prompt for prompt in PROMPTS for _ in range(4)], train.rng(1)
+    expected = naive.rollout(policy, prompts, 12, temperature, gen)
+    again = torch.cat(naive.log_probs(policy, prompts, expected, temperature or 1.0))
     lengths = [len(row) for row in expected]
-    assert answers.mask.tolist() == [[t < n for t in range(max(lengths))] for n in lengths]
-    again = naive.log_probs(policy, prompts, expected, temperature or 1.0)
-    torch.testing.assert_close(answers.logp[answers.mask], torch.cat(again), rtol=1e-4, atol=1e-4)
-    assert (answers.logp[~answers.mask] == 0).all() and not answers.logp.requires_grad
-    assert torch.equal(*(gen.get_state() for gen in gens))
+    for quick in (False, True):
+        its_gen = train.rng(1)
+        answers = answer(replace(policy, fast=quick), prompts, 12, temperature, its_gen)
+        assert rows_of(answers) == expected
+        assert answers.mask.tolist() == [[t < n for t in range(max(lengths))] for n in lengths]
+        torch.testing.assert_close(answers.logp[answers.mask], again, rtol=1e-4, atol=1e-4)
+        assert (answers.logp[~answers.mask] == 0).all() and not answers.logp.requires_grad
+        assert torch.equal(gen.get_state(), its_gen.get_state())
 
 
-@both_ways
-def test_scoring_is_the_log_softmax_of_the_unpadded_text(policy, quick, monkeypatch):
-    policy = replace(policy, fast=quick)
-    for copies, padding in ((3, 0), (3, 10_000), (30, 10_000)):  # at last, two chunks of logits
+def test_scoring_is_the_log_softmax_of_the_unpadded_text(policy, monkeypatch):
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    answers = answer(policy, prompts, 12, 1.5, train.rng(0))
+    assert_scored_like_whole_texts(policy, answers, prompts, 0.8)
+    policy = replace(policy, fast=True)
+    for padding in (0, 10_000):
         monkeypatch.setitem(fast.PADDING, "cpu", padding)
-        monkeypatch.setitem(fast.CHUNK, "cpu", 1)  # then 512 rows a chunk
-        prompts = [prompt for prompt in PROMPTS for _ in range(copies)]
-        answers = answer(policy, prompts, 12, 1.5, train.rng(0))
-        assert copies < 30 or answers.mask.sum() > 512
         assert_scored_like_whole_texts(policy, answers, prompts, 0.8)
+    monkeypatch.setitem(fast.CHUNK, "cpu", 1)  # then 512 rows a chunk of logits
+    many = [prompt for prompt in PROMPTS for _ in range(30)]
+    answers = answer(policy, many, 12, 1.5, train.rng(0))
+    assert answers.mask.sum() > 512
+    assert_scored_like_whole_texts(policy, answers, many, 0.8)
 
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0)
@@ -110,12 +114,12 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
     than the first context of Llama 3's RoPE."""
     if family == "gemma3_text" and TRANSFORMERS_4:
         pytest.skip("transformers 4: its base model is itself")
-    plain = load(build(family, tmp_path, **FAMILIES[family]), fast=True)  # the trial lets it pass
+    policy = load(build(family, tmp_path, **FAMILIES[family]), fast=True)  # the trial lets it pass
     prompts = [prompt for prompt in ([5, 60, 61, 62], [70], [*range(80, 95)]) for _ in range(2)]
-    for quick in (False, True):
-        policy = replace(plain, fast=quick)
+    expected = naive.rollout(policy, prompts, 24, 1.5, train.rng(1))
+    for policy.fast in (False, True):
         answers = answer(policy, prompts, 24, 1.5, train.rng(1))
-        assert rows_of(answers) == naive.rollout(policy, prompts, 24, 1.5, train.rng(1))
+        assert rows_of(answers) == expected
         assert_scored_like_whole_texts(policy, answers, prompts, 1.5)
 
 
@@ -137,7 +141,7 @@ def test_both_ways_give_the_same_answers_and_numbers(seed, in_float64):
     made, exact = [], random_policy(37)
     for quick in (False, True):
         policy = replace(exact, eos=eos, fast=quick)
-        answers = answer(policy, prompts, cap, temperature, train.rng(seed) if temperature else None)
+        answers = answer(policy, prompts, cap, temperature, train.rng(seed))
         logp, entropy = train.log_probs(policy, answers, train.Config(temperature=0.9))
         weight = torch.randn(logp.shape, generator=train.rng("weight"))
         made.append((answers, logp, entropy, gradient(policy, logp, weight)))
@@ -174,8 +178,9 @@ def test_each_prompt_is_read_once_and_ended_answers_leave(policy):
     hook = policy.model.base_model.register_forward_pre_hook(
         lambda _, args: sizes.append(tuple(args[0].shape))
     )
-    policy = replace(policy, fast=True)
-    answers = answer(policy, [prompt for prompt in PROMPTS for _ in range(5)], 12, 3.0, train.rng(0))
+    policy = replace(policy, fast=True, eos=torch.arange(60))
+    prompts = [prompt for prompt in PROMPTS for _ in range(5)]
+    answers = answer(policy, prompts, 12, 3.0, train.rng(0))
     alive = answers.mask.sum(0).tolist()
     assert sizes == [(3, 7), *((n, 1) for n in alive[1:])] and alive[-1] < 20
     sizes.clear()
@@ -215,7 +220,11 @@ def test_the_cache_with_room_is_bit_for_bit_transformers_own(policy):
     ):
         assert torch.equal(layer.keys, own.keys) and torch.equal(layer.values, own.values)
         assert torch.equal(old, x.keys)
-    assert fast.fill_gaps(torch.tensor([True, False, True, False, False, True])).tolist() == [0, 5, 2]
+    assert fast.fill_gaps(torch.tensor([True, False, True, False, False, True])).tolist() == [
+        0,
+        5,
+        2,
+    ]
 
 
 def test_buckets_hold_answers_of_like_length_and_each_once(monkeypatch):

@@ -24,7 +24,9 @@ def test_scratch_is_gpt2_with_its_own_gelu(scratch):
 
     ours = load("scratch", layers=3, width=24).model.config
     assert (ours.n_layer, ours.n_embd) == (3, 24)
-    config = GPT2Config.from_dict(scratch.model.config.to_dict() | {"activation_function": "gelu_new"})
+    config = GPT2Config.from_dict(
+        scratch.model.config.to_dict() | {"activation_function": "gelu_new"}
+    )
     theirs = GPT2LMHeadModel(config).eval()
     theirs.load_state_dict(scratch.model.state_dict())
     ids = torch.arange(len(scratch.tokenizer))[None]

@@ -98,7 +98,9 @@ def cut(tmp_path, whole):
         if step == 6:
             os._exit(5)
 
-    child = start([*BUSY, "--out", tmp_path / "run"], lambda: spy(pytest.MonkeyPatch(), "save", stop))
+    child = start(
+        [*BUSY, "--out", tmp_path / "run"], lambda: spy(pytest.MonkeyPatch(), "save", stop)
+    )
     assert wait(child) == 5 and len(metrics(tmp_path / "run")) == 7
     return tmp_path / "run"
 
@@ -263,7 +265,10 @@ def test_bad_numbers_end_in_one_line_and_the_run_can_go_on(tmp_path, monkeypatch
 
 def test_only_steps_of_a_constant_schedule_and_micro_rows_can_change(tmp_path):
     constant = ["--schedule", "constant"]
-    whole, half = run(tmp_path / "whole", *constant), run(tmp_path / "half", *constant, "--steps", 2)
+    whole, half = (
+        run(tmp_path / "whole", *constant),
+        run(tmp_path / "half", *constant, "--steps", 2),
+    )
     train.main(["--resume", str(half), "--steps", "4", "--micro-rows", "1"])
     config = json.loads((half / "config.json").read_text())["config"]
     assert (config["steps"], config["micro_rows"]) == (4, 1)
