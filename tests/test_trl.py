@@ -194,6 +194,8 @@ def score_again(path, steps, on_policy=False):
     start = deepcopy(policy.model.state_dict())
     for parameters, _, _, rows in steps:
         answers = as_answers(rows)
+        groups = answers.prompts.ids.view(len(rows) // G, G, -1)
+        assert (groups == groups[:, :1]).all()  # G answers to a prompt stand in a row
         policy.model.load_state_dict(start)
         ref = log_probs(policy, answers, config)[0].detach()
         policy.model.load_state_dict(parameters, strict=False)
