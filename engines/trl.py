@@ -307,8 +307,6 @@ def refuse_batching(config: GRPOConfig, passes: int):
     """ValueError unless every optimiser step is on whole groups, and every pass has its steps."""
     accumulation = config.gradient_accumulation_steps
     rows = accumulation * config.per_device_train_batch_size
-    if rows < 1 or config.steps_per_generation < 1:
-        raise ValueError("batch size, accumulation steps and steps_per_generation: at least 1 each")
     if config.steps_per_generation % accumulation:
         raise ValueError(
             "steps_per_generation must be a multiple of gradient_accumulation_steps, "

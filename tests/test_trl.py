@@ -194,6 +194,8 @@ def score_again(path, steps, on_policy=False):
     start = deepcopy(policy.model.state_dict())
     for parameters, _, _, rows in steps:
         answers = as_answers(rows)
+        groups = answers.prompts.ids.view(len(rows) // G, G, -1)
+        assert (groups == groups[:, :1]).all()  # G answers to a prompt stand in a row
         policy.model.load_state_dict(start)
         ref = log_probs(policy, answers, config)[0].detach()
         policy.model.load_state_dict(parameters, strict=False)
@@ -339,7 +341,6 @@ REFUSED = {
     "TRL's advantages": dict(method="dr-grpo", scale_rewards="group"),
     "step of two generations": dict(steps_per_generation=3),
     "torn groups": dict(per_device_train_batch_size=3, steps_per_generation=4),
-    "nothing a step": dict(gradient_accumulation_steps=0),
     "half of two passes": dict(method="lopti", num_iterations=1),
     "beta without a KL term": dict(method="gspo", beta=0.1),
     "beta, projected": dict(beta=0.1, project=True),

@@ -33,6 +33,7 @@ HONOURED = [
     for name, m in METHODS.items()
     if not m.needs_scores and not m.repair and len(m.passes) == 1
 ]
+COUPLED = ("dapo", "dfpo-min", "dfpo-orthogonal", "recentred")  # the adapter finds out by itself
 UID = [f"prompt {i // G}" for i in range(16)]
 
 
@@ -59,7 +60,7 @@ def expected(name: str, b: Batch, **hyper):
     return method.passes[0](replace(b, adv=adv))
 
 
-def by_verl(mode: str, b: Batch, order: torch.Tensor, pieces: int, processes: int, **options):
+def by_verl(mode, b, order, pieces, processes, weights=None, **options):
     """The mean over processes of the sum over micro-batches, as DDP and accumulation make it."""
     config = actor(mode, **options)
     config.global_batch_info.update(
@@ -70,7 +71,8 @@ def by_verl(mode: str, b: Batch, order: torch.Tensor, pieces: int, processes: in
     for rows in order.chunk(pieces * processes):
         adapter.rows_of["uid"] = [UID[i] for i in rows]
         tensors = (b.logp_old[rows], b.logp[rows], b.adv[rows], b.mask[rows])
-        total = total + core_algos.get_policy_loss_fn(mode)(*tensors, config=config)[0]
+        loss_fn = core_algos.get_policy_loss_fn(mode)
+        total = total + loss_fn(*tensors, config=config, rollout_is_weights=weights)[0]
     return total / processes
 
 
@@ -80,9 +82,7 @@ def test_shares_add_up_to_the_loss_of_the_whole_batch(name, pieces, processes):
     b = make_batch(name)
     g = torch.Generator().manual_seed(1)
     order = torch.randperm(16, generator=g)
-    if adapter.couples_answers(
-        bind(name, {}, False)
-    ):  # whole groups in a micro-batch, their rows mixed
+    if name in COUPLED:  # whole groups in a micro-batch, their rows mixed
         whole = torch.randperm(4, generator=g)[:, None] * G + torch.arange(G)
         chunks = whole.flatten().chunk(pieces * processes)
         order = torch.cat([rows[torch.randperm(len(rows), generator=g)] for rows in chunks])
@@ -98,12 +98,6 @@ def test_shares_add_up_to_the_loss_of_the_whole_batch(name, pieces, processes):
     torch.testing.assert_close(verl, loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(verl_grad, grad, rtol=1e-5, atol=1e-12)
     assert grad.abs().max() > 1e-3
-
-
-def test_which_losses_couple_answers():
-    """A list by hand; the adapter finds out by itself."""
-    coupled = [name for name in HONOURED if adapter.couples_answers(METHODS[name])]
-    assert [x for x in coupled if x != "recentred"] == ["dapo", "dfpo-min", "dfpo-orthogonal"]
 
 
 def test_one_answer_is_a_micro_batch_too():
@@ -149,39 +143,24 @@ def test_verl_leaves_its_own_ppo_loss_and_ours_notes_the_uids():
 TORN = torch.randperm(16, generator=torch.Generator().manual_seed(1))
 REFUSED = {
     "torn groups": (dict(mode="tgc-dfpo-min", order=TORN), "whole groups"),
+    "a group without a difference": (dict(mode="tgc-dapo"), "filter_groups"),
     "no hidden states": (dict(mode="tgc-nthr"), "hidden states"),
     "no second rollout": (dict(mode="tgc-ibpo"), "second rollout"),
     "two passes": (dict(mode="tgc-lopti"), "two optimiser steps"),
     "no budget": (dict(loss_scale_factor=None), "loss_scale_factor must be L"),
     "verl's clip": (dict(clip_ratio_high=0.28), "are not read"),
+    "rollout correction": (dict(weights=torch.ones(1)), "rollout correction"),
 }
 
 
 @pytest.mark.parametrize("options, reason", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_honoured_is_refused_with_the_reason(options, reason):
+    b = make_batch("grpo")
+    b.adv[4:8] = 0
     given = dict(mode="tgc-grpo", order=torch.arange(16)) | options
     with pytest.raises(ValueError, match=reason) as error:
-        by_verl(b=make_batch("grpo"), pieces=4, processes=1, **given)
+        by_verl(b=b, pieces=4, processes=1, **given)
     assert "\n" not in str(error.value)
-
-
-def test_dapo_refuses_a_group_without_a_difference():
-    b = make_batch("dapo")
-    b.adv[4:8] = 0
-    with pytest.raises(ValueError, match="filter_groups"):
-        by_verl("tgc-dapo", b, torch.arange(16), 2, 1)
-
-
-def test_rollout_correction_is_refused():
-    b = make_batch("grpo")
-    tensors = (b.logp_old, b.logp, b.adv, b.mask)
-    with pytest.raises(ValueError, match="rollout correction"):
-        core_algos.get_policy_loss_fn("tgc-grpo")(*tensors, rollout_is_weights=torch.ones(1))
-
-
-def test_wrong_hyperparameters_are_refused_at_once():
-    with pytest.raises(ValueError):
-        adapter.register("mine", "dfpo-min", eps_low=1)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
