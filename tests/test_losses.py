@@ -216,7 +216,9 @@ def test_bind_fills_in_what_is_chosen_and_nothing_else():
         assert loss(b) == LOSSES[name](b, eta=0.3, eps_high=0.5)
     assert bind("dfpo-min", {"ratio": "product"}).passes[0](b) == losses.dfpo_min(b, "product")
     assert bind("dr-grpo", {}).scale == "mean"
-    assert bind("nthr", {"self_term": "True"}).credit.keywords == {"self_term": True}
+    for value in (True, False):
+        keywords = bind("nthr", {"self_term": str(value)}).credit.keywords
+        assert keywords == {"self_term": value}
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0}
     assert bind("nthr", {"eta": -1}).credit.keywords == {"eta": -1.0}  # a default may be negative
 
