@@ -21,6 +21,7 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     cispo                  std   r, detached       no min, r <= 5  tokens   always
     dfpo-min               std   min of s          none            budget   always
     dfpo-orthogonal        std   s, not along A    none            budget   always
+    recentred              mean  product of two s  none            budget   always
     pos-only               std   r; losers 0       min, 0.2        tokens   never
     nthr, nthr-random      std   r; losers softer  min, 0.2        tokens   unclipped, unsoftened
     advantage-reweighting  std   r; rare softer    min, 0.2/0.24   tokens   unclipped
@@ -324,6 +325,22 @@ def _dfpo(batch: Batch, ratio: str, transform: Callable, eps: float = float("inf
     return -budget_mean((w * masked_adv(batch) * batch.logp).masked_fill(outside, 0.0), batch)
 
 
+def recentred(batch: Batch, ratio: str = "product") -> Tensor:
+    """REINFORCE that compares every two answers of a group as the new policy would draw them.
+
+    J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. The weight in brackets is
+    s_i mean(s) (A_i - Ahat) with the baseline Ahat = sum_j s_j A_j / sum_j s_j. (D, ours.)
+    With the plain product and the scale "mean" it is unbiased, also off-policy. The price is
+    variance (C16). "geometric" has less of it and is biased. A_i is trajectory_advantage.
+    Shared token: cancels always. On parts of a group the pairs inside the part cancel.
+    """
+    groups = (-1, batch.group_size)
+    s = sequence_ratio(batch, ratio).detach().clamp(max=1e9)  # s_i s_j stays finite in float32
+    s, adv = s.view(groups), trajectory_advantage(batch).view(groups)
+    pairs = s[:, :, None] * s[:, None] * (adv[:, :, None] - adv[:, None])  # (P, G, G)
+    return -budget_mean(pairs.mean(2).view(-1, 1) * batch.logp, batch)
+
+
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
@@ -622,6 +639,7 @@ METHODS: dict[str, Method] = {
     "cispo": Method((cispo,)),
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),
+    "recentred": Method((recentred,), scale="mean"),
     "pos-only": Method((pos_only,)),
     "nthr": Method((nthr_grpo,), credit=nthr, needs_scores=True),
     "nthr-random": Method((nthr_grpo,), credit=nthr_random, needs_scores=True),

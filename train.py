@@ -318,6 +318,10 @@ def load_policy(config: Config, task, path: str) -> Policy:
         tokenizer = task.make_tokenizer()
         model = make_model(config, tokenizer)
     else:
+        if not Path(path).is_dir():
+            from llm.gsm8k import use_cache_without_hub
+
+            use_cache_without_hub()
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(

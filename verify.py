@@ -25,7 +25,6 @@ Exit code 0: every verdict is the expected one, and every function of METHODS is
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import string
 import sys
@@ -37,9 +36,11 @@ from types import ModuleType
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, Outcome, examine
+from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, Result, examine
 from claims.audit import REGIMES
-from claims.evidence import TOLERANCE, find
+from claims.evidence import TOLERANCE
+from claims.formulas import name_of
+from llm import neighbours
 
 QUESTIONS = Path(__file__).parent / "claims" / "README.md"
 WHEN = ("on-policy", "off-policy", "projected")
@@ -75,8 +76,9 @@ def unspoken(module) -> list[str]:
     found = []
     for name, method in module.METHODS.items():
         for function in filter(None, (*method.passes, method.credit, method.repair)):
-            if function.__name__ not in spoken:
-                found.append(f"{name}: no claim checks {function.__name__}")
+            called = name_of(function)  # of a lambda or a partial no claim can speak
+            if called not in spoken or not hasattr(module, called):
+                found.append(f"{name}: no claim checks {called}")
     return found
 
 
@@ -91,17 +93,17 @@ def format_number(x: float) -> str:
     return f"{x:.4f}" if 1e-3 <= abs(x) < 1e4 else f"{x:.0e}"
 
 
-def summarise(claim: Claim, outcomes: list[Outcome]) -> tuple[str, list[str]]:
+def summarise(claim: Claim, results: list[Result]) -> tuple[str, list[str]]:
     """A claim's verdict, and its numbers: predicted, measured, error, left.
 
     The function and the draw with the largest error speak for it. A function that is wrong in
     another way than by its numbers has none.
     """
-    worst = max((o.evidence for o in outcomes), key=lambda evidence: evidence.excess)
-    if worst.excess <= 1 and any(o.state == "wrong" for o in outcomes):
+    worst = max((result.evidence for result in results), key=lambda evidence: evidence.excess)
+    if worst.excess <= 1 and any(result.state == "wrong" for result in results):
         worst = Evidence()
-    left = [o.evidence.mean_left for o in outcomes if o.evidence.left]
-    states = {o.state for o in outcomes}
+    left = [result.evidence.mean_left for result in results if result.evidence.left]
+    states = {result.state for result in results}
     verdict = claim.verdict
     if "wrong" in states:
         verdict = "WRONG"
@@ -112,7 +114,7 @@ def summarise(claim: Claim, outcomes: list[Outcome]) -> tuple[str, list[str]]:
     return verdict, [format_number(x) for x in (*worst.pair, error, mean_left)]
 
 
-def collect_tables(outcomes: list[Outcome]) -> list[tuple[str, list[str], list[list[str]]]]:
+def collect_tables(results: list[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
     """The tables below the claims: title, head, rows."""
 
     def format_cell(x) -> str:
@@ -122,7 +124,7 @@ def collect_tables(outcomes: list[Outcome]) -> list[tuple[str, list[str], list[l
 
     found = []
     for id_, (title, head) in TABLES.items():
-        rows = [row for o in outcomes if o.claim == id_ for row in o.evidence.rows]
+        rows = [row for result in results if result.claim == id_ for row in result.evidence.rows]
         if rows:
             found.append((title, head, [[format_cell(x) for x in row] for row in rows]))
     return found
@@ -131,17 +133,20 @@ def collect_tables(outcomes: list[Outcome]) -> list[tuple[str, list[str], list[l
 # ---------------- printing
 
 
-def locate(function) -> str:
-    """Its name and its line."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{function.__name__}:{code.co_firstlineno}" if code else function.__name__
+def locate(module, name: str) -> str:
+    """A function's name and its line."""
+    for place in (module, neighbours):
+        code = getattr(getattr(place, name, None), "__code__", None)
+        if code:
+            return f"{name}:{code.co_firstlineno}"
+    return name
 
 
-def show(module, claims: list[Claim], outcomes: list[Outcome]) -> None:
+def show(module, claims: list[Claim], results: list[Result]) -> None:
     columns = f"{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}"
     print(f"{'claim':6}{'verdict':17}{columns}   source")
     for claim in claims:
-        own = [o for o in outcomes if o.claim == claim.id]
+        own = [result for result in results if result.claim == claim.id]
         verdict, (predicted, measured, error, left) = summarise(claim, own)
         statement, source, _ = claim.text
         numbers = f"{predicted:>11}{measured:>11}{error:>9}{left:>9}"
@@ -149,22 +154,24 @@ def show(module, claims: list[Claim], outcomes: list[Outcome]) -> None:
         print(f"      {statement}")
         if claim.condition:
             print(f"      {claim.verdict.capitalize()}: {claim.condition}.")
-        print(f"      of {' '.join(locate(find(module, o.function)) for o in own)}")
-    for title, head, rows in collect_tables(outcomes):
+        print(f"      of {' '.join(locate(module, result.function) for result in own)}")
+    for title, head, rows in collect_tables(results):
         print(f"\n{title}")
         width = max(map(len, head)) + 2
         for name, *cells in [head, *rows]:
             print(f"{name:16}" + "".join(f"{cell:>{width}}" for cell in cells))
 
 
-def show_markdown(claims: list[Claim], outcomes: list[Outcome]) -> None:
+def show_markdown(claims: list[Claim], results: list[Result]) -> None:
     rows = []
     for claim in claims:
-        verdict, numbers = summarise(claim, [o for o in outcomes if o.claim == claim.id])
+        verdict, numbers = summarise(
+            claim, [result for result in results if result.claim == claim.id]
+        )
         verdict = f"**{verdict}** {claim.condition}".strip()
         rows.append([claim.id, claim.text[0], *numbers[2:], verdict])
     head = ["claim", "what it says", "error", "left", "verdict"]
-    tables = [("", head, rows), *collect_tables(outcomes)]
+    tables = [("", head, rows), *collect_tables(results)]
     for title, head, rows in tables:
         print(f"\n{title}:\n" if title else "")
         lines = [head, ["---"] * len(head), *rows]
@@ -250,15 +257,18 @@ def main(argv: list[str] | None = None) -> int:
     if not pairs and not missed:
         sys.exit(f"error: {options.losses} defines no function that these claims speak of")
     claims = [claim for claim in claims if any(claim is other for other, _ in pairs)]
-    outcomes = [examine(module, claim, name, draws) for claim, name in pairs]
+    results = [examine(module, claim, name, draws) for claim, name in pairs]
     if options.markdown:
-        show_markdown(claims, outcomes)
+        show_markdown(claims, results)
     else:
-        show(module, claims, outcomes)
-    failed = [o for o in outcomes if o.state != "ok"]
+        show(module, claims, results)
+    failed = [result for result in results if result.state != "ok"]
     if failed or missed:
         print()
-    for line in [*(f"{o.claim}: {o.function}: {o.message}" for o in failed), *missed]:
+    for line in [
+        *(f"{result.claim}: {result.function}: {result.message}" for result in failed),
+        *missed,
+    ]:
         print(f"! {line}")
     return 1 if failed or missed else 0
 

@@ -26,9 +26,9 @@ from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401
 from claims import ibpo  # noqa: F401
 from claims import questions  # noqa: F401
-from claims.evidence import CLAIMS, Claim, Draws, Evidence, Missing, Outcome, examine
+from claims.evidence import CLAIMS, Claim, Draws, Evidence, Missing, Result, examine
 
-__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "Missing", "Outcome", "examine"]
+__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "Missing", "Result", "examine"]
 
 NOTATION = """\
 Notation

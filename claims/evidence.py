@@ -116,7 +116,7 @@ def find(module, function: str) -> Callable:
 
 
 @dataclass
-class Outcome:
+class Result:
     claim: str
     function: str
     state: str = "ok"  # ok, wrong, missing
@@ -132,7 +132,7 @@ class Draws(list):
         super().__init__(ordinary + [Draw(seed, 0, kind=kind) for kind in kinds])
 
 
-def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Outcome:
+def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Result:
     """One claim about one function, on ordinary trees and then, if it holds there, on extreme ones.
 
     Numbers and tables are those of the ordinary trees, unless the claim fails on the others.
@@ -147,7 +147,7 @@ def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Outcome:
     return replace(beyond, message=f"{beyond.message} (on extreme trees)")
 
 
-def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Outcome:
+def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Result:
     """Whatever goes wrong in here is that function's fault."""
     evidence = Evidence()
     for draw in draws:
@@ -156,16 +156,16 @@ def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Outcom
         find(module, function)
         claim.check(module, function, draws, evidence)
     except Exception as error:
-        if isinstance(error, NotImplementedError) and (
-            isinstance(error, Missing) or not error.args
-        ):
-            return Outcome(claim.id, function, "missing", "not yet written")
         message = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Outcome(claim.id, function, "wrong", message, evidence)
+        if isinstance(error, Missing):
+            return Result(claim.id, function, "missing", f"there is no function {error}")
+        if isinstance(error, NotImplementedError) and not error.args:
+            return Result(claim.id, function, "missing", "not yet written")
+        return Result(claim.id, function, "wrong", message, evidence)
     if evidence.excess > 1:
         message = f"expected {evidence.pair[0]:.6g}, got {evidence.pair[1]:.6g}"
-        return Outcome(claim.id, function, "wrong", message, evidence)
+        return Result(claim.id, function, "wrong", message, evidence)
     if evidence.mean_left < NOTICEABLE and not any(draw.kind for draw in draws):
         message = "what must differ here is the same"
-        return Outcome(claim.id, function, "wrong", message, evidence)
-    return Outcome(claim.id, function, evidence=evidence)
+        return Result(claim.id, function, "wrong", message, evidence)
+    return Result(claim.id, function, evidence=evidence)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import losses
 from claims.evidence import claim
-from claims.readout import Readout, selected_by_pairs, smaller_half
+from claims.readout import Readout
 from claims.trees import Draw, coefficients
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
@@ -28,16 +28,20 @@ DFPO = ("dfpo_min", "dfpo_orthogonal")
 SELF_TERM = False  # nthr's default
 
 
+def name_of(function) -> str:
+    return getattr(function, "__name__", str(function))
+
+
 def every_loss(module) -> list[str]:
     """The names of all loss functions of METHODS."""
     passes = [loss for method in module.METHODS.values() for loss in method.passes]
-    return list(dict.fromkeys(loss.__name__ for loss in passes))
+    return list(dict.fromkeys(map(name_of, passes)))
 
 
 def single_losses(module) -> list[str]:
     """Those of the methods that are one loss and nothing else."""
     methods = module.METHODS.values()
-    return [x.passes[0].__name__ for x in methods if len(x.passes) == 1 and not x.credit]
+    return [name_of(x.passes[0]) for x in methods if len(x.passes) == 1 and not x.credit]
 
 
 def defaults(function) -> dict[str, object]:
@@ -367,24 +371,23 @@ def m6(module, name, draws, evidence):
     """
     options = [{}, {"beta": 0.0, "eta": 0.0}, {"self_term": False, "eta": 0.3}]
     options += [{"self_term": True, "beta": 0.5}, {"beta": -1.0}]
-    for draw, hyper in itertools.product(smaller_half(draws), options):
+    for draw, hyper in itertools.product(draws, options):
         readout = Readout(draw)
         adv = torch.where(draw.mask, draw.randn(*draw.mask.shape), -1)
-        selected = selected_by_pairs(
-            readout, hyper.get("beta", 1.0), hyper.get("self_term", SELF_TERM)
-        )
         measured = getattr(module, name)(adv, readout.old(module), **hyper)
-        softened = {(i, t) for i, t in selected if adv[i, t] < 0}
+        reading = {"beta": 1.0, "self_term": SELF_TERM} | hyper
+        reading.pop("eta", None)
+        softened = {at for at in readout.selected(**reading) if adv[at] < 0}
         if name == "nthr_random":
             counts = [sum(i == j for j, _ in softened) for i in range(draw.N)]
             evidence.equal(torch.tensor(counts), (measured != adv).sum(1))
             evidence.equal(False, bool(((measured != adv) & ~draw.mask).any()))
             softened = {(i, t) for i, t in (measured != adv).nonzero().tolist()}
         predicted = adv.clone()
-        for rows, winners, _ in readout.groups():
-            eta = hyper.get("eta", 2 * abs(0.5 - len(winners) / draw.G))
-            for i, t in readout.visits(rows):
-                predicted[i, t] *= eta if (i, t) in softened else 1
+        for rows, correct in readout.groups():
+            eta = hyper.get("eta", 2 * abs(0.5 - len(correct) / draw.G))
+            for at in readout.visits(rows):
+                predicted[at] *= eta if at in softened else 1
         evidence.equal(predicted, measured)
         batch = draw.batch(module, 0.3, adv=measured)
         loss = module.METHODS[name.replace("_", "-")].passes[0](batch)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from claims.evidence import claim, find
-from claims.readout import Readout, smaller_half
+from claims.readout import Readout
 from claims.trees import ascent
 
 
@@ -177,13 +177,10 @@ def n4(module, name, draws, evidence):
     Measured: all scores, and the part that a correct answer has in those of its own tokens, on V*
     and on all ids, against a loop over pairs.
     """
-    for draw in smaller_half(draws):
+    for draw in draws:
         readout = Readout(draw)
-        facts = dict(tokens=draw.tokens, mask=draw.mask, logp=readout.logp, group_size=draw.G)
-        facts["rewards"] = torch.tensor(readout.R, dtype=torch.float64)
-        facts |= dict(hidden=readout.hidden, head=0.7 * readout.head, temperature=0.7)
+        scores = find(module, name)
         for full_vocab in (False, True):
-            predicted = readout.score_by_pairs(full_vocab)
-            measured = find(module, name)(**facts, full_vocab=full_vocab)
-            for x, y in zip(predicted, measured, strict=True):
+            measured = scores(**readout.facts, **readout.reading, full_vocab=full_vocab)
+            for x, y in zip(readout.scores(full_vocab), measured, strict=True):
                 evidence.equal(x, y)

@@ -91,7 +91,8 @@ def q2(module, name, draws, evidence):
 
 
 def clipping_losses(module) -> list[str]:
-    return [name for name in every_loss(module) if "eps_low" in defaults(getattr(module, name))]
+    losses = [name for name in every_loss(module) if hasattr(module, name)]
+    return [name for name in losses if "eps_low" in defaults(getattr(module, name))]
 
 
 @claim("Q3", clipping_losses, only_if="the ratios are exactly 1")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import claim
+from claims.evidence import TOLERANCE, claim
 from claims.formulas import average_of, fitting, single_losses
 from claims.trees import Draw, ascent, coefficients
 from claims.worlds import Outcome, World
@@ -57,10 +57,11 @@ def c15(module, name, draws, evidence):
       sum w_i A_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax,
 
     and the second sum is |S_v| Cov(w, A). The first is what these answers earned more than their
-    siblings: the empirical advantage of taking the token a at h. The second depends on who else
-    shares the prefix and on what comes after it, not on this token. This divides one batch. What is
-    expected divides otherwise: wbar and sum A_i are correlated, too, so the expected credit of a
-    batch still has a part of the tax in it (C17h).
+    siblings: the empirical advantage of taking the token a at h. TEMPO (2509.18314) had both the
+    tree's nodes and this credit before. The second depends on who else shares the prefix and on
+    what comes after it, not on this token. This divides one batch. What is expected divides
+    otherwise: wbar and sum A_i are correlated, too, so the expected credit of a batch still has a
+    part of the tax in it (C17h).
 
     A constant w has w_i - wbar = 0, so its tax is 0 for every A. For any other w, the advantages A
     = w - wbar are taxed with ||w - wbar||^2 > 0 ("left", over sum |c|). So the tax is 0 for every
@@ -181,7 +182,9 @@ def c16(module, name, draws, evidence):
         g_on, g_off, g_projected = (ascent(x, W) for x in (loss(on, **hyper), loss_off, projected))
         if average == "budget":
             evidence.equal(unbiased, g_on)
-        evidence.record_left((g_off - unbiased).norm() / unbiased.norm())
+        bias = (g_off - unbiased).norm() / unbiased.norm()
+        if bias > TOLERANCE:  # a method of your own may have none
+            evidence.record_left(bias)
         for g in (g_on, g_off, g_projected):
             cosine = (g * world.exact).sum() / g.norm() / world.exact.norm()
             prices.append([cosine, world.max_tokens * g.norm() / world.exact.norm()])

@@ -26,7 +26,7 @@ from exercises.questions import EXERCISES, Question
 from losses import Batch
 
 LIMIT = 10  # seconds for a whole file
-START = 60  # seconds until the child has imported torch
+START = 120  # seconds until the child has imported torch
 
 
 @dataclass

@@ -19,21 +19,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from experiments import fail
 from experiments.curves import INCIDENTAL, format_table, group_runs, read_run
 from losses import METHODS
 from train import Config, parse
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 # The settings that change a warm start, next to the seed and to whether the method repairs.
-WARM = ("task", "model", "layers", "width", "data", "skip_bad_lines", "train_items")
+WARM = ("task", "model", "layers", "width", "data", "train_items")
 WARM += ("warm_steps", "warm_rows", "warm_lr", "repair_references")
 
 
@@ -50,59 +47,50 @@ class Job:
     def log(self) -> Path:
         return self.folder.parent / ".logs" / f"{self.folder.name}.log"
 
-    def count_lines(self) -> int:
-        """Of its metrics: as many as its steps, and one more for step 0."""
-        metrics = self.folder / "metrics.jsonl"
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
-
-def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own flags, and those that are for train.py."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.error = fail
     parser.add_argument("--method", default="grpo", help="methods, comma-separated (default grpo)")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
     parser.add_argument("--out", default="runs/compare", help="directory (default runs/compare)")
     options, others = parser.parse_known_args(argv)
     if options.seeds < 1:
-        fail(f"--seeds {options.seeds}: must be at least 1")
+        sys.exit(f"error: --seeds {options.seeds}: must be at least 1")
     return options, others
 
 
-def plan(argv: list[str], starts: str | None = None) -> dict[Path, Job]:
-    """Folder -> job, of the runs that argv asks for and of their warm starts.
+def plan(argv: list[str] | None = None) -> list[Job]:
+    """The warm starts and runs that argv asks for, a start before its runs.
 
-    Ends the program, in one line, over arguments that some run would refuse. starts: where the
-    warm starts are, if not beside the runs.
+    Ends the program, in one line, over arguments that some run would refuse.
     """
     options, others = read_options(argv)
     jobs: dict[Path, Job] = {}
     for variant in options.method.split(","):
         method, plus, suffix = variant.partition("+")
         if plus and suffix != "proj":
-            fail(f"--method {variant}: expected NAME or NAME+proj")
+            sys.exit(f"error: --method {variant}: expected NAME or NAME+proj")
         for seed in range(options.seed, options.seed + options.seeds):
             folder = Path(options.out, f"{variant}-s{seed}")
             if folder in jobs:
-                fail(f"--method {options.method}: {variant} stands there twice")
+                sys.exit(f"error: --method {options.method}: {variant} stands there twice")
             args = ["--method", method, "--seed", str(seed), *others]
             args += ["--project"] if plus else []
-            config = parse(args)
-            start = None
+            config, start = parse(args), None
             if config.model == "scratch" and config.warm_steps:
                 repair = METHODS[method].repair and config.task == "arithmetic"
-                name = f"start-repair-s{seed}" if repair else f"start-s{seed}"
-                start = Path(starts or options.out, name)
-                jobs.setdefault(start, plan_run(start, [*args, "--steps", "0"]))
+                start = Path(options.out, f"start-repair-s{seed}" if repair else f"start-s{seed}")
+                if start not in jobs:
+                    jobs[start] = plan_run(start, [*args, "--steps", "0"])
                 args = start_from(start, args, config)
             jobs[folder] = plan_run(folder, args, start)
-    return jobs
+    return list(jobs.values())
 
 
 def start_from(start: Path, args: list[str], before: Config) -> list[str]:
@@ -121,67 +109,44 @@ def start_from(start: Path, args: list[str], before: Config) -> list[str]:
 def plan_run(folder: Path, args: list[str], start: Path | None = None) -> Job:
     """All of a run is left to do, or the rest, or nothing. One of other flags is refused."""
     config = parse(args)
-    if not folder.is_dir():
+    if not (folder / "config.json").exists():
+        # What a kill in the first moment left may be empty; train.py goes on with a config.json.
         return Job(folder, config, [*args, "--out", str(folder)], start)
     try:
         run = read_run(folder)
-    except ValueError:
-        fail(f"{folder} is in the way: it is no run; remove it, or choose another --out")
+    except ValueError as error:
+        sys.exit(f"error: {error}; remove it, or choose another --out")
     for key, value in asdict(config).items():
         matters = key in WARM if config.steps == 0 else key not in INCIDENTAL
         if matters and run.config.get(key) != value:
             was = f"{key} {run.config.get(key)}, not {value}"
-            fail(f"{folder} was made with {was}; another experiment needs another --out")
+            sys.exit(f"error: {folder} was made with {was}; choose another --out")
     rest = ["--resume", str(folder), "--micro-rows", str(config.micro_rows)]
     return Job(folder, config, [] if run.finished else rest, start)
 
 
-def make(jobs: Iterable[Job]) -> list[str]:
-    """Make what is not there yet, the warm starts first. Returns a line for each failure."""
-    runs = [job for job in jobs if job.config.steps]
-    left = [job for job in runs if job.args]
-    needed = {job.start for job in left}
-    starts = [job for job in jobs if job.args and job.folder in needed]
-    to_do = f"{len(starts)} warm start(s), {len(left)} run(s)"
-    print(f"{len(runs)} run(s); to do: {to_do}", flush=True)
-    total = sum(job.config.steps + 1 for job in starts + left)
-    with tqdm(total=total, unit="step", disable=None) as bar:
-        failures = run_all(starts, bar)
-        failures |= run_all([job for job in left if job.start not in failures], bar)
-    return [f"{folder}: {reason}" for folder, reason in failures.items()]
-
-
-def run_all(jobs: list[Job], bar: tqdm) -> dict[Path, str]:
-    """Run the jobs as processes, several at once. Returns folder -> why it failed."""
-    most = count_at_once(jobs[0].config) if jobs else 0
-    waiting = list(jobs)
+def run_all(jobs: list[Job]) -> dict[Path, str]:
+    """Run what is left of the jobs, several at once. Returns folder -> why it failed."""
+    waiting = [job for job in jobs if job.args]
     running: list[tuple[Job, subprocess.Popen]] = []
     failures = {}
-    lines_done = bar.n
     try:
         while waiting or running:
-            while waiting and len(running) < most:
+            while waiting and len(running) < count_at_once(waiting[0].config):
                 job = waiting.pop(0)
                 running.append((job, launch(job)))
             time.sleep(0.1)
             for job, process in running:
-                if process.poll() is None:
-                    continue
-                lines = job.count_lines()
-                lines_done += lines
-                if process.returncode:
-                    failures[job.folder] = explain(job, process.returncode)
-                end = "failed" if process.returncode else f"{max(0, lines - 1)} steps"
-                tqdm.write(f"{job.folder}: {end}")
+                if process.poll() is not None:
+                    if process.returncode:
+                        failures[job.folder] = explain(job, process.returncode)
+                    print(f"{job.folder}: {'failed' if process.returncode else 'done'}", flush=True)
             running = [pair for pair in running if pair[1].returncode is None]
-            bar.n = lines_done + sum(job.count_lines() for job, _ in running)
-            bar.set_postfix_str(" ".join(job.folder.name for job, _ in running))
     except KeyboardInterrupt:
         # The processes are in our group and have the signal, too: each saves its step and ends.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _, process in running:
             process.wait()
-        bar.close()
         sys.exit("stopped; the same command resumes")
     return failures
 
@@ -194,7 +159,7 @@ def launch(job: Job) -> subprocess.Popen:
             print("$", shlex.join(command), file=file, flush=True)
             return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     except OSError as error:
-        fail(f"{job.log} cannot be written: {error.strerror}")
+        sys.exit(f"error: {job.log} cannot be written: {error.strerror}")
 
 
 def explain(job: Job, code: int) -> str:
@@ -207,24 +172,29 @@ def explain(job: Job, code: int) -> str:
 
 def count_at_once(config: Config) -> int:
     """How many runs there are cores for; one on a GPU, and where a run takes all cores."""
-    if config.device != "cpu" and torch.cuda.is_available() or not config.threads:
+    if torch.cuda.is_available() or not config.threads:
         return 1
     known = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
     return max(1, cores // config.threads)
 
 
 def main(argv: list[str] | None = None):
-    jobs = plan(sys.argv[1:] if argv is None else argv).values()
-    if failures := make(jobs):
-        sys.exit("error: " + "\n       ".join(failures))
-    try:
-        runs = [read_run(job.folder) for job in jobs if job.config.steps]
-        if unfinished := [Path(run.folder).name for run in runs if not run.finished]:
-            sys.exit(f"stopped: {', '.join(unfinished)} unfinished; the same command resumes")
-        print("\n" + format_table(group_runs(runs)))
-    except ValueError as error:
-        fail(str(error))
+    jobs = plan(argv)
+    runs = [job for job in jobs if job.config.steps]
+    needed = {job.start for job in runs if job.args}
+    starts = [job for job in jobs if job.args and job.folder in needed]
+    left = sum(bool(job.args) for job in runs)
+    print(f"{len(runs)} runs, {left} of them to do, from {len(starts)} warm starts", flush=True)
+    failures = run_all(starts)
+    failures |= run_all([job for job in runs if job.start not in failures])
+    if failures:
+        lines = [f"{folder}: {reason}" for folder, reason in failures.items()]
+        sys.exit("error: " + "\n       ".join(lines))
+    made = [read_run(job.folder) for job in runs]
+    if unfinished := [Path(run.folder).name for run in made if not run.finished]:
+        sys.exit(f"stopped: {', '.join(unfinished)} unfinished; the same command resumes")
+    print("\n" + format_table(group_runs(made)))
 
 
 if __name__ == "__main__":

@@ -338,6 +338,7 @@ def test_other_ways_to_write_a_right_answer_pass():
         ("an_accident", ([2, 2, 3, 3], [float("nan"), -1, 2, -1]), "Every |A|"),
         ("an_accident", None, "Lists of four lengths and four advantages are asked for."),
         ("blind_spot", ([1, 1, 1, 1], [1, 1, -1, -1], (0, 2)), "The pair is left with 0:"),
+        ("blind_spot", ([1.05, 1, 1, 1], [1, 1, -1, -1], (0, 2)), "that is not more than 0.1."),
         ("blind_spot", ([3, 1, 1, 1], [1, 1, -1, 1], (0, 2)), "sum to 2, not to 0."),
         ("blind_spot", ([3, 1, 1, 1], [1, 1, -1, -1], (0, 1)), "The pair's advantages sum to 2"),
         ("blind_spot", ([3, 1, 1, 1], [1, 1, -1, -1], (1, 4)), "from 0 to 3"),
@@ -372,11 +373,10 @@ GOOD = solution(3).partition("def left")[0]
         ("import nothing_such\ndef min_replace(w, adv): ...", ["ModuleNotFoundError: ", "line 1"]),
         ("def min_replace(w, adv):\n    return 1 / 0", ["ZeroDivisionError", "(line 2, in min_r"]),
         ("min_replace = 3", ["TypeError: 'int' object is not callable"]),
-        ("def min_replace(w, adv): print('heard?'); return input()", ["EOFError"]),
+        ("def min_replace(w, adv): return input()", ["EOFError"]),
         (GOOD, ["gate_is_open  PASS", "The file has no function left_at_a_shared_token."]),
         (
-            GOOD
-            + "def left_at_a_shared_token(*x):\n    return 0 if x[0] == 1 else print('heard?')",
+            GOOD + "def left_at_a_shared_token(*x):\n    return 0 if x[0] == 1 else print()",
             ["gate_is_open  PASS", "Your function returns nothing. Did you print"],
         ),
         (
@@ -395,7 +395,18 @@ def test_trouble_is_one_clear_line(source, lines, grade, monkeypatch):
     code, out = grade(source)
     assert code == 1 and all(line in out for line in lines), out
     assert time.monotonic() - begin < 30  # after 3 s, and the start of the child
-    assert "Traceback" not in out and "heard?" not in out
+    assert "Traceback" not in out
+
+
+def test_the_command_shows_the_verdict_and_nothing_that_the_file_prints(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "print('heard?')\ndef min_replace(w, adv):\n    print('heard?')\n    return w\n"
+    )
+    command = [sys.executable, "-m", "exercises.grader", str(path)]
+    result = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
+    assert result.returncode == 1 and "expected  [[0.5, 0.5]], detached" in result.stdout
+    assert "heard?" not in result.stdout + result.stderr
 
 
 CHEAT = """

@@ -123,6 +123,14 @@ def test_the_ratio_is_one_on_padding_and_is_clamped_nowhere():
         torch.testing.assert_close(x.log(), torch.full_like(x, 30.0))
 
 
+@pytest.mark.parametrize("differing", [1, 255, 256, 257, 512])
+def test_answers_that_once_differed_share_no_node_again(differing):
+    tokens = torch.zeros(2, 600, dtype=torch.long)
+    tokens[1, :differing] = 1
+    nodes = losses.prefix_nodes(tokens, tokens >= 0, 2)
+    assert (nodes[0] != nodes[1]).all() and nodes.unique().numel() == 1200
+
+
 def test_a_part_of_a_batch_keeps_every_field():
     b = make_batch()
     part = b[torch.arange(4, 12)]
@@ -208,7 +216,9 @@ def test_bind_fills_in_what_is_chosen_and_nothing_else():
         assert loss(b) == LOSSES[name](b, eta=0.3, eps_high=0.5)
     assert bind("dfpo-min", {"ratio": "product"}).passes[0](b) == losses.dfpo_min(b, "product")
     assert bind("dr-grpo", {}).scale == "mean"
-    assert bind("nthr", {"self_term": "True"}).credit.keywords == {"self_term": True}
+    for value in (True, False):
+        keywords = bind("nthr", {"self_term": str(value)}).credit.keywords
+        assert keywords == {"self_term": value}
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0}
     assert bind("nthr", {"eta": -1}).credit.keywords == {"eta": -1.0}  # a default may be negative
 

@@ -72,15 +72,16 @@ def test_scores_do_not_depend_on_row_order_splitting_or_padding():
 
 
 def test_empty_answers_have_no_scores_and_no_say():
-    facts = make_facts(11, empty=(0, 1, 12))  # a right one, a wrong one, one with partial reward
-    old = make_old(facts)
-    scores, own_scores = nthr_scores(**facts)
-    assert scores.isfinite().all() and own_scores.isfinite().all()
-    # row 3 is the only right answer of group 0 that has tokens
-    mean = scores[3][facts["mask"][3]].mean()
-    expected = facts["mask"] & (scores > 0.5 * mean)
-    assert nthr_selected(old, 0.5, True)[1:3].equal(expected[1:3])
-    assert expected[2].any() and not nthr_selected(old, 0.5)[[0, 1, 3, 12]].any()
+    for seed in range(10):
+        facts = make_facts(seed, empty=(0, 1, 12))  # a right, a wrong and a partly right one
+        scores, own_scores = nthr_scores(**facts)
+        assert scores.isfinite().all() and own_scores.isfinite().all()
+        assert (scores[4:12] == 0).all() and (own_scores[4:12] == 0).all()  # all wrong, all right
+        # row 3 is the only right answer of group 0 that has tokens
+        tau = 0.5 * scores[3][facts["mask"][3]].mean()
+        expected = facts["mask"] & (scores > tau)
+        selected = nthr_selected(make_old(facts), 0.5, self_term=True)
+        assert selected[1:3].equal(expected[1:3]) and not selected[[0, 3, 12]].any()
     nobody = make_old(make_facts(5, empty=range(16)))
     adv = -torch.ones(16, 5).double()
     assert nthr(adv, nobody).equal(adv) and nthr_random(adv, nobody).equal(adv)
@@ -117,30 +118,28 @@ def test_the_random_control_is_uniform_and_independent_between_rows_and_steps(mo
     mask = (bits > 0).expand(n, 5)
     monkeypatch.setattr(losses, "nthr_selected", lambda *_: mask & (bits < 4))
     drawn = []
-    for seed in (0, 1):
+    for seed in (0, 1, 0):
         gen = torch.Generator().manual_seed(seed)
         old = OldPolicy(mask.long(), mask, mask.double(), torch.zeros(n), 4, gen=gen)
         gone = nthr_random(-mask.double(), old, eta=0.0) == 0
         drawn.append((gone * bits).sum(1).unique(return_inverse=True)[1])
         assert drawn[-1].max() == 5
-    first, second = drawn
+    first, second, again = drawn
+    assert again.equal(first)
     rows = torch.arange(0, n, 8)  # the first row of every other group
-    for one, other in ((first[rows], first[rows + 1]), (first[rows], first[rows + 4]), drawn):
+    for one, other in ((first[rows], first[rows + 1]), (first[rows], first[rows + 4]), drawn[:2]):
         counts = (6 * one + other).bincount(minlength=36)
         expected = len(one) / 36
         assert ((counts - expected) ** 2 / expected).sum() < 120
 
 
-def test_the_random_control_repeats_itself_and_leaves_padding_and_praise_alone():
+def test_the_rules_leave_padding_and_praise_alone():
     facts = make_facts(7)
     adv = torch.where(facts["mask"], -1.0, -7.0).double()
-    one, two = (
-        nthr_random(adv, make_old(facts, torch.Generator().manual_seed(3)), 0.0, 0.5)
-        for _ in range(2)
-    )
-    assert one.equal(two) and (one != adv).any() and (one[~facts["mask"]] == -7).all()
-    assert nthr_random(-adv, make_old(facts), 0.0, 0.5).equal(-adv)
-    assert nthr(-adv, make_old(facts), 0.0, 0.5).equal(-adv)
+    for rule in (nthr, nthr_random):
+        softened = rule(adv, make_old(facts), 0.0, 0.5)
+        assert (softened != adv).any() and (softened[~facts["mask"]] == -7).all()
+        assert rule(-adv, make_old(facts), 0.0, 0.5).equal(-adv)
 
 
 # ---------------- IBPO: the alignment

@@ -23,6 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HTML = Path(tree.__file__).with_name("tree_page.html").read_text()
 LINKS = re.findall(r'<a href="#([^"]+)">', HTML)
 PRESETS = [link.replace("&amp;", "&").replace("+", " ") for link in LINKS]
+LOSSES = tree.toy_losses()
 START = "method=reinforce&project=off&lengths=unequal&won=1010&moved=1&spread=none"
 NASTY = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 
@@ -51,8 +52,8 @@ def fresh(setting: str) -> tuple:
     """What losses.py says about a setting, one policy alone: the group, log pi (G, T), c (G, T), A
     (G,), and the advantages after the credit rule (G, T)."""
     chosen = choose(setting)
-    name, _, number = chosen["method"].partition(" pass ")
-    method, group = METHODS[name], tree.toy_group(chosen["lengths"], chosen["won"])
+    method = LOSSES[chosen["method"]][0]
+    group = tree.toy_group(chosen["lengths"], chosen["won"])
     logp = group.old.clone()
     for i, text in enumerate(group.texts):
         for t in range(len(text)):
@@ -67,9 +68,8 @@ def fresh(setting: str) -> tuple:
         gen = torch.Generator().manual_seed(0)
         old = OldPolicy(group.tokens, group.mask, group.old, rewards, 4, gen, **group.facts)
         adv = method.credit(adv, old)
-    wide = {"eps_low": 0.2, "eps_high": 0.28} if name == "gspo" else {}
     batch = Batch(logp.requires_grad_(), group.old, adv, group.mask, group_size=4, max_tokens=6)
-    loss = method.passes[int(number or 1) - 1](batch, **wide)
+    loss = LOSSES[chosen["method"]][1](batch)
     if chosen["project"] == "on":
         nodes = losses.prefix_nodes(group.tokens, group.mask, 4)
         loss = losses.project(loss, logp, A, nodes, group.mask)
@@ -78,12 +78,11 @@ def fresh(setting: str) -> tuple:
 
 def random_settings(count: int) -> list[str]:
     rng = random.Random(0)
-    methods = list(tree.bind_losses({}, model=True))
     return [
         f"method={method}&project={rng.choice(['off', 'on'])}&lengths={rng.choice([*tree.ANSWERS])}"
         f"&won={rng.randrange(16):04b}&moved={rng.choice(tree.MOVED)}"
         f"&spread={rng.choice([*tree.SPREAD])}"
-        for method in methods * count
+        for method in [*LOSSES] * count
     ]
 
 
@@ -129,9 +128,9 @@ def test_the_page_holds_what_losses_say_of_each_policy_alone(page):
 
 
 def test_s_is_shown_where_a_token_feels_the_ratios_of_its_whole_answer():
-    choices = tree.bind_losses({}, model=True).items()
-    shown = {name for name, (_, loss) in choices if tree.feels_whole_answer(loss)}
-    assert shown == {"gspo", "dfpo-min", "dfpo-orthogonal"}
+    shown = {name for name, (_, loss) in LOSSES.items() if tree.feels_whole_answer(loss)}
+    assert shown >= {"gspo", "dfpo-min", "dfpo-orthogonal"}
+    assert not shown & {"reinforce", "grpo", "dr-grpo", "dapo", "cispo", "pos-only", "lopti pass 1"}
 
 
 def test_a_method_of_ones_own_is_on_the_page_with_a_clip_that_lets_it_act(monkeypatch):

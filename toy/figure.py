@@ -36,7 +36,7 @@ STYLE = {
     "legend.frameon": False,
     "lines.markersize": 4.5,
     "errorbar.capsize": 3,
-    "savefig.dpi": 160,
+    "savefig.dpi": 120,
 }
 
 

@@ -72,7 +72,8 @@ def climb(
             optimizer = make_optimizer(trial, kind, RATES[kind])
         logp, _ = in_pieces(trial, scored.answers, config)
         part = replace(scored, batch=replace(scored.batch, logp=logp))
-        norms.append(update(trial, optimizer, loss, part, config)[1])
+        _, _, norm = update(trial, optimizer, loss, part, config)
+        norms.append(norm)
     return in_pieces(trial, scored.answers, config)[0], norms[0]
 
 
@@ -154,7 +155,7 @@ def plot(measures: Measures, path: Path):
         if " - " in name
     }
     draw_differences(last, differences)
-    last.set_title("p > .75: share moving as A says")
+    last.set_title("p > .75: moves as A says")
     last.set_xlabel("difference of two shares")
     figure.savefig(path)
 

@@ -38,11 +38,12 @@ from train import (
 )
 
 METHODS = {  # name: a method and its hyperparameters
-    "grpo": ("grpo", []),
+    "grpo": ("nthr", ["eta=1"]),  # the paper's: its token mean, nothing softened
     "nthr": ("nthr", []),
     "random": ("nthr-random", []),
     "nthr, eta 0": ("nthr", ["eta=0"]),
     "random, eta 0": ("nthr-random", ["eta=0"]),
+    "nthr, self term": ("nthr", ["self_term=True"]),
     "pos-only": ("pos-only", []),
 }
 RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
@@ -99,7 +100,9 @@ def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> flo
 def measure_gwhes(policy: Policy, answers: Answers) -> float:
     """(II) - (I) of NTHR's Theorem 4.4 (claim N3), the mean over the right answers.
 
-    N5 sums both up from the token scores: (II) from those of the wrong tokens, (I) from the right.
+    Both are double sums of <g, g'> <h, h'> over pairs of tokens, of which one is in a right answer.
+    A token's score is its part of them. So summed over the right answers, (II) is p- times the
+    scores of the wrong tokens, and (I) is p+ times those of the right ones.
     """
     config = Config()
     scores, _ = nthr_scores(
@@ -146,8 +149,9 @@ def show(deltas: dict[tuple[str, str], Tensor]):
             delta = deltas[kind, name]
             gain = delta - deltas[kind, "grpo"]
             cells = [format_mean(delta), format_mean(gain, "+"), ""]
-            if "nthr" in name:
-                cells[2] = format_mean(delta - deltas[kind, name.replace("nthr", "random")], "+")
+            control = name.replace("nthr", "random")
+            if control != name and control in METHODS:
+                cells[2] = format_mean(delta - deltas[kind, control], "+")
             cells += [f"{share.float().mean():.0%}" for share in (gain > 0, delta <= 0)]
             print(f"{name:21}" + "".join(f"{cell:>18}" for cell in cells))
 
@@ -165,10 +169,10 @@ def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
     finding = (
-        "NTHR lifts the right answers more than GRPO does. So does chance, if steps are as long."
+        "NTHR lifts right answers more than GRPO. With equal steps, so does softening at random."
     )
     figure = make_figure(finding, 2.6)
-    names = [name for name in METHODS if name != "grpo"]
+    names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
     for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
         grpo = deltas[kind, "grpo"]
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}

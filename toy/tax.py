@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from claims.worlds import Groups, Outcome
 from losses import METHODS, Batch, learning_tax, project, token_coefficients
-from toy.alike import Groups, Outcome
 from toy.figure import draw_lines, line_style, make_figure, parse_plot, save_picture
 
 G, BATCHES, UPDATES = 4, 120, 8

@@ -1,75 +1,54 @@
-"""Does it fit? The memory of a training step on Qwen2.5-0.5B's architecture.
+"""Does it fit? The memory of a training step with --fast on Qwen2.5-0.5B's architecture.
 
-    python -m experiments.bench.memory [--micro-rows 8] [--prompts 16] [--measure cuda] ...
+    python -m experiments.bench.memory [--micro-rows 8] [--max-tokens 512] [--measure cuda]
 
-Computed without a GPU, in bf16 as on a GPU. The prompts are read and a bucket of micro_rows answers
-is scored with tensors that have shapes but no data. What autograd keeps of that for the backward
-pass is added up, every storage once. No answer ends early.
+Computed without a GPU, in bf16 as on a GPU. The model reads its prompts and micro_rows answers with
+tensors that have shapes but no data. What autograd keeps of that for the backward pass is added up,
+every storage once. No answer ends early. The peak of the rollout comes at another time than that of
+backward.
 
-With more answers than micro_rows, log_probs() keeps no activations. Backward makes them again: of
-one bucket after another, and then of at most micro_rows prompts. So the peak has either those of a
-bucket or those of some prompts. The prompts' keys and values, and their gradients, are there all
-the time. The peak of the rollout comes at another time than that of backward.
-
---measure also makes two steps from random weights on that device and prints their peak (cpu: of
-resident memory, in fp32). Needs transformers 5.
+--measure also makes a step from random weights on that device, with --fast and without, and prints
+their peaks (cpu: of resident memory, in fp32). Needs transformers 5.
 """
 
+import argparse
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import DynamicCache
 
 import train
-from experiments.bench.rollout import CASES, Case, architecture, build
-from experiments.bench.step import Ids, Task, make_policy, make_step
-from experiments.bench.timing import make_parser, rise_mb
-from llm.cache import RoomyLayer
-from llm.policy import CHUNK, read_prompts
+from experiments.bench.cases import (
+    CASES,
+    GROUP,
+    Case,
+    Ids,
+    Task,
+    architecture,
+    make_config,
+    make_policy,
+    step,
+)
+from experiments.bench.timing import peak_gb
+from llm.fast import CHUNK, PromptStates
 
 
-@dataclass
-class Kept:
-    """Bytes that autograd keeps for backward beside the parameters, and what goes with them."""
-
-    prompts: int  # of reading the prompts
-    bucket: int  # of scoring a bucket
-    both: int  # of the two together, which share a bf16 copy of the weights
-    token: int  # keys and values of a prompt's token, as they are read
-    sampled: int  # keys and values of a token in the rollout
-    parameters: int  # their number
-
-
-def count_kept(case: Case, rows: int, fake: bool = True) -> Kept:
-    """Of forward passes over the case's prompts and then a bucket of `rows` full answers."""
+def count_kept(case: Case, rows: int, fake: bool = True) -> tuple[int, int]:
+    """Bytes that autograd keeps of scoring `rows` full answers, beside the parameters; and the
+    number of parameters."""
     with FakeTensorMode() if fake else nullcontext(), torch.autocast("cpu", torch.bfloat16):
         model = architecture(case).eval()
         own = {p.untyped_storage()._cdata for p in model.parameters()}
-        prompts = [[i] * case.prompt for i in range(case.prompts)]
-        read, of_prompts = saved_storages(lambda: read_prompts(model, prompts))
-        read.place = torch.arange(rows) % case.prompts
-        states = read.of(torch.arange(rows))
-        hidden, of_bucket = saved_storages(lambda: read_answers(model, case.cap, states))
-        of_bucket[hidden.untyped_storage()._cdata] = hidden  # the output layer keeps it
-        bytes_kept = [
-            sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in own)
-            for storages in (of_prompts, of_bucket, of_prompts | of_bucket)
-        ]
-        tokens = [cache_size(cache) for cache in (read.cache, read.to_sample()[0])]
-        return Kept(*bytes_kept, *tokens, sum(p.numel() for p in model.parameters()))
-
-
-def cache_size(cache) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    n, _, tokens, _ = cache.layers[0].keys.shape
-    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    return held // (n * tokens)
+        hidden, kept = saved_storages(lambda: read(model, case, rows))
+        kept[hidden.untyped_storage()._cdata] = hidden  # the output layer keeps it
+        size = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
+        return size, sum(p.numel() for p in model.parameters())
 
 
 def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
@@ -87,93 +66,84 @@ def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
         return work(), storages
 
 
-def read_answers(model, cap: int, states: tuple) -> Tensor:
-    """Hidden states (n cap, d) of full answers, as log_probs() hands them to the output layer."""
-    cache, before, attention = states
-    n = len(before)
-    attention = torch.cat([attention, attention.new_ones(n, cap - 1)], 1).long()
+def read(model, case: Case, rows: int) -> Tensor:
+    """Hidden states (rows cap, d) of full answers, as llm.fast.log_probs makes them.
+
+    Without its steps that look at data: which prompts are alike, and how long answers are.
+    """
+    prompts = -(-rows // GROUP)
+    seen = torch.ones(prompts, case.prompt, dtype=torch.bool)
+    cache = DynamicCache(config=model.config)
+    first = model.base_model(
+        seen.long(), attention_mask=seen.long(), past_key_values=cache, use_cache=True
+    ).last_hidden_state[:, -1]
+    states = PromptStates(cache, first, seen, torch.arange(rows) // GROUP)
+    cache, first, before = states.of(torch.arange(rows))
+    attention = torch.cat([before, before.new_ones(rows, case.cap - 1)], 1).long()
     rest = model.base_model(
-        torch.zeros(n, cap - 1, dtype=torch.long),
+        torch.zeros(rows, case.cap - 1, dtype=torch.long),
         attention_mask=attention,
-        position_ids=(attention.cumsum(1) - 1)[:, 1 - cap :],
+        position_ids=(attention.cumsum(1) - 1)[:, 1 - case.cap :],
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state
-    return torch.cat([before[:, None], rest], 1).flatten(0, 1).float()
+    return torch.cat([first[:, None], rest], 1).flatten(0, 1).float()
 
 
-def count_room(case: Case) -> int:
-    """Tokens for which the rollout's cache has room at the end of the longest answer."""
-    prompt, token = (torch.zeros(1, 1, n, 1) for n in (case.prompt, 1))
-    layer = RoomyLayer(SimpleNamespace(keys=prompt, values=prompt))
-    for _ in range(case.cap - 1):
-        layer.update(token, token)
-    return layer.room[0].shape[2]
-
-
-def compute(case: Case, group_size: int, micro_rows: int) -> tuple[dict[str, float], float]:
+def compute(case: Case, micro_rows: int) -> dict[str, float]:
     """GB by what needs them; and at the peak, where not all of them are there."""
-    answers = case.prompts * group_size
-    rows, prompts = min(answers, micro_rows), case.prompts
-    while answers > rows and prompts > micro_rows:  # log_probs() halves its rows
-        prompts = (prompts + 1) // 2
-    kept = count_kept(replace(case, prompts=prompts), rows)
-    shared = kept.token * case.prompts * case.prompt
+    answers = case.prompts * GROUP
+    kept, parameters = count_kept(case, min(answers, micro_rows))
+    shape = architecture(replace(case, layers=1, vocab=2)).config
+    heads = getattr(shape, "num_key_value_heads", shape.num_attention_heads)
+    token = 4 * case.layers * heads * case.width // shape.num_attention_heads  # keys, values; bf16
     chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
-    head = 2 * chunk + 4 * case.vocab * case.width
-    rollout = answers * (kept.sampled * count_room(case) + 16 * case.vocab)
+    room = 1.25 * (case.prompt + case.cap)  # the cache grows by a quarter at a time
+    rollout = answers * (token * room + 16 * case.vocab)
+    output = 2 * chunk + 4 * case.vocab * case.width
     needs = {
-        "weights, gradients, AdamW's two moments": 16 * kept.parameters,
-        "start policy (--no-reference: none)": 4 * kept.parameters,
-        "keys and values of the prompts, their gradients": 2 * shared,
-        f"activations of {rows} answers, a bf16 copy of the weights": kept.bucket,
-        f"activations of {prompts} prompts, a bf16 copy of the weights": kept.prompts,
-        "output layer: two chunks of logits, its gradient": head,
+        "weights, gradients, AdamW's two moments": 16 * parameters,
+        "start policy (--no-reference: none)": 4 * parameters,
+        f"activations of {min(answers, micro_rows)} answers, a bf16 copy of the weights": kept,
+        "output layer: two chunks of logits, its gradient": output,
         "rollout: keys and values, distributions": rollout,
     }
-    backward = max(kept.bucket + head, kept.prompts) if answers > rows else kept.both + head
-    peak = 20 * kept.parameters + max(2 * shared + backward, rollout)
-    return {what: number / 1e9 for what, number in needs.items()}, peak / 1e9
+    needs["at the peak"] = 20 * parameters + max(kept + output, rollout)
+    return {what: number / 1e9 for what, number in needs.items()}
 
 
 def measure(case: Case, config: train.Config, device: str) -> float:
-    """GB at the peak of two steps, from building the model on."""
+    """GB at the peak of a step, from building the model on. The start policy is there."""
 
     def work():
-        model, prompts, _ = build(case, device)
-        policy = make_policy(model, Ids())
-        reference = replace(policy, model=copy.deepcopy(model))
-        step = make_step(policy, Task(prompts), prompts, reference)
-        for number in (1, 2):
-            step(config, number)
+        policy = make_policy(case, Ids(), device)
+        policy.fast = config.fast
+        reference = replace(policy, model=copy.deepcopy(policy.model))
+        step(policy, Task(case), config, reference=reference)
 
-    return rise_mb(work, device) / 1e3
+    return peak_gb(work, device)
 
 
 def main(argv: list[str] | None = None):
-    parser = make_parser(__doc__)
-    sizes = dict(prompts=16, group_size=8, micro_rows=8, prompt=120, max_tokens=512, layers=24)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    sizes = dict(prompts=16, micro_rows=8, prompt=120, max_tokens=512, layers=24)
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--measure", choices=("cuda", "cpu"))
-    args = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     case = replace(
-        CASES["c"],
-        prompts=args.prompts,
-        prompt=args.prompt,
-        mean=1e9,
-        cap=args.max_tokens,
-        layers=args.layers,
+        CASES["0.5B"],
+        prompts=options.prompts,
+        prompt=options.prompt,
+        cap=options.max_tokens,
+        layers=options.layers,
     )
-    needs, peak = compute(case, args.group_size, args.micro_rows)
-    for what, gb in needs.items():
-        print(f"{gb:7.1f} GB  {what}")
-    print(f"{peak:7.1f} GB  at the peak, computed")
-    if args.measure:
-        names = ("prompts", "group_size", "micro_rows", "max_tokens")
-        same = {name: getattr(args, name) for name in names}
-        config = train.Config(**same, minibatches=1, lr=1e-6)
-        print(f"{measure(case, config, args.measure):7.1f} GB  at the peak of two steps, measured")
+    for what, gb in compute(case, options.micro_rows).items():
+        print(f"{gb:7.1f} GB  {what}, computed")
+    for fast in (True, False) if options.measure else ():
+        config = make_config(case, micro_rows=options.micro_rows, lr=1e-6, fast=fast)
+        way = "with --fast" if fast else "with --no-fast"
+        print(f"{measure(case, config, options.measure):7.1f} GB  at the peak {way}, measured")
 
 
 if __name__ == "__main__":

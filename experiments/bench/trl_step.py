@@ -1,20 +1,18 @@
-"""A whole training step, ours against TRL's GRPOTrainer.
+"""A whole training step: train.py plain, with --fast, and TRL's GRPOTrainer.
 
-    python -m experiments.bench.trl_step [--cases a b] [--steps 50] [--warm-up 5] [--runs 3]
+    python -m experiments.bench.trl_step [--cases toy gsm8k] [--steps 30]
 
-Needs TRL. Both sides have the same model, tokenizer, prompts, reward, loss (grpo, no KL) and batch:
-32 prompts x 8 answers (a), or 8 x 8 in GSM8K's shape on a CPU (b), as in rollout.py. The learning
-rate is 0, so both stay at one policy, whose answers have geometric lengths. So the numbers of
-tokens agree up to sampling, and are printed.
-
-TRL's trainer runs its own loop; our step is made at the end of each of TRL's. The first --warm-up
-pairs are left out. Memory: rise of the peak of a process that has one side only, its model
-included, the libraries apart.
+Needs TRL. All sides have the same model, prompts, reward, loss (grpo, no KL) and batch. The
+learning rate is 0, so all stay at one policy, whose answers have geometric lengths. So their
+numbers of tokens agree up to sampling, and are printed. TRL's trainer runs its own loop; our two
+steps are made at the end of each of TRL's. The first round is left out.
 """
 
+import argparse
 import logging
 import tempfile
 import warnings
+from dataclasses import replace
 from statistics import mean, median
 
 import torch
@@ -23,11 +21,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from experiments.bench.rollout import CASES, EOS, GROUP, Case, build
-from experiments.bench.step import make_config, make_policy, make_step, with_ends
-from experiments.bench.timing import child, make_parser, now, rise_mb, show_ratio
+from experiments.bench.cases import (
+    CASES,
+    EOS,
+    GROUP,
+    Case,
+    Task,
+    make_config,
+    make_policy,
+    step,
+)
+from experiments.bench.timing import now, show_ratio
 
-SIDES = ("ours", "trl")
+WARM_UP = 1
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -41,138 +47,105 @@ def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     )
 
 
-class Words:
-    """Prompts as text, and a reward that half of the answers get."""
+class Words(Task):
+    """The same prompts and reward, as text."""
 
     def __init__(self, case: Case):
-        self.train = [" ".join(map(str, prompt)) for prompt in build(case, "cpu")[1]]
+        super().__init__(case)
+        self.train = [" ".join(map(str, prompt)) for prompt in self.train]
 
     def encode(self, tokenizer, items: list[str]) -> list[list[int]]:
         return tokenizer(items, add_special_tokens=False)["input_ids"]
 
-    def reward(self, text: str, item: str = "") -> float:
-        return float(sum(map(int, text.split())) % 2)
+    def reward(self, text: str, item=None) -> float:
+        return super().reward(map(int, text.split()))
 
 
-def make_trainer(case: Case, steps: int, out: str, callback: TrainerCallback):
-    """TRL's trainer. The numbers of tokens that it generates go into callback.tokens["trl"]."""
-    task = Words(case)
+class Sides(TrainerCallback):
+    """At the end of TRL's step, makes ours. Notes the seconds and tokens of all."""
 
-    def reward_fn(completions, completion_ids, **_) -> list[float]:
-        callback.tokens["trl"].append(sum(map(len, completion_ids)))
-        return [task.reward(text) for text in completions]
-
-    config = GRPOConfig(
-        out,
-        max_steps=steps,
-        per_device_train_batch_size=case.prompts * GROUP,
-        num_generations=GROUP,
-        max_completion_length=case.cap,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        loss_type="grpo",
-        learning_rate=0.0,
-        weight_decay=0.0,
-        # As ours is on a CPU:
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
-        # Quiet:
-        report_to=[],
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    return GRPOTrainer(
-        with_ends(case),
-        reward_fn,
-        config,
-        Dataset.from_dict({"prompt": task.train * (steps + 1)}),
-        processing_class=make_tokenizer(case.vocab),
-        callbacks=[callback],
-    )
-
-
-class Interleave(TrainerCallback):
-    """Times TRL's steps, each from the end of our last one; makes and times ours in between."""
-
-    def __init__(self, our_step=None):
-        self.our_step = our_step
-        self.seconds = {side: [] for side in SIDES}
-        self.tokens = {side: [] for side in SIDES}
+    def __init__(self, case: Case):
+        plain = make_policy(case, make_tokenizer(case.vocab))
+        self.policies = {"plain": plain, "fast": replace(plain, fast=True)}
+        self.task, self.config = Words(case), make_config(case)
+        self.seconds = {side: [] for side in ("plain", "fast", "trl")}
+        self.tokens = {side: [] for side in self.seconds}
         self.start = 0.0
 
     def on_train_begin(self, *_, **__):
-        self.start = now("cpu")
+        self.start = now()
 
     def on_step_end(self, args, state, control, **_):
-        middle = now("cpu")
-        self.seconds["trl"].append(middle - self.start)
-        if self.our_step:
-            self.tokens["ours"].append(self.our_step(state.global_step))
-        self.start = now("cpu")
-        self.seconds["ours"].append(self.start - middle)
+        self.seconds["trl"].append(now() - self.start)
+        for side in list(self.policies)[:: -1 if state.global_step % 2 else 1]:
+            start = now()
+            metrics = step(self.policies[side], self.task, self.config, state.global_step)
+            self.seconds[side].append(now() - start)
+            self.tokens[side].append(metrics["generated"])
+        self.start = now()
 
 
-def make_our_step(case: Case):
-    """A function that makes our step of some number, and returns how many tokens it generated."""
-    task = Words(case)
-    policy = make_policy(with_ends(case), make_tokenizer(case.vocab))
-    step = make_step(policy, task, task.train)
-    config = make_config(case)
-    return lambda number: step(config, number)["tokens"]
+def run(case: Case, steps: int) -> Sides:
+    """Steps of the three sides, in turns."""
+    sides, task = Sides(case), Words(case)
 
+    def reward_fn(completions, completion_ids, **_) -> list[float]:
+        sides.tokens["trl"].append(sum(map(len, completion_ids)))
+        return [task.reward(text) for text in completions]
 
-def run_both(case: Case, steps: int) -> Interleave:
-    """Interleaved steps of both sides: their .seconds and .tokens."""
-    callback = Interleave(make_our_step(case))
     with tempfile.TemporaryDirectory() as out:
-        make_trainer(case, steps, out, callback).train()
-    return callback
-
-
-def run_one(side: str, case: Case, steps: int):
-    if side == "ours":
-        our_step = make_our_step(case)
-        for number in range(1, steps + 1):
-            our_step(number)
-        return
-    with tempfile.TemporaryDirectory() as out:
-        make_trainer(case, steps, out, Interleave()).train()
+        config = GRPOConfig(
+            out,
+            max_steps=steps,
+            per_device_train_batch_size=case.prompts * GROUP,
+            num_generations=GROUP,
+            max_completion_length=case.cap,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=0.0,
+            loss_type="grpo",
+            learning_rate=0.0,
+            weight_decay=0.0,
+            # As ours is on a CPU:
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            # Quiet:
+            report_to=[],
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            make_policy(case).model,
+            reward_fn,
+            config,
+            Dataset.from_dict({"prompt": task.train * (steps + 1)}),
+            processing_class=make_tokenizer(case.vocab),
+            callbacks=[sides],
+        )
+        trainer.train()
+    return sides
 
 
 def main(argv: list[str] | None = None):
-    parser = make_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=("a", "b"), default=["a", "b"])
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=3)
-    help = "only this side's peak over 2 steps, in MB"
-    parser.add_argument("--memory", choices=SIDES, help=help)
-    args = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--cases", nargs="+", choices=("toy", "gsm8k"), default=["toy", "gsm8k"])
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if args.memory:
-        print(f"{rise_mb(lambda: run_one(args.memory, CASES[args.cases[0]], 2)):.0f}")
-        return
-    for name in args.cases:
-        seconds = {side: [] for side in SIDES}
-        tokens = {side: [] for side in SIDES}
-        for _ in range(args.runs):
-            pairs = run_both(CASES[name], args.warm_up + args.steps)
-            for side in SIDES:
-                seconds[side] += pairs.seconds[side][args.warm_up :]
-                tokens[side] += pairs.tokens[side][args.warm_up :]
-        module = ("-m", "experiments.bench.trl_step")
-        for side in SIDES:
-            megabytes = child(*module, "--cases", name, "--memory", side)[0]
-            step = f"{median(seconds[side]):7.3f} s a step"
-            print(f"{name} {side:4} {step}, {mean(tokens[side]):6.0f} tokens, {megabytes:5.0f} MB")
-        print(f"{name} trl / ours {show_ratio(seconds['trl'], seconds['ours'])}, {args.runs} runs")
+    for name in options.cases:
+        sides = run(CASES[name], WARM_UP + options.steps)
+        seconds = {side: x[WARM_UP:] for side, x in sides.seconds.items()}
+        for side, x in seconds.items():
+            tokens = mean(sides.tokens[side])
+            print(f"{name:6} {side:5} {median(x):7.3f} s a step, {tokens:6.0f} tokens")
+        for over, under in (("trl", "plain"), ("trl", "fast"), ("plain", "fast")):
+            print(f"{name:6} {over} / {under}: {show_ratio(seconds[over], seconds[under])}")
 
 
 if __name__ == "__main__":
