@@ -5,6 +5,7 @@
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15..C17   learning tax, price, projection
     cost.py             C18        what a tax costs
+    gate.py             C19..C22   the min, the std, a baseline that cancels without bias
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N1..N4     negative gradients
     low_probability.py  A1..A4     Advantage Reweighting and Lopti
@@ -21,6 +22,7 @@ from claims import cancellation  # noqa: F401
 from claims import drift  # noqa: F401
 from claims import tax  # noqa: F401
 from claims import cost  # noqa: F401
+from claims import gate  # noqa: F401
 from claims import audit  # noqa: F401
 from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401

@@ -27,6 +27,7 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "cispo": "0000",
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
+    "recentred": "0000",
     "pos_only": "xxxx",
     "nthr_grpo": "000x",
     "token_grpo": "000x",
@@ -52,6 +53,7 @@ def audit(module, name, draws, evidence):
       reinforce, grpo-symmetric    nothing (C2, C7)
       cispo                        nothing (C2, C7); its weights keep a bound
       dfpo-min, dfpo-orthogonal    nothing (C9, C10)
+      recentred                    nothing (C21)
       dr-grpo, dapo                something outside the clip range (C6)
       nthr-grpo, token-grpo        the same; NTHR's rules leave more, on purpose
       lopti-low, lopti-high        the same; their tokens are clipped as token-grpo's are

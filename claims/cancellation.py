@@ -400,6 +400,9 @@ def c12(module, name, draws, evidence):
     answer's weight is that one number. For Adv-Orthogonal w~ = P s, and P does not depend on theta.
     Neither term is 0 ("left"). As they are, both losses cancel (AUDIT). A weight built on the
     module's own sequence_ratio, and not detached, is checked to leave exactly this.
+
+    The minimum must be unique for that. On-policy all s are 1. PyTorch's amin then takes the mean
+    of the subgradients, and the term has the mean of s_j / T_j over the tied answers.
     """
     for draw in draws:
         batch = draw.batch(module, 0.6)
@@ -415,6 +418,16 @@ def c12(module, name, draws, evidence):
         predicted = [left_undetached(name, draw, rows, Al) for _, rows, _ in draw.at_shared()]
         evidence.equal(predicted, draw.node_sums(-(w * A * l_i).sum() / draw.N))
         evidence.record_left(predicted)
+        if name == "dfpo_min":
+            on = draw.batch(module)
+            w = module.sequence_ratio(on).view(-1, draw.G).amin(1, keepdim=True)
+            l_i = torch.where(draw.mask, on.logp, 0).sum(1).view(-1, draw.G)
+            Al = (A * l_i).flatten().tolist()
+            tied = []
+            for _, rows, _ in draw.at_shared():
+                mean = sum(1 / draw.T[j] for j in rows) / draw.G
+                tied.append(mean * sum(Al[i] for i in rows))
+            evidence.equal(tied, draw.node_sums(-(w * A * l_i).sum() / draw.N))
 
 
 def left_undetached(name: str, draw: Draw, rows: range, Al: list[float]) -> float:

@@ -1,7 +1,6 @@
-"""C19, C20 and the recentred baseline: what the min costs, what cancels without bias, and when
-weights that cancel are enough.
+"""C19 to C22: what the min costs off-policy, what the std costs, and what cancels without bias.
 
-Also the conditions of C12, C14, C17i, C18 and I2 that were found later.
+And two more of C18, on what a tax costs: pos-only's, and what a weight favours at no tax.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.cost import factor, mean_over, measure_push, softmax_push
-from claims.tax import World
+from claims.cost import factor, measure_push, softmax_push
+from claims.evidence import claim
 from claims.trees import AllGroups, Draw, ascent, coefficients
-from toy.alike import Groups, Outcome
+from claims.worlds import Outcome, World
 from toy.policy import count_orders
 
 # ---------------- C19: what the min costs
@@ -27,7 +26,7 @@ MIN = ("grpo", "dr_grpo", "gspo")
 
 def pushes_off_policy(module, name: str, world: World, share: float, scale: str) -> Tensor:
     """On both logits, from groups of the old policy, where way 0 has that share by now. (2,)."""
-    groups = Groups(world.outcomes, world.G)
+    groups = world.groups()
     old = groups.expected_batch(torch.tensor(world.shares, dtype=torch.float64).log(), scale)
     logits = torch.tensor([share, 1 - share], dtype=torch.float64).log().requires_grad_()
     logp = logits.log_softmax(0)[groups.way][:, None]
@@ -35,6 +34,7 @@ def pushes_off_policy(module, name: str, world: World, share: float, scale: str)
     return ascent(getattr(module, name)(replace(old, logp=logp), **hyper), logits)
 
 
+@claim("C19", *MIN, "grpo_symmetric", "cispo", "reinforce", "recentred", extremes=False)
 def c19(module, name, draws, evidence):
     """Outside the clip range the min pushes a choice back, whichever way is better, by (1-q_u) b +
     q_d (1-b) where the credit is q_u - q_d.
@@ -142,7 +142,8 @@ def bias_and_variance(loss_fn, world: AllGroups) -> tuple[float, float]:
     return float((mean - unbiased).norm() / unbiased.norm()), float(variance)
 
 
-def c16r(module, name, draws, evidence):
+@claim("C21", "recentred", only_if="s is the plain product, and A is R minus the group's mean")
+def c21(module, name, draws, evidence):
     """The recentred baseline cancels at every ratio and is unbiased off-policy; it pays with
     variance.
 
@@ -201,7 +202,8 @@ def c16r(module, name, draws, evidence):
         evidence.equal(same, coefficients(module.recentred(on, kind), on))
 
 
-def c16v(module, name, draws, evidence):
+@claim("C22", "recentred", extremes=False)
+def c22(module, name, draws, evidence):
     """What cancelling without bias costs: the recentred baseline's variance lies between the own
     product's and the group product's.
 
@@ -235,6 +237,7 @@ def c16v(module, name, draws, evidence):
 # ---------------- C20: the std with graded rewards
 
 
+@claim("C20", "reinforce", "grpo", only_if="the advantage is divided by the std", extremes=False)
 def c20(module, name, draws, evidence):
     """On-policy and at no tax, the std lets a worse way win if rewards are graded; the mean scale
     never, nor binary rewards.
@@ -293,7 +296,8 @@ def push_by_loop(world: World) -> float:
 # ---------------- pos-only
 
 
-def c18d(module, name, draws, evidence):
+@claim("C18c", "pos_only", only_if="rewards are 0 or 1", extremes=False)
+def c18c(module, name, draws, evidence):
     """With rewards 0 and 1 pos-only's expected push is (1 - b) times reinforce's: the largest tax
     of all costs nothing.
 
@@ -315,7 +319,7 @@ def c18d(module, name, draws, evidence):
     reinforce's). With the std, G = 4 does so down to a share of about .2 only, G = 8 everywhere.
     """
     for world in make_binary_worlds(draws):
-        q = [mean_over(world, way, lambda o: o.reward) for way in (0, 1)]
+        q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = sum(p * x for p, x in zip(world.shares, q, strict=True))
         for scale in ("mean", "std"):
             f = [factor(world.G, b, scale) * (1 - b) * x for x in q]
@@ -341,154 +345,11 @@ def make_binary_worlds(draws: list[Draw]):
         yield World(G, outcomes, draw.randn(2).softmax(0).tolist())
 
 
-# ---------------- C14: Eq. 5, and what cancellation does for it
-
-
-def path_of_scores(draw: Draw, i: int, start: int, c: Tensor) -> float:
-    """First-order change of the log-probability of answer i's tokens from `start` on, per eta/N.
-
-    At a history with the probabilities p, the summed coefficients C_k of its tokens and their sum
-    S, a step moves logit k by C_k - S p_k, and log p_a by that of a minus the mean over p.
-    """
-    total = 0.0
-    for t in range(start, draw.T[i]):
-        p, C = choices_at(draw, i, t, c)
-        z = [C[k] - sum(C) * p[k] for k in range(len(p))]
-        total += z[draw.answers[i][t]] - sum(x * y for x, y in zip(p, z, strict=True))
-    return total
-
-
-def choices_at(draw: Draw, i: int, t: int, c: Tensor) -> tuple[list[float], list[float]]:
-    """Before token t of answer i: the probabilities, and every token's summed coefficients."""
-    prompt, prefix = i // draw.G, draw.answers[i][:t]
-    p = draw.policy.probs((prompt, *prefix)).tolist()
-    visits = [draw.tree.get((prompt, (*prefix, k)), []) for k in range(len(p))]
-    return p, [sum(float(c[visit]) for visit in at) for at in visits]
-
-
-def parts(draw: Draw, rows: range, t: int) -> bool:
-    """Whether these answers, so far alike, do not all take the same token t."""
-    return len({draw.answers[i][: t + 1] for i in rows}) > 1
-
-
-def c14(module, name, draws, evidence):
-    """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if the
-    coefficients cancel there: equal norms are not needed.
-
-    Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
-
-    The corollary is about two answers y_a and y_b of equal reward and advantage A, which a method
-    weighs by k_a and k_b: d log(pi(y_a)/pi(y_b)) = eta c (k_a - k_b).
-
-    Take one softmax with logits z and probabilities p. Let C_k be the summed coefficients of the
-    answers that take token k, and S their sum over all tokens. The step eta sum_k C_k (e_k - p) is
-    eta (C - S p). So, exactly and not to first order only,
-
-      d(z_a - z_b) = eta [(C_a - C_b) - S (p_a - p_b)],
-
-    and z_a - z_b is log(pi_a / pi_b). If the coefficients cancel, S = 0, the second term is gone.
-    With one answer on each token what is left is eta A (k_a - k_b): Eq. 5. So the design condition
-    is what Eq. 5 needs. Equal norms or disjoint parameters, as it is often read, are not needed.
-
-    Without the condition it is wrong: p = (.6, .3, .1), A = 1, k_a = k_b = 1/2 has S = 1 and moves
-    log(p_a / p_b) by -.3 eta, though k_a = k_b. The third answer of that group, on the third token,
-    has A = -2. With it and the same k, S = 0 and the drift is 0.
-
-    Over several softmaxes this survives at one of them: where the two answers part, if the whole
-    group is still together there. Before it they share all tokens, and nothing differs. After it
-    each walks alone through softmaxes of its own, and log pi of the rest grows by
-    eta A k times the squared norms of its scores. These differ from answer to answer, by length
-    if by nothing else. So equal k still drives two whole answers apart, also where all
-    coefficients cancel ("left": that part, per eta). A split that only a part of the group reaches
-    has S = what its node gets, not 0.
-
-    S = 0 asks for more than that shared tokens cancel. It sums over different tokens, whose ratios
-    differ off-policy. Weights of whole answers whose sum over the group is 0 have it: reinforce,
-    both of DFPO's, recentred. grpo-symmetric and cispo have it on-policy only.
-
-    Measured for these losses, off-policy: the logits at the first split of every group,
-    against C_a - C_b alone; and log(pi(y_a)/pi(y_b)) of whole answers, against the sum of the
-    identity at the split and of the rest, by autograd.
-    """
-    for draw in draws:
-        batch = draw.batch(module, 0.6)
-        loss = getattr(module, name)(batch)
-        c, g = coefficients(loss, batch), draw.N * ascent(loss, draw.policy.W)
-        for first in range(0, draw.N, draw.G):
-            rows = draw.group(first)
-            splits = [t for t in range(len(draw.answers[first])) if parts(draw, rows, t)]
-            if not splits:
-                continue
-            t = splits[0]
-            p, C = choices_at(draw, first, t, c)
-            size = 1 + sum(abs(x) for x in C)
-            dz = g @ draw.policy.phi((first // draw.G, *draw.answers[first][:t]))
-            a, b = sorted({draw.answers[i][t] for i in rows})[:2]
-            evidence.equal((C[a] - C[b]) / size, (dz[a] - dz[b]) / size)
-            y_a, y_b = (next(i for i in rows if draw.answers[i][t] == k) for k in (a, b))
-            rest = [path_of_scores(draw, i, t + 1, c) for i in (y_a, y_b)]
-            logp = batch.logp.masked_fill(~draw.mask, 0.0)
-            log_odds = logp[y_a].sum() - logp[y_b].sum()
-            measured = (-ascent(log_odds, draw.policy.W) * g).sum()
-            evidence.equal((C[a] - C[b] + rest[0] - rest[1]) / size, measured / size)
-            evidence.record_left(rest[0] - rest[1])
-    evidence.equal(-0.3, drift_in_one_softmax(module, name, (1.0, 1.0)))
-    evidence.equal(0.0, drift_in_one_softmax(module, name, (1.0, 1.0, -2.0)))
-
-
-def drift_in_one_softmax(module, name: str, adv: tuple[float, ...]) -> Tensor:
-    """Of log(p_a / p_b) per eta, with p = (.6, .3, .1), one answer on each token, all k = 1/2."""
-    z = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().requires_grad_()
-    G = len(adv)
-    logp = z.log_softmax(0)[:G, None]
-    A = torch.tensor(adv, dtype=torch.float64)[:, None] * G / 2  # a budget mean divides by G
-    mask = torch.ones_like(A) > 0
-    loss = losses.reinforce(losses.Batch(logp, logp.detach(), A, mask, G, 1))
-    if len(adv) > 2:
-        loss = getattr(module, name)(module.Batch(logp, logp.detach(), A, mask, G, 1))
-    g = ascent(loss, z)
-    return g[0] - g[1]
-
-
-# ---------------- C12: with ties
-
-
-def c12_ties(module, name, draws, evidence):
-    """Without the stop-gradient Min-Replace leaves the mean over the tied answers of s_j / T_j,
-    times sum_i A_i l_i / G.
-
-    Source: DFPO (words S, formula D); setting: C12
-
-    Several answers may have the same smallest s, and on-policy all have: s = 1. There the minimum
-    has no gradient but a set of subgradients. PyTorch's amin takes their mean: a weight 1/m for
-    each of the m tied answers. So the term of C12 becomes
-
-      (1/G) (1/m) sum_{j tied} (s_j / T_j) sum_i A_i l_i.
-
-    With a unique minimum m = 1: C12. min(dim) takes one of the tied answers and leaves its s_j/T_j
-    alone; on-policy with unequal lengths that is another number ("left").
-    """
-    for draw in draws:
-        batch = draw.batch(module)  # on-policy
-        evidence.equal([0] * len(draw.shared), draw.node_sums(module.dfpo_min(batch)))
-        A = torch.tensor(draw.adv, dtype=torch.float64).view(-1, draw.G)
-        s = module.sequence_ratio(batch).view(-1, draw.G)
-        l_i = torch.where(draw.mask, batch.logp, 0).sum(1).view(-1, draw.G)
-        Al = (A * l_i).flatten().tolist()
-        predicted, one = [], []
-        for _, rows, _ in draw.at_shared():
-            total = sum(Al[i] for i in rows)
-            predicted.append(total * sum(1 / draw.T[j] for j in rows) / draw.G)
-            one.append(total / draw.T[rows[0]])
-        measured = draw.node_sums(-(s.amin(1, keepdim=True) * A * l_i).sum() / draw.N)
-        evidence.equal(predicted, measured)
-        evidence.record_left(torch.tensor(predicted) - torch.tensor(one))
-
-
 # ---------------- C18: the mean weight
 
 
-def c18e(module, name, draws, evidence):
+@claim("C18d", "grpo", "dr_grpo", extremes=False)
+def c18d(module, name, draws, evidence):
     """At zero tax 1/T_i favours the worse of two ways while the policy earns less than
     J* = (w_A Q_A - w_B Q_B) / (w_A - w_B); a constant weight never does.
 

@@ -139,8 +139,8 @@ def check_learning_tax(module, draw: Draw, evidence) -> None:
     extremes=False,
 )
 def c16(module, name, draws, evidence):
-    """Off-policy only plain-product, unclipped sequence weights are unbiased: cancellation is paid
-    for with bias.
+    """Off-policy, of the methods with a weight for each answer, only the plain product is unbiased:
+    they pay for cancellation with bias.
 
     Source: exact enumeration (D)
 
@@ -155,8 +155,8 @@ def c16(module, name, draws, evidence):
     a budget mean has this expected update, over L.
 
     Off-policy the geometric root, the clip, the minimum over the group and the projection on A each
-    break E_old[s f] = E_theta[f]. So what cancels shared tokens is bought with bias. To show how
-    much, all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is |E g -
+    break E_old[s f] = E_theta[f]. So these methods buy cancellation with bias. It need not be:
+    recentred moves the baseline in place of the weights, and is unbiased (C21). To show how much, all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is |E g -
     unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with grad J and
     L |E g| / |grad J|, before and after the node mean of C17.
     """

@@ -2,7 +2,7 @@
 
     python -m toy.gate                   the table: one minute
     python -m toy.gate --plot gate.png   and the picture (needs matplotlib)
-    python -m toy.gate --limits          where it holds and where it does not: ten minutes
+    python -m toy.gate --limits          where it holds and where not: ten minutes
 
 An answer is two tokens, each from logits of its own. It is right with probability
 .3 + .1 [token 1 is good] + .1 [token 2 is good]. So the best policy earns .5. At the start the good
@@ -23,7 +23,7 @@ Its limits. In four times as many batches grpo reaches .498, at one rate of 21, 
 If token 2 starts at .01, grpo has rates for both. Exact groups make large steps harmless for what
 cancels; sampled groups do not. There, with SGD, grpo ends at .399, and the best at .45. AdamW's
 steps are equally long for both tokens. With it, exact groups show a cost only at rates above 0.3,
-but for gspo at most rates. Sampled groups show none.
+but for gspo at most rates. Sampled groups show none at the rate that is best for each method.
 """
 
 from __future__ import annotations
