@@ -83,9 +83,8 @@ def nthr_selected(policy, rows, rewards, G, self_term):
 
         def score(i, t, count_self=True, right=right, ids=ids):
             g, h, total = known[i][0][t, ids], known[i][1][t], 0.0
-            for j in right:
-                product = (known[j][0][:, ids] @ g) * (known[j][1] @ h)  # (T_j,)
-                total += float(product.sum()) - (0 if count_self or j != i else float(product[t]))
+            for j in right if count_self else set(right) - {i}:
+                total += float(((known[j][0][:, ids] @ g) * (known[j][1] @ h)).sum())
             return total
 
         means = []

@@ -135,7 +135,7 @@ def naive_step(start, first_answers, config, hyper):
             pairs = zip(c, now, strict=True)
             pushed = -sum(torch.tensor(x) @ y for x, y in pairs) / len(rows)
             norms.append(adam.gradient(pushed))
-            losses.append(float(pushed) if config.project else value)
+            losses.append(pushed.item() if config.project else value)
             if any(any(x) for x in c):
                 adam.step(config.lr * 2 / 3)
             _, at_old = loss_and_coefficients(loss_fn, [old[i] for i in rows], rows)
