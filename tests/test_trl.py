@@ -288,7 +288,7 @@ def assert_tax(path, steps, taxes, loss_type, on_policy=False):
         A = group_advantages(answers.rewards, G) * torch.tensor([row[2] for row in rows])
         adv = A[:, None].expand_as(logp)
         loss = OWN[loss_type](Batch(logp, old, adv, answers.mask, G, L), NARROW, NARROW)
-        c = losses.token_coefficients(loss, logp)
+        c = losses.token_coefficients(loss, logp).tolist()
         expected = naive.tax(c, [row[1] for row in rows], A.tolist(), G)
         assert tax == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
