@@ -105,10 +105,10 @@ def test_the_table_names_runs_left_out_and_compares_with_the_row_asked_for(tmp_p
 
 def test_outcomes_by_hand(tmp_path):
     last = {"opener so": 0.75, "opener ok": 0.15, "opener other": 0.1}
-    run = make_run(tmp_path / "r", [0.0] * 10 + [1.0] * 10, last=last)
+    run = make_run(tmp_path / "r", [0.0] * 11 + [1.0] * 9, last=last)
     o = curves.outcome(curves.read_run(run))
-    assert (o["reward"], o["final"], o["greedy"]) == (0.5, 1.0, 0.75)
-    assert o["Steps(0.8)"] == 14  # 4 of steps 10 to 14
+    assert (o["reward"], o["final"], o["greedy"]) == (0.45, 0.9, 0.75)
+    assert o["Steps(0.8)"] == 15  # 4 of steps 11 to 15
     assert o["drift opener"] == pytest.approx(0.35) and o["drift form"] == 0
     assert (o["entropy"], o["tax"], o["clipped"], o["k tokens"]) == (1, 0.25, 0.5, 10)
     assert o["jitter"] == pytest.approx(2 / 18)
