@@ -1,8 +1,14 @@
 # make train: environment, then the toy run. make test: the same environment, then lint, tests and every claim.
 PYTHON ?= python3
 BIN := .venv/bin
+# The versions that CI has seen. PINS= takes the newest of everything.
+PINS ?= -c constraints.txt
+# cpu or cuda: torch's build. The one for CUDA is gigabytes, so it is for machines with NVIDIA's driver.
+TORCH ?= $(if $(shell command -v nvidia-smi 2> /dev/null)$(wildcard /proc/driver/nvidia /dev/nvidia0),cuda,cpu)
+OTHER := $(if $(filter cpu,$(TORCH)),cuda,cpu)
+CPU_BUILDS := --retries 1 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: train test exercise exercises test-faults test-verl gpu clean
+.PHONY: train test exercise exercises test-faults test-verl gpu constraints clean
 
 train: .venv/ready
 	$(BIN)/python train.py
@@ -37,14 +43,26 @@ gpu: .venv/ready
 	.venv-verl/bin/python -m pip install -q -e '.[verl]' pytest
 	touch $@
 
-.venv/ready: pyproject.toml
+# torch comes first and alone. So pip asks the index of CPU builds once, and does without it if there is no answer.
+.venv/ready: pyproject.toml constraints.txt
+	@echo "Installing into .venv, with torch's $(TORCH) build; for the other: make clean train TORCH=$(OTHER)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[plot]'
+	$(BIN)/python -m pip install -q --no-deps $(if $(filter cpu,$(TORCH)),$(CPU_BUILDS)) $(PINS) torch
+	$(BIN)/python -m pip install -q $(PINS) -e '.[plot]'
 	touch $@
 
 .venv/ready-dev: .venv/ready
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q $(PINS) -e '.[dev]'
 	touch $@
+
+# What constraints.txt pins, anew: the newest of everything but torch, of which CI's machine has the CPU build of one
+# version. What only CUDA needs is left out, because torch pins it.
+constraints: .venv/ready
+	$(BIN)/python -m pip install -q uv
+	echo torch==2.13.0 | UV_CUSTOM_COMPILE_COMMAND="make constraints" $(BIN)/uv pip compile -q --universal \
+		--python-version 3.10 --no-annotate --extra dev pyproject.toml -c - \
+		| grep -Ev '^(nvidia|cuda|triton)' > constraints.new
+	mv constraints.new constraints.txt
 
 clean:
 	rm -rf .venv .venv-verl

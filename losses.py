@@ -21,8 +21,9 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     cispo                  std   r, detached       no min, r <= 5  tokens   always
     dfpo-min               std   min of s          none            budget   always
     dfpo-orthogonal        std   s, not along A    none            budget   always
-    pos-only               std   r; losers 0       min, 0.2        answer   never
-    nthr, nthr-random      std   r; losers softer  min, 0.2        answer   as grpo, if not softer
+    recentred              mean  product of two s  none            budget   always
+    pos-only               std   r; losers 0       min, 0.2        tokens   never
+    nthr, nthr-random      std   r; losers softer  min, 0.2        tokens   unclipped, unsoftened
     advantage-reweighting  std   r; rare softer    min, 0.2/0.24   tokens   unclipped
     lopti, ar-lopti        std   r; two passes     min, 0.2/0.24   tokens   unclipped
     ibpo                   std   r; mask by sign   min, 0.2        answer   as grpo, if not masked
@@ -245,9 +246,11 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
 
 
 def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
-    """PPO's surrogate once per answer, on the geometric ratio. Tiny models want a wider clip.
+    """PPO's surrogate once per answer, on the geometric ratio.
 
     J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P).
+    The clip is made for long answers. ScaleRL (2510.13786) found this scale too small and 4e-3/5e-3
+    working (P). Tiny models want more.
     Shared token: sum A_i s_i/T_i is left (C4, C8).
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
@@ -258,8 +261,11 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     """Clip the ratio as a detached weight: no token loses its gradient, none gets a huge one.
 
     J = sg[clip(r, 1-e_low, 1+e_high)] A log pi, token mean. MiniMax-M1 Eq. 4-5 (P).
-    eps_low = 1 is no lower bound. The paper tunes the upper one and does not print it; r <= 5 is
-    ScaleRL's (2510.13786), as TRL gives it. The average is over the batch, not over a group.
+    eps_low = 1 is no lower bound. The paper does not print the upper one; r <= 5 is ScaleRL's
+    (2510.13786, P), where 4, 5 and 8 did not differ. ScaleRL averages over the tokens of a prompt,
+    then over prompts, divides by the batch's std, and drops prompts with equal rewards. Here the
+    average is over the batch, the std is the group's, and groups with equal rewards stay in the
+    number of tokens (dapo leaves them out).
     Shared token: cancels always. Its weight is the same for all who share it.
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
@@ -291,9 +297,11 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
     """REINFORCE under a sequence ratio that Min-Replace has made equal within the group.
 
     J = sg[min_j s_j] A log pi, budget mean. DFPO Eq. 17 (transform S, loss D).
-    The paper's full text was not available. The loss around the transform is ours: score form,
-    detached weight, no clip, budget mean, and s geometric where the paper's theory has the product.
-    With eps (ours) tokens whose ratio is outside 1 +- eps are clipped, whatever the sign of A.
+    The paper's full text was not available. Notes on it have an objective with neither 1/T_i nor L,
+    called clip-free, and the plain product in its theory (S). Ours are the score form around the
+    detached weight, the budget mean, because a 1/T_i would undo the cancellation (C8), and the
+    geometric s, because a product under- and overflows. Which ratio the authors' code has is not
+    known. With eps (ours) tokens whose ratio is outside 1 +- eps are clipped for both signs of A.
     Shared token: cancels always, on every zero-sum subset too (C9).
     """
     return _dfpo(batch, ratio, min_replace, eps)
@@ -317,14 +325,41 @@ def _dfpo(batch: Batch, ratio: str, transform: Callable, eps: float = float("inf
     return -budget_mean((w * masked_adv(batch) * batch.logp).masked_fill(outside, 0.0), batch)
 
 
+def recentred(batch: Batch, ratio: str = "product") -> Tensor:
+    """REINFORCE that compares every two answers of a group as the new policy would draw them.
+
+    J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. The weight in brackets is
+    s_i mean(s) (A_i - Ahat) with the baseline Ahat = sum_j s_j A_j / sum_j s_j. (D, ours.)
+    With the plain product and the scale "mean" it is unbiased, also off-policy. The price is
+    variance (C16). "geometric" has less of it and is biased. A_i is trajectory_advantage.
+    Shared token: cancels always. On parts of a group the pairs inside the part cancel.
+    """
+    groups = (-1, batch.group_size)
+    s = sequence_ratio(batch, ratio).detach().clamp(max=1e9)  # s_i s_j stays finite in float32
+    s, adv = s.view(groups), trajectory_advantage(batch).view(groups)
+    pairs = s[:, :, None] * s[:, None] * (adv[:, :, None] - adv[:, None])  # (P, G, G)
+    return -budget_mean(pairs.mean(2).view(-1, 1) * batch.logp, batch)
+
+
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), mean per answer. NTHR (P).
-    It divides by the full group, as GRPO does, so that its step is comparable.
+    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), token mean. NTHR sec. 2.2 (P).
+    It divides by all tokens, as nthr_grpo does, so that its step is comparable.
     Shared token: does not cancel; nothing stands against the winners.
     """
-    return grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
+    return nthr_grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
+
+
+def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """GRPO's surrogate averaged over all tokens, as NTHR has it: the loss under its credit rules.
+
+    J = min(r A, clip(r, 1-e, 1+e) A), token mean. NTHR sec. 2.2 (P).
+    The paper divides by the tokens of a group, 1 / sum_i |y_i|, we by those of the minibatch. Left
+    out is its KL term (1e-4).
+    Shared token: cancels inside the clip range (C6), where the credit rule softens nothing.
+    """
+    return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
 
 
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Tensor:
@@ -383,7 +418,7 @@ class OldPolicy:
     group_size: int  # G
     gen: torch.Generator | None = None  # on the CPU, for rules that draw at random
     scores: Tensor | None = None  # (N, T) NTHR's, from llm/neighbours.nthr_scores
-    own_scores: Tensor | None = None  # (N, T) what a token adds to its own score, likewise
+    own_scores: Tensor | None = None  # (N, T) its own answer's part in a token's score, likewise
     kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction left (IBPO)
     repaired: Tensor | None = None  # (N,) bool, wrong answers whose correction is right (IBPO)
 
@@ -399,8 +434,8 @@ class OldPolicy:
 def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Tensor:
     """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
-    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P). alpha 0.3 is that of ar-lopti;
-    alone the code's scripts take 0.2, and the paper takes 0.1 for maths.
+    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P).
+    alpha 0.3 is that of ar-lopti. Alone, the code's scripts take 0.2, the paper 0.1 for maths.
     Shared token: one factor for all visitors, so what cancelled still does.
     (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
@@ -410,14 +445,16 @@ def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Te
 
 
 def nthr(
-    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = True
+    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = False
 ) -> Tensor:
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
-    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR Eq. 7 (S).
-    i runs over the correct answers. s is the score of llm/neighbours.nthr_scores. Whether a correct
-    token counts itself in it is open: self_term. eta -1 stands for 2|0.5 - p|, p the group's share
-    of correct answers; others are taken as they are.
+    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR Eq. 7 (P).
+    i runs over the correct answers. s is the score of llm/neighbours.nthr_scores. For a correct
+    token the paper's prose sums over the *other* correct answers, so with a single one tau is 0.
+    Two reimplementations count the own answer, too: self_term.
+    eta -1 stands for 2|0.5 - p| (App. 7.3, P), p the group's share of correct answers; others are
+    taken as they are.
     Shared token: a winner's counterweight is taken away, on purpose. (N, T), OldPolicy -> (N, T).
     Raises ValueError without scores.
     """
@@ -426,12 +463,12 @@ def nthr(
 
 
 def nthr_random(
-    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = True
+    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = False
 ) -> Tensor:
     """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
-    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P). The paper's
-    study has eta = 0 for both; ours is nthr's, so that the two differ in their tokens alone.
+    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P).
+    The paper's one-step study has eta = 0 for both. Ours is nthr's eta: only the tokens differ.
     Arguments as for nthr. Shared token: as nthr. (N, T), OldPolicy -> (N, T).
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
@@ -448,7 +485,7 @@ def nthr_factor(old: OldPolicy, eta: float) -> Tensor:
     return 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
 
 
-def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = True) -> Tensor:
+def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = False) -> Tensor:
     """The tokens of wrong answers with a score above tau; none without a correct answer. (N, T)."""
     if old.scores is None or old.own_scores is None:
         raise ValueError("nthr needs the token scores: scores or own_scores is None")
@@ -466,11 +503,12 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     """Blame a repaired answer for what its correction changed, or praise it for what was kept.
 
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
-    A' comes from shaped_rewards. IBPO (S) takes token-level credit from the correction. Its
-    sources, an abstract and a caption, do not settle which tokens get it. This reading is ours (D),
-    by a principle: a repaired answer never rewards what was changed or blames what was kept.
-    "changed" is m = 1[changed] for both signs. Where A'_i > 0 it rewards the mistake (I2); it
-    is here to show that. "none" is m = 1.
+    A' comes from shaped_rewards. IBPO (S): the full text was not available, and this reading,
+    "sign", is in no source that we know. It is ours (D), by a principle: a repaired answer never
+    rewards what its correction changed, or blames what it kept. "changed", m = 1[changed] for both
+    signs, is the literal reading of what the best source calls a variant of the method. Where
+    A'_i > 0 it rewards the mistake (I2), so it is not the default. "none", m = 1, is the method
+    without that variant.
     Shared token: by the sign of A', a repaired answer drops out of the sum, which then does not
     cancel, on purpose.
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
@@ -515,7 +553,8 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
-    them. (N, T), (N, T) -> (N, T) int64.
+    them. TEMPO (2509.18314) builds the same tree, for values of its nodes.
+    (N, T), (N, T) -> (N, T) int64.
     """
     n, width = tokens.shape
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
@@ -600,9 +639,10 @@ METHODS: dict[str, Method] = {
     "cispo": Method((cispo,)),
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),
+    "recentred": Method((recentred,), scale="mean"),
     "pos-only": Method((pos_only,)),
-    "nthr": Method((grpo,), credit=nthr, needs_scores=True),
-    "nthr-random": Method((grpo,), credit=nthr_random, needs_scores=True),
+    "nthr": Method((nthr_grpo,), credit=nthr, needs_scores=True),
+    "nthr-random": Method((nthr_grpo,), credit=nthr_random, needs_scores=True),
     "advantage-reweighting": Method((token_grpo,), credit=advantage_reweighting),
     "lopti": Method((lopti_low, lopti_high)),
     "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),

@@ -19,6 +19,7 @@ run without the rest of the repository. llm/fast.py has a quicker `generate` and
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -226,7 +227,8 @@ def main(argv: list[str] | None = None):
             (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
             warm_start(policy, task, config)
             if config.warm_steps:
-                write_model(policy, folder / "start")
+                with complaints(folder):
+                    write_model(policy, folder / "start")
             record({"step": 0} | evaluate(policy, task, config), folder)
         # The policy that RL started from. A KL term, and the metric kl_start, are measured from it.
         start = str(folder / "start") if config.warm_steps else config.model
@@ -316,6 +318,10 @@ def load_policy(config: Config, task, path: str) -> Policy:
         tokenizer = task.make_tokenizer()
         model = make_model(config, tokenizer)
     else:
+        if not Path(path).is_dir():
+            from llm.gsm8k import use_cache_without_hub
+
+            use_cache_without_hub()
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -328,6 +334,8 @@ def load_policy(config: Config, task, path: str) -> Policy:
         if info["missing_keys"]:
             missing = min(info["missing_keys"])
             sys.exit(f"error: --model {path} has no {missing}: it would begin with random weights")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        sys.exit(f"error: --model {path} keeps no past_key_values, with which answers are sampled")
     ends = model.generation_config.eos_token_id
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     if not ends:
@@ -966,7 +974,8 @@ def restore(optimizer, checkpoint: Path, folder: Path) -> int:
     state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    write_aside(folder / "metrics.jsonl", "".join(lines[: state["step"] + 1]))  # from step 0
+    with complaints(folder):
+        write_aside(folder / "metrics.jsonl", "".join(lines[: state["step"] + 1]))  # from step 0
     return state["step"]
 
 
@@ -1001,9 +1010,11 @@ def complaints(folder: Path):
     try:
         yield
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        left = "what is saved is intact" if newest_checkpoint(folder) else "nothing is saved"
-        sys.exit(f"error: {folder} cannot be written ({reason}); {left}; make room, then --resume")
+        reason = (str(error) or repr(error)).splitlines()[0]
+        left = "nothing is saved"
+        if newest_checkpoint(folder):
+            left = "what is saved is intact: make room, then --resume"
+        sys.exit(f"error: {folder} cannot be written ({reason}); {left}")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
-from claims.formulas import CLIP, NORMALISER, UNCLIPPED, formula, is_open, share
+from claims.evidence import claim
+from claims.formulas import DFPO, UNCLIPPED, average_of, defaults, share_in
 from claims.trees import Draw, ascent, coefficients
 from toy.policy import Policy
 
+FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
+
+@claim("C1", "token_coefficients")
 def c1(module, name, draws, evidence):
     """The gradient of any loss is (1/N) sum c (e_a - pi) phi^T: its coefficients are all there is
     to know about it.
@@ -57,6 +61,7 @@ def c1(module, name, draws, evidence):
         evidence.equal(by_hand, ascent(loss, W))
 
 
+@claim("C2", *FACTORISED)
 def c2(module, name, draws, evidence):
     """Token-factorised and unclipped, a fully shared token gets rho sum_i A_i: 0 for every ratio
     rho.
@@ -75,9 +80,10 @@ def c2(module, name, draws, evidence):
 
       (rho / (N L)) (sum_i A_i) grad log pi.
 
-    The weight is a common factor, and centred advantages sum to 0. REINFORCE has 1 in place of rho.
-    DAPO has the number of tokens in place of N L. The claim is checked with centred advantages, and
-    with others, where the sum must not vanish.
+    The weight is a common factor, and centred advantages sum to 0. For two answers with A_1 = -A_2
+    it is (rho/2) (A_1 + A_2) = 0, as the paper writes it, without L. REINFORCE has 1 in place of
+    rho. DAPO has the number of tokens in place of N L. The claim is checked with centred
+    advantages, and with others, where the sum must not vanish.
     """
     hyper = {} if name == "reinforce" else UNCLIPPED
     for draw, shift in itertools.product(draws, (0, 0.7)):
@@ -85,30 +91,12 @@ def c2(module, name, draws, evidence):
         predicted = []
         for rho, rows, _ in draw.at_shared(0.9):
             weight = 1 if name == "reinforce" else rho
-            predicted.append(weight * sum(adv[i] for i in rows) * share(name, draw, rows[0]))
+            predicted.append(weight * sum(adv[i] for i in rows) * share_in(name, draw, rows[0]))
         loss = getattr(module, name)(draw.batch(module, 0.9, adv=adv), **hyper)
         evidence.equal(predicted, draw.node_sums(loss))
 
 
-def c3(module, name, draws, evidence):
-    """Two answers with A_1 = -A_2: a shared token gets (rho/2) (A_1 + A_2) grad log pi = 0.
-
-    Source: DFPO, two answers, token-factorised (S)
-
-    This is C2 for G = 2, as the paper writes it, without a length normaliser: J = (1/2) sum_i sum_t
-    r_{i,t} A_i. Each of the two answers adds (1/2) A_i grad r = (rho/2) A_i grad log pi at the
-    shared token. The methods of losses.py divide by N L, with N = 2 for one group. So the measured
-    sum of the coefficients is divided by G = 2 and multiplied by L.
-    """
-    for draw, shift in itertools.product(draws, (0, 0.3)):
-        adv = [a + shift for a in draw.adv]
-        predicted = []
-        for rho, rows, _ in draw.at_shared(0.9):
-            predicted.append(rho / 2 * (adv[rows[0]] + adv[rows[1]]))
-        loss = getattr(module, name)(draw.batch(module, 0.9, adv=adv), **UNCLIPPED)
-        evidence.equal(predicted, draw.node_sums(loss) / 2 * draw.max_tokens)
-
-
+@claim("C4", "sequence_ratio", "gspo")
 def c4(module, name, draws, evidence):
     """A sequence ratio leaves sum_i A_i s_i (product) or sum_i A_i s_i / T_i (geometric) at a
     shared token.
@@ -138,29 +126,38 @@ def c4(module, name, draws, evidence):
             continue
         evidence.equal(geometric, module.sequence_ratio(batch))
         evidence.equal(product, module.sequence_ratio(batch, "product"))
-        evidence.raises(module.sequence_ratio, batch, "harmonic")
         left = [sum(draw.adv[i] * product[i] for i in rows) for rows in groups]
         loss = -(module.sequence_ratio(batch, "product") * batch.adv[:, 0]).mean()
         evidence.equal(left, draw.node_sums(loss))
 
 
-def c5a(module, name, draws, evidence):
-    """Under sequence coupling a shared token cancels with probability 0: of very many random groups
-    none does.
+@claim(
+    "C5",
+    "sequence_ratio",
+    fails='"cancels only if all u_i are equal" is wrong for G > 2; it cancels with probability 0',
+    extremes=False,
+)
+def c5(module, name, draws, evidence):
+    """Under sequence coupling a shared token cancels with probability 0, but equal u_i are not
+    necessary: A = (1, 1, -2), u = (1, 3, 2).
 
-    Source: DFPO Cor. 3.3 (S)
+    Source: DFPO Cor. 3.3 (S); counterexample (D)
 
     By C4 the sum at the shared token is rho (A.u), up to the factor 1/G, where u_i is the ratio of
     the rest of answer i. For a given A != 0 the set {u : A.u = 0} is a hyperplane through the
     origin of R^G. A hyperplane has no volume, so a continuous random u misses it almost surely. The
     claim compares A.u itself, and counts the groups of 4, out of 100 000, in which |A.u| is below
     1e-12 |A| |u|.
+
+    Equal u is sufficient: A.u = u sum_i A_i = 0. It is necessary only for G = 2, where the
+    hyperplane A.u = 0 is the line u_1 = u_2. For G = 3 the hyperplane is a plane, and it contains
+    more than that line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What remains of the statement is its measure.
+    Public notes on the paper (Memory4ever/AI-System-Design) have the same example.
+    "left" is how far apart the u_i are although the token cancels.
     """
-    draw = draws[0]
-    groups = 100_000
-    G = 4
-    log_r = 0.5 * draw.randn(groups * G, 2)
-    A = draw.randn(groups, G)
+    groups, G = 100_000, 4
+    log_r = 0.5 * draws[0].randn(groups * G, 2)
+    A = draws[0].randn(groups, G)
     A -= A.mean(1, keepdim=True)
     adv = A.view(-1, 1).expand(-1, 2)
     mask = torch.ones_like(log_r) > 0
@@ -169,32 +166,16 @@ def c5a(module, name, draws, evidence):
     evidence.equal((A * log_r.exp().prod(1).view(groups, G)).sum(1), (A * s).sum(1))
     cancels = (A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1)
     evidence.equal(0, cancels.sum())
+    A, u = torch.tensor([[1, 1, -2], [1, 3, 2]], dtype=torch.float64)
+    logp = torch.zeros(3, 2, dtype=torch.float64).requires_grad_()
+    log_r = torch.stack([torch.full_like(u, 1.7).log(), u.log()], 1)
+    batch = module.Batch(logp, -log_r, A[:, None].expand(3, 2), torch.ones(3, 2) > 0, 3, 2)
+    loss = -(module.sequence_ratio(batch, "product") * A).mean()
+    evidence.equal(0, coefficients(loss, batch)[:, 0].sum())
+    evidence.record_left(u.max() - u.min())
 
 
-def c5b(module, name, draws, evidence):
-    """A shared token cancels although its u_i differ: A = (1, 1, -2), u = (1, 3, 2). Equal u is not
-    necessary.
-
-    Source: DFPO Cor. 3.3 (S); counterexample (D)
-
-    u_i is the ratio of the rest of answer i (C4). Equal u is sufficient: A.u = u sum_i A_i = 0. It
-    is necessary only for G = 2, where the hyperplane A.u = 0 is the line u_1 = u_2. For G = 3 the
-    hyperplane is a plane, and it contains more than that line: 1 * 1 + 1 * 3 - 2 * 2 = 0. What
-    remains of the statement is its measure (C5a). "left" is how far apart the u_i are although the
-    token cancels.
-    """
-    A = torch.tensor([1, 1, -2], dtype=torch.float64)
-    u = torch.tensor([1, 3, 2], dtype=torch.float64)
-    for rho in (0.5, 1.0, 1.7):
-        logp = draws[0].randn(3, 2).requires_grad_()
-        log_r = torch.stack([torch.full_like(u, rho).log(), u.log()], 1)
-        adv = A[:, None].expand(3, 2)
-        batch = module.Batch(logp, logp.detach() - log_r, adv, torch.ones(3, 2) > 0, 3, 2)
-        loss = -(module.sequence_ratio(batch, "product") * A).mean()
-        evidence.equal(0, coefficients(loss, batch)[:, 0].sum())
-        evidence.record_left(u.max() - u.min())
-
-
+@claim("C6", "grpo", "dr_grpo", "dapo")
 def c6(module, name, draws, evidence):
     """The clipped surrogate's min pushes a shared token back to pi_old: -rho P above the clip
     range, +rho P below it.
@@ -216,17 +197,19 @@ def c6(module, name, draws, evidence):
     back towards pi_old. All this is multiplied by the weight of a token in the method's average.
     For GRPO the claim is checked on answers of equal length only (see C8).
     """
-    low, high = CLIP[name]
+    hyper = defaults(getattr(module, name))
+    low, high = 1 - hyper["eps_low"], 1 + hyper["eps_high"]
     for draw in draws:
         if name == "grpo" and not draw.equal_lengths:
             continue
         predicted = []
         for rho, rows, _ in draw.at_shared(0.6):
-            P = sum(max(draw.adv[i], 0) for i in rows) * share(name, draw, rows[0])
-            predicted.append(-rho * P if rho > 1 + high else rho * P if rho < 1 - low else 0)
+            P = sum(max(draw.adv[i], 0) for i in rows) * share_in(name, draw, rows[0])
+            predicted.append(-rho * P if rho > high else rho * P if rho < low else 0)
         evidence.equal(predicted, draw.node_sums(getattr(module, name)(draw.batch(module, 0.6))))
 
 
+@claim("C7", "grpo_symmetric", "cispo", "dr_grpo", *DFPO, only_if="the min is dropped")
 def c7(module, name, draws, evidence):
     """A clip that ignores the sign of A cancels for every ratio; equal eps_low and eps_high alone
     do not.
@@ -241,23 +224,41 @@ def c7(module, name, draws, evidence):
 
     cispo clips the ratio itself, detached, and has no gate. So the sum is clip(rho) sum_i A_i,
     which is 0 as well, and a single visitor outside the range keeps a gradient of bounded weight.
+    DFPO has no clip. With eps (ours) it is clipped in the same way, so its cancellation (C9, C10)
+    stays: the sum is w~ times 0 inside the range and 0 outside it.
     """
-    bounds = {"eps_low": 0.2, "eps_high": 0.2}
+    bounds = {"eps": 0.2} if name in DFPO else {"eps_low": 0.2, "eps_high": 0.2}
     for draw, shift in itertools.product(draws, (0, 0.5)):
         adv = [a + shift for a in draw.adv]
+        s = draw.sequence_ratios(0.6)
         predicted = []
         for rho, rows, _ in draw.at_shared(0.6):
+            inside = 0.8 <= rho <= 1.2
             if name == "cispo":
                 left = min(max(rho, 0.8), 1.2) * sum(adv[i] for i in rows)
+            elif name == "dfpo_min":
+                left = min(s[i] for i in rows) * sum(adv[i] for i in rows) * inside
+            elif name == "dfpo_orthogonal":  # its weights have no part along any A
+                left = 0.0
+            elif name == "dr_grpo":
+                acts = [inside or (adv[i] < 0 if rho > 1 else adv[i] > 0) for i in rows]
+                left = rho * sum(adv[i] for i, act in zip(rows, acts, strict=True) if act)
             else:
-                left = rho * sum(adv[i] for i in rows if is_open(name, rho, adv[i], 0.2, 0.2))
-            predicted.append(left * share(name, draw, rows[0]))
+                left = rho * sum(adv[i] for i in rows) * inside
+            predicted.append(left * share_in(name, draw, rows[0]))
         loss = getattr(module, name)(draw.batch(module, 0.6, adv=adv), **bounds)
         evidence.equal(predicted, draw.node_sums(loss))
         if name == "dr_grpo" and not shift:
             evidence.record_left(predicted)
 
 
+@claim(
+    "C8",
+    "grpo",
+    "gspo",
+    *FACTORISED,
+    only_if="all T_i are equal, or the normaliser is a common factor",
+)
 def c8(module, name, draws, evidence):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
 
@@ -278,10 +279,10 @@ def c8(module, name, draws, evidence):
         predicted = []
         for rho, rows, _ in draw.at_shared(spread):
             weight = 1 if name == "reinforce" else rho
-            predicted.append(weight * sum(draw.adv[i] * share(name, draw, i) for i in rows))
+            predicted.append(weight * sum(draw.adv[i] * share_in(name, draw, i) for i in rows))
         loss = getattr(module, name)(draw.batch(module, spread))
         evidence.equal(predicted, draw.node_sums(loss))
-        if NORMALISER[name] == "seq-mean" and not draw.equal_lengths:
+        if average_of(name) == "answer" and not draw.equal_lengths:
             evidence.record_left(predicted)
 
 
@@ -297,6 +298,7 @@ def two_zero_sum_parts(draw: Draw) -> tuple[Tensor, Tensor]:
     return draw.randn(3, draw.G).exp().requires_grad_(), A
 
 
+@claim("C9", "min_replace")
 def c9(module, name, draws, evidence):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to
     zero cancels.
@@ -312,10 +314,6 @@ def c9(module, name, draws, evidence):
     the same; the minimum is the cautious one. The weight is detached (C12).
     """
     for draw in draws:
-        if name == "dfpo_min":
-            sums = draw.node_sums(module.dfpo_min(draw.batch(module, 0.9)))
-            evidence.equal([0] * len(draw.shared), sums)
-            continue
         w, A = two_zero_sum_parts(draw)
         out = module.min_replace(w, A)
         evidence.equal(False, out.requires_grad)
@@ -323,26 +321,7 @@ def c9(module, name, draws, evidence):
         evidence.equal([0] * 3, (out * A)[:, : draw.G // 2].sum(1))
 
 
-def c9e(module, name, draws, evidence):
-    """A clip that is blind to the sign of A (eps) leaves DFPO's cancellation as it is, and keeps
-    its trust region.
-
-    Source: DFPO under a clip (D, ours)
-
-    DFPO has no clip. With eps, tokens whose ratio lies outside 1 +- eps get coefficient 0, whatever
-    the sign of A. All visitors of a node have one ratio, so they are clipped together. What is left
-    at a node is therefore 0, or what it was before. The coefficients are compared with the twin of
-    M1 on every token.
-    """
-    for draw, eps in zip(draws, itertools.cycle((0.15, 0.3)), strict=False):
-        batch = draw.batch(module, 0.6)
-        loss = getattr(module, name)(batch, eps=eps)
-        value, c = formula(name, draw, 0.6, draw.rows(draw.adv), {"eps": eps})
-        evidence.equal(c, coefficients(loss, batch))
-        evidence.equal(value, loss)
-        evidence.equal([0] * len(draw.shared), draw.node_sums(loss))
-
-
+@claim("C10", "adv_orthogonal", only_if="the whole group shares the token")
 def c10(module, name, draws, evidence):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of
     it.
@@ -360,11 +339,6 @@ def c10(module, name, draws, evidence):
     Weights may turn negative and push winners down. Take A = (1,1,1,1,-1,-1,-1,-1) and w =
     (3,.1,...,.1). Then A.w / 8 = .3625, and three winners end at .1 - .3625 = -.2625.
     """
-    if name == "dfpo_orthogonal":
-        for draw in draws:
-            sums = draw.node_sums(module.dfpo_orthogonal(draw.batch(module, 0.9)))
-            evidence.equal([0] * len(draw.shared), sums)
-        return
     w = torch.tensor([[3, *[0.1] * 7]], dtype=torch.float64)
     A = torch.tensor([[1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.float64)
     evidence.equal([-0.2625] * 3, module.adv_orthogonal(w, A)[0, 1:4])
@@ -388,6 +362,7 @@ def c10(module, name, draws, evidence):
         evidence.equal([[sum(row) / 2] * 2 for row in w.tolist()], module.adv_orthogonal(w, A))
 
 
+@claim("C11", *DFPO, only_if="the policy has not moved")
 def c11(module, name, draws, evidence):
     """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
 
@@ -407,6 +382,7 @@ def c11(module, name, draws, evidence):
             evidence.equal(plain, c)
 
 
+@claim("C12", *DFPO, only_if="the weight is detached")
 def c12(module, name, draws, evidence):
     """Without the stop-gradient both transforms leave a term at a shared token, although
     sum_i w~_i A_i = 0.
@@ -422,12 +398,13 @@ def c12(module, name, draws, evidence):
 
     where A*l is the vector of the A_i l_i. For Min-Replace only s_{j*} depends on theta, and every
     answer's weight is that one number. For Adv-Orthogonal w~ = P s, and P does not depend on theta.
-    Neither term is 0 ("left"). Both losses are checked to cancel as they are. Then a weight built
-    on the module's own sequence_ratio, and not detached, is checked to leave exactly this.
+    Neither term is 0 ("left"). As they are, both losses cancel (AUDIT). A weight built on the
+    module's own sequence_ratio, and not detached, is checked to leave exactly this.
+
+    The minimum must be unique for that. On-policy all s are 1. PyTorch's amin then takes the mean
+    of the subgradients, and the term has the mean of s_j / T_j over the tied answers.
     """
     for draw in draws:
-        sums = draw.node_sums(getattr(module, name)(draw.batch(module, 0.6)))
-        evidence.equal([0] * len(draw.shared), sums)
         batch = draw.batch(module, 0.6)
         A = torch.tensor(draw.adv, dtype=torch.float64).view(-1, draw.G)
         s = module.sequence_ratio(batch).view(-1, draw.G)
@@ -441,6 +418,16 @@ def c12(module, name, draws, evidence):
         predicted = [left_undetached(name, draw, rows, Al) for _, rows, _ in draw.at_shared()]
         evidence.equal(predicted, draw.node_sums(-(w * A * l_i).sum() / draw.N))
         evidence.record_left(predicted)
+        if name == "dfpo_min":
+            on = draw.batch(module)
+            w = module.sequence_ratio(on).view(-1, draw.G).amin(1, keepdim=True)
+            l_i = torch.where(draw.mask, on.logp, 0).sum(1).view(-1, draw.G)
+            Al = (A * l_i).flatten().tolist()
+            tied = []
+            for _, rows, _ in draw.at_shared():
+                mean = sum(1 / draw.T[j] for j in rows) / draw.G
+                tied.append(mean * sum(Al[i] for i in rows))
+            evidence.equal(tied, draw.node_sums(-(w * A * l_i).sum() / draw.N))
 
 
 def left_undetached(name: str, draw: Draw, rows: range, Al: list[float]) -> float:

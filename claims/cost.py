@@ -5,21 +5,24 @@ another. So a tax moves a way only as far as it differs from the tax of its sibl
 reward only where it moves a better way down.
 
 The push on a way's logit is the gradient of the expected objective. It is measured through the
-losses, over all groups of G answers, each with its probability (toy/alike.py).
+losses, over all groups of G answers, each with its probability (worlds.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from claims.formulas import NORMALISER
-from claims.tax import World
+from claims.evidence import claim
+from claims.formulas import DFPO, average_of
+from claims.tax import OWN_ANSWER
 from claims.trees import Draw, ascent
-from toy.alike import Groups, Outcome
+from claims.worlds import Outcome, World
+
+OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 
 
 def make_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
@@ -39,30 +42,23 @@ def make_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Itera
 
 def measure_push(module, name: str, world: World, scale: str) -> Tensor:
     """On the logit of each way. (ways,)."""
-    groups = Groups(world.outcomes, world.G)
-    logits = torch.tensor(world.shares, dtype=torch.float64).log().requires_grad_()
-    return ascent(getattr(module, name)(groups.expected_batch(logits, scale)), logits)
+    logits = world.logits()
+    return ascent(getattr(module, name)(world.groups().expected_batch(logits, scale)), logits)
 
 
 def weight(name: str, world: World, outcome: Outcome) -> float:
     """On-policy, of an answer's advantage: 1/T_i, or one constant for all."""
-    lengths = [other.length for other in world.outcomes]
-    if NORMALISER[name] == "seq-mean":
+    if average_of(name) == "answer":
         return 1 / outcome.length
-    return 1 / max(lengths)
-
-
-def mean_over(world: World, way: int, f: Callable[[Outcome], float]) -> float:
-    """The mean of f(outcome) on a way."""
-    return sum(o.chance * f(o) for o in world.outcomes if o.way == way)
+    return 1 / max(other.length for other in world.outcomes)
 
 
 def credit_and_tax(name: str, world: World) -> list[tuple[float, float]]:
     """wbar (Q - J) and Cov(w, R) of each way."""
     ways = range(len(world.shares))
-    w = [mean_over(world, way, lambda o: weight(name, world, o)) for way in ways]
-    Q = [mean_over(world, way, lambda o: o.reward) for way in ways]
-    products = [mean_over(world, way, lambda o: weight(name, world, o) * o.reward) for way in ways]
+    w = [world.mean(lambda o: weight(name, world, o), way) for way in ways]
+    Q = [world.mean(lambda o: o.reward, way) for way in ways]
+    products = [world.mean(lambda o: weight(name, world, o) * o.reward, way) for way in ways]
     J = sum(p * x for p, x in zip(world.shares, Q, strict=True))
     return [(w[a] * (Q[a] - J), products[a] - w[a] * Q[a]) for a in ways]
 
@@ -73,6 +69,7 @@ def softmax_push(world: World, f: list[float]) -> list[float]:
     return [p * (x - fbar) for p, x in zip(world.shares, f, strict=True)]
 
 
+@claim("C18a", *OWN_WEIGHT, only_if=f"on-policy; {OWN_ANSWER}", extremes=False)
 def c18a(module, name, draws, evidence):
     """The expected push on logit a is pi_a (f_a - fbar) with
     f_a = (1 - 1/G)(wbar_a (Q_a - J) + Cov(w, R | a)).
@@ -132,11 +129,12 @@ def factor(G: int, b: float, scale: str) -> float:
 
 def binary_f(name: str, world: World, way: int, b: float) -> float:
     """q (1-b)/T_right - (1-q) b/T_wrong, with the weight of the method for 1/T."""
-    right = mean_over(world, way, lambda o: o.reward * weight(name, world, o))
-    wrong = mean_over(world, way, lambda o: (1 - o.reward) * weight(name, world, o))
+    right = world.mean(lambda o: o.reward * weight(name, world, o), way)
+    wrong = world.mean(lambda o: (1 - o.reward) * weight(name, world, o), way)
     return right * (1 - b) - wrong * b
 
 
+@claim("C18b", *OWN_WEIGHT, extremes=False)
 def c18b(module, name, draws, evidence):
     """Rewards 0 and 1: f = K (q (1-b)/T_right - (1-q) b/T_wrong) with 1/T_i, else K (q - b)/L; the
     larger f grows.
@@ -163,15 +161,29 @@ def c18b(module, name, draws, evidence):
     wrong ones that are long. The learning tax may be as large where nothing of the kind happens
     (python -m toy.tax).
 
+    An example that ends there for good: way A is right with chance q, at the lengths T_r if right
+    and T_w if wrong; way B is always wrong, at the length T_B. If s is the share of A, then b = s q
+    and
+
+      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
+
+    That is positive at s = 0 and linear in s, up to K. It is 0 at
+
+      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
+
+    where training ends if share* is below 1, that is if (1 - q)(1/T_w - 1/T_r) > 1/T_B: the wrong
+    answers of A are short and those of B are long. The expected reward then stays at q share*. For
+    q = 1 that cannot be, and with a constant weight A takes all.
+
     Measured: two ways with four kinds of answers each, both scales, the value and the sign of the
     push on the odds of the first way. "left", for 1/T_i: how much of f_A - f_B is tax, |tax| over
     |tax| + |credit|.
     """
     for world in make_worlds(draws, ways=2, kinds=4, binary=True):
-        q = [mean_over(world, way, lambda o: o.reward) for way in (0, 1)]
+        q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = sum(p * x for p, x in zip(world.shares, q, strict=True))
         f = [binary_f(name, world, way, b) for way in (0, 1)]
-        is_uneven = NORMALISER[name] == "seq-mean"
+        is_uneven = average_of(name) == "answer"
         first_grows = f[0] > f[1] if is_uneven else q[0] > q[1]
         for scale in ("mean", "std"):
             K = factor(world.G, b, scale)
@@ -181,53 +193,3 @@ def c18b(module, name, draws, evidence):
         if is_uneven:
             credit, tax = (x - y for x, y in zip(*credit_and_tax(name, world), strict=True))
             evidence.record_left(abs(tax) / (abs(tax) + abs(credit)))
-
-
-def c18c(module, name, draws, evidence):
-    """Against a way that is always wrong, 1/T_i ends at the share 1/T_r / (q/T_r + (1-q)/T_w -
-    1/T_B), if within (0, 1).
-
-    Source: what a tax costs (D); setting: C18b
-
-    Way A is right with chance q, at the lengths T_r if right and T_w if wrong. Way B is always
-    wrong, at the length T_B. If s is the share of A, then b = s q. C18b has
-
-      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
-
-    At s = 0 that is K q/T_r > 0, and it is linear in s up to K. So it is 0 for one s at most,
-
-      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
-
-    positive below it and negative above it: training ends there, whatever the start. share* lies
-    between 0 and 1 iff (1 - q)(1/T_w - 1/T_r) > 1/T_B, that is if the wrong answers of A are short
-    and those of B are long. Then a way that never succeeds keeps the share 1 - share* for ever, and
-    the expected reward stays at q share*. For q = 1 that cannot be. Otherwise A takes all, as it
-    does with a constant weight, f_A - f_B = K q/L.
-
-    Measured, with both scales: the push is 0 at share*, upwards at share*/2, and downwards half-way
-    between share* and 1. Where share* lies outside, and for constant weights, it is upwards at
-    0.01, 0.5 and 0.99.
-    """
-    for k, (outcomes, end) in enumerate(make_races(draws)):
-        G, scale = 2 + k % 3, ("mean", "std")[k // 2 % 2]
-        is_inside = NORMALISER[name] == "seq-mean" and 0 < end < 1
-        signs = {end / 2: 1, (1 + end) / 2: -1} if is_inside else {0.01: 1, 0.5: 1, 0.99: 1}
-        for share, sign in signs.items():
-            push = measure_push(module, name, World(G, outcomes, [share, 1 - share]), scale)
-            evidence.equal(sign, push[0].sign())
-        if is_inside:
-            push = measure_push(module, name, World(G, outcomes, [end, 1 - end]), scale)
-            evidence.equal([0.0, 0.0], push)
-
-
-def make_races(draws: list[Draw]) -> Iterator[tuple[list[Outcome], float]]:
-    """Against a way that is always wrong, with share* in turn between 0 and 1 and not."""
-    for draw in draws[::6]:
-        q = 0.2 + 0.6 * float(draw.randn(1).sigmoid())
-        T_w, more = (torch.randint(1, 5, (2,), generator=draw.generator) + 1).tolist()
-        T_r = T_w + more
-        bound = 1 / ((1 - q) * (1 / T_w - 1 / T_r))  # T_B above it: share* is inside
-        for T_B in (math.floor(bound) + 2, max(1, math.ceil(bound) - 2)):
-            outcomes = [Outcome(0, q, 1.0, T_r), Outcome(0, 1 - q, 0.0, T_w)]
-            outcomes.append(Outcome(1, 1.0, 0.0, T_B))
-            yield outcomes, (1 / T_r) / (q / T_r + (1 - q) / T_w - 1 / T_B)

@@ -6,15 +6,16 @@ distribution drifts, and answers of equal reward can be driven apart.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from torch import Tensor
 
-from claims.trees import ascent
-from toy.policy import EOS, Policy, kl, tabular
+import losses
+from claims.evidence import claim
+from claims.trees import Draw, ascent, coefficients
+from toy.policy import kl
 
 
+@claim("C13", "dr_grpo", "grpo_symmetric", "dfpo_min", extremes=False)
 def c13(module, name, draws, evidence):
     """A step eta g moves a token by KL = (eta^2/2) g^T F(h) g + O(eta^3): halving eta divides the
     remainder by 8.
@@ -60,79 +61,117 @@ def c13(module, name, draws, evidence):
         evidence.equal(8, remainder[1e-3] / remainder[5e-4], tolerance=0.1)
 
 
-def log_odds(policy: Policy, prompts, answers) -> Tensor:
-    """log pi(y_a) - log pi(y_b) of two answers, differentiable."""
-    logp, _ = policy.log_probs(prompts, answers)
-    return logp[0].sum() - logp[1].sum()
+def path_of_scores(draw: Draw, i: int, start: int, c: Tensor) -> float:
+    """First-order change of the log-probability of answer i's tokens from `start` on, per eta/N.
 
-
-def change_of_log_odds(module, policy: Policy, prompts, answers, k) -> tuple[Tensor, Tensor]:
-    """d log(pi(y_a)/pi(y_b)) / d eta along the loss's own ascent direction, and that direction."""
-    logp, mask = policy.log_probs(prompts, answers)
-    adv = torch.tensor(k, dtype=torch.float64)[:, None].expand(mask.shape)
-    loss = module.reinforce(module.Batch(logp, logp.detach(), adv, mask, 2, 1))
-    g = 2 * ascent(loss, policy.W)
-    return (ascent(-log_odds(policy, prompts, answers), policy.W) * g).sum(), g
-
-
-def c14(module, name, draws, evidence):
-    """Equal rewards do not give d log(pi(y_a)/pi(y_b)) = eta c (k_a - k_b): equal k can still drive
-    two answers apart.
-
-    Source: DFPO Cor. 3.2, Eq. 5 (S); exact formula and counterexample (D)
-
-    The corollary is about two answers y_a and y_b of equal reward, which a method weighs by k_a and
-    k_b. The step is eta g with
-
-      g = A (k_a grad log pi(y_a) + k_b grad log pi(y_b)),
-
-    because equal rewards have equal advantages A. To first order a function f of theta changes by
-    eta <grad f, g>. Take f = log pi(y_a) - log pi(y_b). Write n_a and n_b for the squared norms of
-    the two score gradients, and x for their inner product. Then the change is, exactly to
-    first order,
-
-      eta A (k_a n_a - k_b n_b + (k_b - k_a) x).
-
-    If n_a = n_b = n, this is eta A (n - x) (k_a - k_b): Eq. 5 with c = A (n - x). So equal norms
-    are enough. If the two score gradients are orthogonal as well, for instance because they have
-    disjoint parameters, then x = 0 and c = A n. With p = (.4, .4, .2) in one softmax the norms are
-    equal although x = -.44, and c = .56 - (-.44) = 1. Both cases are checked.
-
-    With unequal norms Eq. 5 is wrong. Take one softmax with p = (.6, .3, .1), A = 1, k_a = k_b =
-    1/2, and the first two tokens as the two answers. In the logits g = ((e_a - p) + (e_b - p))/2 =
-    (-.1, .2, -.1), and the log-odds change by g_a - g_b = -.3 per eta. So the likelier answer
-    loses, though k_a = k_b and Eq. 5 says 0 ("left").
-
-    The exact formula is first order: halving eta divides the remainder by 4. That is checked to one
-    decimal, with dense features and answers of unequal length.
+    At a history with the probabilities p, the summed coefficients C_k of its tokens and their sum
+    S, a step moves logit k by C_k - S p_k, and log p_a by that of a minus the mean over p.
     """
-    x = (0,)
-    remainder = {1e-3: 0.0, 5e-4: 0.0}
+    total = 0.0
+    for t in range(start, draw.T[i]):
+        p, C = choices_at(draw, i, t, c)
+        z = [C[k] - sum(C) * p[k] for k in range(len(p))]
+        total += z[draw.answers[i][t]] - sum(x * y for x, y in zip(p, z, strict=True))
+    return total
+
+
+def choices_at(draw: Draw, i: int, t: int, c: Tensor) -> tuple[list[float], list[float]]:
+    """Before token t of answer i: the probabilities, and every token's summed coefficients."""
+    prompt, prefix = i // draw.G, draw.answers[i][:t]
+    p = draw.policy.probs((prompt, *prefix)).tolist()
+    visits = [draw.tree.get((prompt, (*prefix, k)), []) for k in range(len(p))]
+    return p, [sum(float(c[visit]) for visit in at) for at in visits]
+
+
+def parts(draw: Draw, rows: range, t: int) -> bool:
+    """Whether these answers, so far alike, do not all take the same token t."""
+    return len({draw.answers[i][: t + 1] for i in rows}) > 1
+
+
+@claim(
+    "C14",
+    "reinforce",
+    "dfpo_min",
+    "dfpo_orthogonal",
+    "recentred",
+    only_if="the coefficients cancel where the answers part",
+    extremes=False,
+)
+def c14(module, name, draws, evidence):
+    """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if the
+    coefficients cancel there: equal norms are not needed.
+
+    Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
+
+    The corollary is about two answers y_a and y_b of equal reward and advantage A, which a method
+    weighs by k_a and k_b: d log(pi(y_a)/pi(y_b)) = eta c (k_a - k_b).
+
+    Take one softmax with logits z and probabilities p. Let C_k be the summed coefficients of the
+    answers that take token k, and S their sum over all tokens. The step eta sum_k C_k (e_k - p) is
+    eta (C - S p). So, exactly and not to first order only,
+
+      d(z_a - z_b) = eta [(C_a - C_b) - S (p_a - p_b)],
+
+    and z_a - z_b is log(pi_a / pi_b). If the coefficients cancel, S = 0, the second term is gone.
+    With one answer on each token what is left is eta A (k_a - k_b): Eq. 5. So the design condition
+    is what Eq. 5 needs. Equal norms or disjoint parameters, as it is often read, are not needed.
+
+    Without the condition it is wrong: p = (.6, .3, .1), A = 1, k_a = k_b = 1/2 has S = 1 and moves
+    log(p_a / p_b) by -.3 eta, though k_a = k_b. The third answer of that group, on the third token,
+    has A = -2. With it and the same k, S = 0 and the drift is 0. (Public notes on the paper,
+    Memory4ever/AI-System-Design, have the first half of this example.)
+
+    Over several softmaxes this survives at one of them: where the two answers part, if the whole
+    group is still together there. Before it they share all tokens, and nothing differs. After it
+    each walks alone through softmaxes of its own, and log pi of the rest grows by
+    eta A k times the squared norms of its scores. These differ from answer to answer, by length
+    if by nothing else. So equal k still drives two whole answers apart, also where all
+    coefficients cancel ("left": that part, per eta). A split that only a part of the group reaches
+    has S = what its node gets, not 0.
+
+    S = 0 asks for more than that shared tokens cancel. It sums over different tokens, whose ratios
+    differ off-policy. Weights of whole answers whose sum over the group is 0 have it: reinforce,
+    both of DFPO's, recentred. grpo-symmetric and cispo have it on-policy only.
+
+    Measured for these losses, off-policy: the logits at the first split of every group,
+    against C_a - C_b alone; and log(pi(y_a)/pi(y_b)) of whole answers, against the sum of the
+    identity at the split and of the rest, by autograd.
+    """
     for draw in draws:
-        features = defaultdict(lambda draw=draw: draw.randn(4))
-        dense = Policy(draw.randn(5, 4).requires_grad_(), features.__getitem__, 3)
-        answers = [(1, 2, EOS), (2, EOS)]
-        k = draw.randn(2).tolist()
-        measured, g = change_of_log_odds(module, dense, [x, x], answers, k)
-        a, b = (dense.grad_log_prob_answer(x, y) for y in answers)
-        evidence.equal(((a - b) * (k[0] * a + k[1] * b)).sum(), measured)
-        before = log_odds(dense, [x, x], answers).item()
-        for eta in remainder:
-            change = log_odds(dense.step(g, eta), [x, x], answers).item() - before
-            remainder[eta] += abs(change - eta * measured.item())
-        W = draw.randn(3, 1).repeat(1, 2).requires_grad_()
-        disjoint = Policy(W, tabular([(0,), (1,)]), 1)
-        n = float((disjoint.grad_log_prob(x, 1) ** 2).sum())
-        measured, _ = change_of_log_odds(module, disjoint, [(0,), (1,)], [(1,), (1,)], k)
-        evidence.equal(n * (k[0] - k[1]), measured)
-    evidence.equal(4, round(remainder[1e-3] / remainder[5e-4], 1))
+        batch = draw.batch(module, 0.6)
+        loss = getattr(module, name)(batch)
+        c, g = coefficients(loss, batch), draw.N * ascent(loss, draw.policy.W)
+        for first in range(0, draw.N, draw.G):
+            rows = draw.group(first)
+            splits = [t for t in range(len(draw.answers[first])) if parts(draw, rows, t)]
+            if not splits:
+                continue
+            t = splits[0]
+            p, C = choices_at(draw, first, t, c)
+            size = 1 + sum(abs(x) for x in C)
+            dz = g @ draw.policy.phi((first // draw.G, *draw.answers[first][:t]))
+            a, b = sorted({draw.answers[i][t] for i in rows})[:2]
+            evidence.equal((C[a] - C[b]) / size, (dz[a] - dz[b]) / size)
+            y_a, y_b = (next(i for i in rows if draw.answers[i][t] == k) for k in (a, b))
+            rest = [path_of_scores(draw, i, t + 1, c) for i in (y_a, y_b)]
+            logp = batch.logp.masked_fill(~draw.mask, 0.0)
+            log_odds = logp[y_a].sum() - logp[y_b].sum()
+            measured = (-ascent(log_odds, draw.policy.W) * g).sum()
+            evidence.equal((C[a] - C[b] + rest[0] - rest[1]) / size, measured / size)
+            evidence.record_left(rest[0] - rest[1])
+    evidence.equal(-0.3, drift_in_one_softmax(module, name, (1.0, 1.0)))
+    evidence.equal(0.0, drift_in_one_softmax(module, name, (1.0, 1.0, -2.0)))
 
-    def in_one_softmax(p, k) -> Tensor:
-        W = torch.tensor([[p_a] for p_a in p], dtype=torch.float64).log().requires_grad_()
-        softmax = Policy(W, tabular([x]), 1)
-        return change_of_log_odds(module, softmax, [x, x], [(0,), (1,)], k)[0]
 
-    evidence.equal(0.7 - 0.1, in_one_softmax((0.4, 0.4, 0.2), (0.7, 0.1)))
-    counterexample = in_one_softmax((0.6, 0.3, 0.1), (0.5, 0.5))
-    evidence.equal(-0.3, counterexample)
-    evidence.record_left(counterexample)
+def drift_in_one_softmax(module, name: str, adv: tuple[float, ...]) -> Tensor:
+    """Of log(p_a / p_b) per eta, with p = (.6, .3, .1), one answer on each token, all k = 1/2."""
+    z = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().requires_grad_()
+    G = len(adv)
+    logp = z.log_softmax(0)[:G, None]
+    A = torch.tensor(adv, dtype=torch.float64)[:, None] * G / 2  # a budget mean divides by G
+    mask = torch.ones_like(A) > 0
+    loss = losses.reinforce(losses.Batch(logp, logp.detach(), A, mask, G, 1))
+    if len(adv) > 2:
+        loss = getattr(module, name)(module.Batch(logp, logp.detach(), A, mask, G, 1))
+    g = ascent(loss, z)
+    return g[0] - g[1]

@@ -5,7 +5,7 @@ two things: that y_i was a near miss, and which of its tokens were to blame. The
 bonus phi_i = rho 1[R_i = 0 and the correction is right]. The shaped reward is R'_i = R_i + l phi_i,
 with rho = 0.5 (`bonus`) and l = 0.6 (`weight`). How rho and l combine is not known for certain;
 here they multiply. A'_i is the group advantage of the shaped rewards. The correction is aligned
-with y_i (M8): tokens that it left as they were are called kept, the others changed.
+with y_i (Levenshtein): tokens that it left as they were are called kept, the others changed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from claims.evidence import claim
 from claims.trees import ascent, coefficients
 from toy.policy import Policy, count_orders
 
@@ -23,6 +24,7 @@ def variance(x, odds) -> float:
     return float((odds * x * x).sum() - (odds * x).sum() ** 2)
 
 
+@claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
 def i1(module, name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
     hard prompts.
@@ -38,8 +40,7 @@ def i1(module, name, draws, evidence):
     p > (l rho / 2)(1 - (1-p) q).
 
     With l = 0.6, rho = 0.5 and q = 0.2 it rises at p = 0.05 and 0.10 and falls from 0.15 on
-    ("left": how much it rises there, relative to Var(R)). The formula is compared with the variance
-    of three outcomes, and with 200 000 sampled ones.
+    ("left": how much it rises there, relative to Var(R)).
     """
     bonus = 0.5
     weight = 0.6
@@ -54,10 +55,6 @@ def i1(module, name, draws, evidence):
         change = variance(shaped, odds) - variance(R, odds)
         evidence.equal(2 * weight * cov + weight**2 * var, change)
         evidence.equal(p > weight * bonus / 2 * (1 - near_miss), change < 0)
-        sample = torch.multinomial(odds, 200_000, replacement=True, generator=draws[0].generator)
-        shaped_sample = module.shaped_rewards(R[sample], repaired[sample])
-        evidence.equal(variance(shaped, odds), shaped_sample.var().item(), tolerance=5e-3)
-        evidence.equal(variance(R, odds), R[sample].var().item(), tolerance=5e-3)
         if change > 0:
             evidence.record_left(change / variance(R, odds))
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
@@ -65,6 +62,7 @@ def i1(module, name, draws, evidence):
     evidence.equal([0.2 * 0.7, 1, 0.5, 0], module.shaped_rewards(rewards, repaired, 0.2, 0.7))
 
 
+@claim("I2", "ibpo", only_if="the correction succeeds with the same chance whatever the slips are")
 def i2(module, name, draws, evidence):
     """Repairs that do not depend on the slips make, on average, right answers likelier and slips as
     a whole rarer.
@@ -90,9 +88,6 @@ def i2(module, name, draws, evidence):
       none         f_t = -S u + S u = 0
       sign         f_t =  S p + S u = S pi_t(k_t) / (1 - Q)
       changed      f_t = -S (u + p) + S u = -S (pi_t(k_t) - Q) / (1 - Q)
-      correction   f_t =  S (1 - p) + S u = S (1 - pi_t(k_t) + Q) / (1 - Q)
-
-    The last one stands for "changed" on the correction, put in the place of the wrong answer.
 
     By sign f_t > 0 at all places. Then a step of any size along this push makes k_t likelier. For
     any two distributions (e_k - pi').(e_k - pi) is positive, as it is (1 - pi'_k)(1 - pi_k) plus
@@ -103,25 +98,20 @@ def i2(module, name, draws, evidence):
     groups are enumerated. One group may differ from their mean, because an answer that is not
     repaired is blamed for its right tokens, too. Where all answers are right, all R' are equal, A'
     is 0, and so are all coefficients.
+
+    The condition matters. Where only answers with one slip can be repaired, "changed" may make a
+    right token likelier. Where only answers with two or more can be, "sign" may make one less
+    likely. Both happened in most of 40 random worlds with T = 2.
     """
     for k, draw in enumerate(draws[:8]):
         toy = Repairs(draw, size=2 + k % 2, q=0.2 + 0.1 * (k % 5))
-        for reading in ("sign", "changed", "none", "correction"):
+        for reading in ("sign", "changed", "none"):
             g = toy.expected_push(module, reading)
-            moved = toy.policy.step(g, 30.0)
             predicted = torch.zeros_like(g)
             for t, right in enumerate(toy.right):
                 h = toy.right[: t + 1]  # its first token stands for the prompt
-                before = toy.policy.probs(h)
-                after = moved.probs(h)
-                push = toy.push(reading, float(before[right])) / (toy.G * len(toy.right))
-                predicted += push * toy.policy.grad_log_prob(h, right)
-                odds = (after / after[right]).log() - (before / before[right]).log()
-                change = -30.0 * push * (1 - before[right] + before)
-                change[right] = 0.0
-                evidence.equal(change, odds)
-                if reading in ("sign", "correction"):
-                    evidence.equal(True, bool(after[right] > before[right]))
+                push = toy.push(reading, float(toy.policy.probs(h)[right]))
+                predicted += push / (toy.G * 2) * toy.policy.grad_log_prob(h, right)
             evidence.equal(predicted, g)
     for draw in draws:
         R = torch.ones(draw.N, dtype=torch.float64)
@@ -163,10 +153,7 @@ class Repairs:
         rows = [row for group in self.groups for row in group]
         repaired = torch.tensor([is_repaired for _, is_repaired in rows])
         kept_mask = torch.tensor([y for y, _ in rows]) == torch.tensor(self.right)
-        answers = [y for y, _ in rows]
-        if reading == "correction":
-            answers = [self.right if is_repaired else y for y, is_repaired in rows]
-        tokens = torch.tensor(answers)
+        tokens = torch.tensor([y for y, _ in rows])
         R = torch.zeros(len(rows), dtype=torch.float64)
         A = module.group_advantages(module.shaped_rewards(R, repaired), self.G, "mean")
         odds = torch.tensor(self.odds, dtype=torch.float64).repeat_interleave(self.G)
@@ -175,17 +162,18 @@ class Repairs:
         mask = torch.ones_like(kept_mask)
         facts = (tokens, mask, logp.detach(), R, self.G)
         old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        adv = module.ibpo(adv, old, "changed" if reading == "correction" else reading)
+        adv = module.ibpo(adv, old, reading)
         batch = module.Batch(logp, logp.detach(), adv, mask, self.G, 2)
         return ascent(module.grpo(batch), self.policy.W)
 
     def push(self, reading: str, p: float) -> float:
         """f_t, where p is the probability of the right token."""
         S = 0.3 * (self.G - 1) * self.q * (1 - self.q)
-        f = {"none": 0.0, "sign": p, "changed": self.Q - p, "correction": 1 - p + self.Q}
+        f = {"none": 0.0, "sign": p, "changed": self.Q - p}
         return S * f[reading] / (1 - self.Q)
 
 
+@claim("I3", "ibpo")
 def i3(module, name, draws, evidence):
     """A repaired answer is blamed on its changed tokens only and praised on its kept ones only; all
     else is grpo.
@@ -202,7 +190,6 @@ def i3(module, name, draws, evidence):
     Two other readings can be chosen. "changed" has m = 0 on kept tokens for both signs. "none" has
     m = 1, which is grpo with shaped rewards. Without a repair all three are grpo.
     """
-    method = module.METHODS["ibpo"]
     for k, draw in enumerate(draws):
         kept_mask = draw.mask & (draw.noise > 0)
         repaired = torch.rand(draw.N, generator=draw.generator) < (k % 4) / 3  # none .. all
@@ -219,12 +206,7 @@ def i3(module, name, draws, evidence):
                     spared = bool(kept_mask[i, t])
                 if repaired[i] and spared and hyper != {"reading": "none"}:
                     predicted[i, t] = 0.0
-            batch = draw.batch(module, 0.6, adv=method.credit(draw.rows(draw.adv), old, **hyper))
-            evidence.equal(predicted, coefficients(method.passes[0](batch), batch))
-        evidence.raises(method.credit, draw.rows(draw.adv), old, reading="kept")
-        for partly in ({}, {"kept_mask": kept_mask}, {"repaired": repaired}):
-            incomplete = module.OldPolicy(*facts, **partly)
-            evidence.raises(method.credit, draw.rows(draw.adv), incomplete)
-        evidence.equal(True, len(method.passes) == 1 and method.repair and method.scale == "std")
+            batch = draw.batch(module, 0.6, adv=module.ibpo(draw.rows(draw.adv), old, **hyper))
+            evidence.equal(predicted, coefficients(module.grpo(batch), batch))
         A = torch.tensor(draw.adv, dtype=torch.float64)
         evidence.equal(A, module.shaped_rewards(A, torch.zeros(draw.N, dtype=torch.bool)))

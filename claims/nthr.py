@@ -1,4 +1,4 @@
-"""N1 to N7: negative gradients (NTHR). What does a step do to the likelihood of a correct answer?
+"""N1 to N4: negative gradients (NTHR). What does a step do to the likelihood of a correct answer?
 
 A step on one question should make its correct answers likelier. Delta(x) is the mean over the
 correct answers of ln pi_theta'(y) - ln pi_theta(y), summed over tokens, where theta' comes after
@@ -13,27 +13,32 @@ g_{i,k} = e_{y_k} - pi(.|h_{i,k}) is its prediction error. N+ answers of a group
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
 from torch import Tensor
 
-from claims.readout import GROUPS, Readout, sampled, scores_by_pairs, smaller_half
+from claims.evidence import claim, find
+from claims.readout import Readout
 from claims.trees import ascent
 
 
+@claim("N1", "group_advantages", only_if="answers are counted, not tokens", extremes=False)
 def n1(module, name, draws, evidence):
     """Binary rewards have two advantages: (1-p)/sqrt(p(1-p)) for the right, -p/sqrt(p(1-p)) for the
-    wrong.
+    wrong. Both sides weigh the same.
 
-    Source: NTHR Lemma 4.2 (P); unbiased deviation (D)
+    Source: NTHR Lemma 4.2 (P); unbiased deviation, per token (D)
 
     The mean of a binary reward is p, and its population variance is p(1-p). So a right answer has
     the advantage p+ = (1-p)/sqrt(p(1-p)), and a wrong one -p- with p- = p/sqrt(p(1-p)). The
     unbiased deviation is larger by the factor sqrt(G/(G-1)), so with it both advantages shrink by
     sqrt((G-1)/G), and the epsilon of 1e-4 in the divisor changes the last digits. Both deviations
     are checked.
+
+    sum_i A_i = 0, split into right and wrong answers, reads p+ N+ = p- N-. That counts answers.
+    With the budget mean 1/(N L) each token brings A_i / L, so a side weighs by its tokens: sum_i
+    T_i A_i is not 0 in general ("left", relative to sum_i T_i |A_i|).
     """
     for G in range(2, 17):
         for right in range(1, G):
@@ -45,25 +50,9 @@ def n1(module, name, draws, evidence):
             unbiased = sd * math.sqrt(G / (G - 1))
             shrunk = [a * math.sqrt((G - 1) / G) * unbiased / (unbiased + 1e-4) for a in both]
             evidence.equal(shrunk, module.group_advantages(rewards, G, "std"))
-
-
-def n2(module, name, draws, evidence):
-    """Right and wrong answers weigh the same: p+ N+ = p- N-. That is per answer; per token the
-    longer side weighs more.
-
-    Source: NTHR (P); per token (D)
-
-    sum_i A_i = 0, split into right and wrong answers, reads p+ N+ - p- N- = 0. That counts answers.
-    With the budget mean 1/(N L) each token brings A_i / L, so a side weighs by its tokens: sum_i
-    T_i A_i is not 0 in general ("left", relative to sum_i T_i |A_i|).
-    """
     for draw in draws:
         R = [1.0, 0.0, *(draw.randn(draw.G - 2) > 0).double().tolist()]
-        rewards = torch.tensor(R, dtype=torch.float64)
-        A = module.group_advantages(rewards, draw.G, "std").tolist()
-        winners = [a for a, reward in zip(A, R, strict=True) if reward]
-        losers = [a for a, reward in zip(A, R, strict=True) if not reward]
-        evidence.equal(max(winners) * len(winners), -min(losers) * len(losers))
+        A = module.group_advantages(torch.tensor(R, dtype=torch.float64), draw.G, "std").tolist()
         weights = [T_i * a for T_i, a in zip(draw.T, A, strict=False)]
         evidence.record_left(sum(weights) / sum(map(abs, weights)))
 
@@ -99,6 +88,7 @@ def terms(g: Tensor, h: Tensor, W: Tensor, place: list, R: list[float]) -> list[
     return [four_terms(i, place, R, products) for i in range(len(R)) if R[i] == 1]
 
 
+@claim("N3", "reinforce", extremes=False)
 def n3(module, name, draws, evidence):
     """A step changes the log-likelihood of a correct answer by (I) - (II) + (III) - (IV), exactly
     to first order.
@@ -124,9 +114,8 @@ def n3(module, name, draws, evidence):
       (IV)  = p- sum_j <W^T g+_{i,1}, W^T g-_{j,1}>
 
     The Group Weighted Hidden Embedding Score is GWHES = (II) - (I). The larger it is, the lazier is
-    the likelihood. The table below the claims shows the mean of all terms.
+    the likelihood.
     """
-    rows = []
     for draw in draws:
         G = draw.G
         width = draw.mask.shape[1]
@@ -158,127 +147,40 @@ def n3(module, name, draws, evidence):
         by_answer = terms(g.detach(), hidden[at].detach(), W.detach(), place, R)
         predicted = [one - two + three - four for one, two, three, four in by_answer]
         evidence.equal(predicted, torch.stack(measured))
-        rows += [[*four, four[1] - four[0]] for four in by_answer]
-    evidence.rows.append(["mean", *torch.tensor(rows).mean(0).tolist()])
 
 
+@claim("N4", "nthr_scores")
 def n4(module, name, draws, evidence):
     """One matrix a group replaces the double sum: sum_{i,k''} <g, g'> <h, h'> = g^T M h with M =
     sum of g' h'^T.
 
-    Source: NTHR Eq. 7 (S), matrix (D)
+    Source: NTHR Eq. 7 and App. 7.4 (P); boundary and restriction (D)
 
     For one pair, <g, g'> <h, h'> = g^T (g' h'^T) h. The matrix in the middle does not depend on the
     token whose score is asked for. So it is summed once over all tokens of the correct answers: M.
     For G answers of T tokens that takes G T (|V*| d) products in place of (G T)^2 (|V*| + d), where
-    V* are the ids that g is kept on (N6).
-    """
-    full_vocab = itertools.cycle((True, False))
-    self_term = itertools.cycle((True, True, False))
-    for draw, full, own in zip(smaller_half(draws), full_vocab, self_term, strict=False):
-        readout = Readout(draw)
-        predicted = torch.zeros(draw.mask.shape, dtype=torch.float64)
-        for at, score in scores_by_pairs(readout, full, own).items():
-            predicted[at] = score
-        evidence.equal(predicted, module.nthr_scores(readout.old(module), own, full))
-        old = readout.old(module)
-        old.hidden = old.hidden.bfloat16().requires_grad_()
-        scores = module.nthr_scores(old)
-        evidence.equal(True, scores.dtype == torch.float32 and not scores.requires_grad)
+    V* are the ids that g is kept on. The paper, too, sums over the correct tokens first.
 
-
-def n5(module, name, draws, evidence):
-    """Summed over the correct answers, (II) is p- times the summed scores of the wrong tokens: 0 is
-    a natural boundary.
-
-    Source: NTHR Theorem 4.4 and Eq. 7 (D)
-
-    Both sides are the same sum of <g, g'> <h, h'> over all pairs of one correct and one wrong
-    token. N3 sums it for each correct answer, the scores sum it for each wrong token. So a wrong
-    token with s > 0 pushes the correct answers down, and one with s < 0 lifts them. That makes tau
-    = 0 a natural boundary for NTHR's selection (M6).
-    """
-    for draw in smaller_half(draws):
-        readout = Readout(draw)
-        scores = module.nthr_scores(readout.old(module), True, True)
-        for rows, winners, losers in readout.mixed():
-            visits = readout.visits(rows)
-            g = torch.stack([readout.g[at] for at in visits])
-            h = torch.stack([readout.h[at] for at in visits])
-            place = [(i - rows[0], t) for i, t in visits]
-            R = [float(i in winners) for i in rows]
-            by_answer = terms(g, h, readout.head, place, R)
-            p = len(winners) / draw.G
-            total = sum(float(scores[i, : draw.T[i]].sum()) for i in losers)
-            predicted = sum(two for _, two, _, _ in by_answer)
-            evidence.equal(predicted, p / math.sqrt(p * (1 - p)) * total)
-
-
-def n6(module, name, draws, evidence):
-    """Keeping g on the ids V* that occur takes pi.pi' over the others off each <g, g'>: it can only
-    lower it.
-
-    Source: NTHR, cost (D)
+    Two things follow. Summed over the correct answers, (II) of N3 is p- times the summed scores of
+    the wrong tokens: both are the same sum over all pairs of one correct and one wrong token. So a
+    wrong token with s > 0 pushes the correct answers down, and one with s < 0 lifts them. That
+    makes tau = 0 a natural boundary for NTHR's selection (M6). To first order, without the push on
+    such a token (eta = 0) the correct answers gain |c| s; `python -m toy.nthr` measures whole
+    steps.
 
     V* are the token ids that occur in the answers of this prompt. e_y lies in V*, so outside of it
     g = -pi, and the product of two such entries is positive. Leaving them out lowers <g, g'> by the
     sum of pi pi' over the ids outside V*. The score changes by that times <h, h'>, which has either
     sign. The softmax keeps its full denominator; renormalised on V* it would be another policy's.
     This is what makes a vocabulary of 150 000 affordable.
+
+    Measured: all scores, and the part that a correct answer has in those of its own tokens, on V*
+    and on all ids, against a loop over pairs.
     """
-    for draw in smaller_half(draws):
+    for draw in draws:
         readout = Readout(draw)
-        restricted = module.nthr_scores(readout.old(module), True, False)
-        change = restricted - module.nthr_scores(readout.old(module), True, True)
-        for rows, winners, _ in readout.mixed():
-            others = set(range(len(readout.head))) - readout.ids(rows)
-            lost = readout.sums(rows, winners, others)
-            evidence.equal(-lost, torch.stack([change[at] for at in readout.visits(rows)]))
-
-
-def n7(module, name, draws, evidence):
-    """Where NTHR selects anything, its step (eta = 0) mostly leaves the right answers likelier than
-    grpo's or random's.
-
-    Source: NTHR (P); formula (D)
-
-    Delta(x) is the change of the correct answers' mean log-likelihood by one step on the group.
-    On-policy, grpo gives wrong token k of answer j the coefficient A_j / T_j. In the toy only W is
-    trained, so the terms (III) and (IV) of N3 are absent. By N5 the token's part of the slope of
-    Delta is A_j s / (G N+ T_j), where s is its score. Without the token (eta = 0) the slope grows
-    by |A_j| s / (G N+ T_j). This formula is checked on every group.
-
-    The table shows shares of 200 sampled groups, to first order and after a step of size 1. They
-    are shares of a toy, not a law: a tau below 0 selects tokens that help, and a long step also
-    moves what the first order leaves out.
-    """
-    lazy = []
-    wins = []
-    for group in sampled(draws[0].seed):
-        W = group.policy.W
-        adv = group.adv(module)
-        old = group.old(module)
-        rules = {"grpo": adv, "nthr": module.nthr(adv, old, eta=0.0)}
-        rules["random"] = module.nthr_random(adv, old, eta=0.0)
-        before = group.winners_likelihood(group.policy)
-        rise = ascent(-before, W)
-        slopes = {}
-        deltas = {}
-        for rule, reshaped in rules.items():
-            g = ascent(module.grpo(group.batch(module, reshaped)), W)
-            slopes[rule] = float((rise * g).sum())
-            deltas[rule] = (group.winners_likelihood(group.policy.step(g, 1.0)) - before).item()
-        selected = adv != rules["nthr"]
-        scores = module.nthr_scores(old, True, True)
-        gain = 0.0
-        for i, t in selected.nonzero().tolist():
-            weight = float(adv[i, t] * scores[i, t]) / group.G / len(group.answers[i])
-            gain -= weight / sum(group.R)
-        evidence.equal(gain, slopes["nthr"] - slopes["grpo"])
-        lazy.append(deltas["grpo"] < 0)
-        if selected.any():
-            others = itertools.product((slopes, deltas), ("grpo", "random"))
-            wins.append([x["nthr"] > x[rule] for x, rule in others])
-    shares = torch.tensor(wins).double().mean(0).tolist()
-    evidence.rows.append(["share", sum(lazy) / GROUPS, len(wins) / GROUPS, *shares])
-    evidence.equal(True, min(shares) > 0.5)
+        scores = find(module, name)
+        for full_vocab in (False, True):
+            measured = scores(**readout.facts, **readout.reading, full_vocab=full_vocab)
+            for x, y in zip(readout.scores(full_vocab), measured, strict=True):
+                evidence.equal(x, y)

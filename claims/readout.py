@@ -8,47 +8,34 @@ output embeddings W, log pi(y|h) has the gradient g h^T. So two tokens help or h
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from functools import lru_cache
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from claims.trees import LARGE, Draw
-from toy.policy import Policy, pad
-
-GROUPS = 200  # sampled ones, for the claims that are about shares
-
-
-# ---------------- a draw's answers
 
 
 class Readout:
-    """The answers of a draw, read by a policy with dense features at temperature 0.7.
+    """The answers of a draw with random hidden states, read at temperature 0.7.
 
     Padding holds garbage.
     """
 
     def __init__(self, draw: Draw):
-        features = defaultdict(lambda: draw.randn(4))
+        V = LARGE if draw.kind == "steep" else draw.vocabulary + 5  # five ids occur in no answer
         self.draw = draw
-        self.answers = [tuple(draw.ids[a] for a in y) for y in draw.answers]
-        # (V, 4); five ids or more occur in no answer
-        self.head = draw.randn(LARGE if draw.kind == "steep" else draw.vocabulary + 5, 4)
-        policy = Policy(self.head, features.__getitem__, draw.longest)
-        logp, _ = policy.log_probs(draw.prompts, self.answers)
-        self.logp = torch.full(draw.mask.shape, 1e4, dtype=torch.float64)
-        self.hidden = torch.full((*draw.mask.shape, 4), math.nan, dtype=torch.float64)
-        self.g = {}  # (i, t) -> prediction error (V,)
-        self.h = {}  # (i, t) -> hidden state (4,)
-        for i, (x, y) in enumerate(zip(draw.prompts, self.answers, strict=True)):
-            for t, token in enumerate(y):
-                self.h[i, t] = policy.phi(x + y[:t])
-                self.g[i, t] = -policy.probs(x + y[:t])
-                self.g[i, t][token] += 1
-                self.hidden[i, t] = self.h[i, t]
-                self.logp[i, t] = logp[i, t]
+        self.h = draw.randn(*draw.mask.shape, 4)  # (N, T, 4)
+        head = draw.randn(V, 4)
+        log_pi = (self.h @ head.T).log_softmax(-1)
+        self.g = one_hot(draw.tokens, V) - log_pi.exp()  # (N, T, V)
         self.R = self._rewards()
+        self.facts = dict(tokens=draw.tokens, mask=draw.mask, group_size=draw.G)
+        self.facts["logp"] = draw.fill(log_pi.gather(2, draw.tokens[..., None])[..., 0])
+        self.facts["rewards"] = torch.tensor(self.R, dtype=torch.float64)
+        hidden = torch.where(draw.mask[..., None], self.h, math.nan)
+        self.reading = dict(hidden=hidden, head=0.7 * head, temperature=0.7)
 
     def _rewards(self) -> list[float]:
         """Mixed in the first group; the second is all right or all wrong, or has no reward of 1."""
@@ -60,147 +47,50 @@ class Readout:
             R[G : 2 * G] = [R[G]] * G if draw.equal_lengths else [other, *R[G + 1 : 2 * G]]
         return R
 
-    def old(self, module, seed: int = 0):
-        """What the old policy's pass leaves to a credit rule, as the OldPolicy of a module."""
-        draw = self.draw
-        return module.OldPolicy(
-            draw.tokens,
-            draw.mask,
-            self.logp,
-            torch.tensor(self.R, dtype=torch.float64),
-            draw.G,
-            temperature=0.7,
-            hidden=self.hidden,
-            head=0.7 * self.head,
-            gen=torch.Generator().manual_seed(draw.seed + seed),
-        )
-
-    def groups(self):
-        """(rows, correct rows, wrong rows) of every group."""
+    def groups(self) -> Iterator[tuple[range, list[int]]]:
+        """The rows of every group, and which of them are correct."""
         for start in range(0, self.draw.N, self.draw.G):
             rows = range(start, start + self.draw.G)
-            yield rows, [i for i in rows if self.R[i] == 1], [i for i in rows if self.R[i] != 1]
-
-    def mixed(self):
-        """The groups with correct and with wrong answers."""
-        return (group for group in self.groups() if group[1] and group[2])
+            yield rows, [i for i in rows if self.R[i] == 1]
 
     def visits(self, rows) -> list[tuple[int, int]]:
         return [(i, t) for i in rows for t in range(self.draw.T[i])]
 
-    def ids(self, rows) -> set[int]:
-        return {a for i in rows for a in self.answers[i]}
+    def scores(self, full_vocab: bool = False) -> tuple[Tensor, Tensor]:
+        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and a correct answer's
+        own part in the sums of its tokens. (N, T) both, 0 outside mixed groups.
 
-    def sums(self, rows, winners, ids, self_term: bool = True) -> Tensor:
-        """sum of <g, g'> <h, h'> over the winners' tokens, for each of the rows' K tokens. (K,).
-
-        g is restricted to the ids given.
+        g is kept on the ids of the group's answers, or on all.
         """
-        visits = self.visits(rows)
-        g = torch.stack([self.g[at] for at in visits])[:, sorted(ids)]
-        h = torch.stack([self.h[at] for at in visits])
-        pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
-        if not self_term:
-            pairs.fill_diagonal_(0)
-        return pairs[:, [i in winners for i, _ in visits]].sum(1)
-
-
-def scores_by_pairs(readout: Readout, full_vocab: bool, self_term: bool = True) -> dict:
-    """(i, t) -> score, in mixed groups only."""
-    scores = {}
-    for rows, winners, _ in readout.mixed():
-        ids = range(len(readout.head)) if full_vocab else readout.ids(rows)
-        sums = readout.sums(rows, winners, ids, self_term).tolist()
-        scores |= zip(readout.visits(rows), sums, strict=True)
-    return scores
-
-
-def selected_by_pairs(
-    readout: Readout, beta: float = 1.0, self_term: bool = True, full_vocab: bool = False
-) -> set:
-    """The tokens (i, t) of wrong answers whose score exceeds tau."""
-    scores = scores_by_pairs(readout, full_vocab, self_term)
-    selected = set()
-    for _, winners, losers in readout.mixed():
-        means = [sum(scores[at] for at in readout.visits([i])) / readout.draw.T[i] for i in winners]
-        tau = beta * min(means)
-        selected |= {at for at in readout.visits(losers) if scores[at] > tau}
-    return selected
-
-
-def smaller_half(draws: list[Draw]) -> list[Draw]:
-    """The half of the draws with the smaller groups: loops over pairs of tokens are slow."""
-    by_size = sorted(draws, key=lambda draw: sum(draw.T) * draw.G / draw.N)
-    return by_size[: (len(draws) + 1) // 2]
-
-
-# ---------------- sampled groups
-
-
-class Sampled:
-    """A group of 8 answers sampled from a random policy, some of them right and some wrong."""
-
-    G = 8
-    V = 8
-    max_tokens = 6
-    prompt = (0,)
-
-    def __init__(self, generator: torch.Generator):
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        common = randn(6)
-        features = {}
-
-        def phi(h):  # hidden states of a language model have much in common
-            return features.setdefault(h, common + randn(6))
-
-        W = 0.5 * randn(self.V, 6)
-        self.policy = Policy(W.requires_grad_(), phi, self.max_tokens)
-        while True:
-            self.answers = self.policy.sample(self.prompt, self.G, generator)
-            self.R = [float(sum(y) % 3 == 0) for y in self.answers]
-            if 0 < sum(self.R) < self.G:
-                break
-        self.tokens, self.mask = pad(self.answers)
-        self.logp, _ = self.policy.log_probs([self.prompt] * self.G, self.answers)
-        self.probs = self.logp.detach().exp()
-        self.hidden = torch.zeros(*self.tokens.shape, 6, dtype=torch.float64)
-        self.norms = torch.zeros(self.tokens.shape, dtype=torch.float64)  # ||g|| ||h||
-        for i, y in enumerate(self.answers):
-            for t, token in enumerate(y):
-                history = (*self.prompt, *y[:t])
-                self.hidden[i, t] = phi(history)
-                self.norms[i, t] = self.policy.grad_log_prob(history, token).norm()
+        scores, own = torch.zeros(2, *self.draw.mask.shape, dtype=torch.float64)
+        for rows, correct in self.groups():
+            if not 0 < len(correct) < len(rows):
+                continue
+            at = tuple(zip(*self.visits(rows), strict=True))
+            ids = slice(None) if full_vocab else self.draw.tokens[at].unique()
+            g, h, answer = self.g[at][:, ids], self.h[at], torch.tensor(at[0])
+            pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
+            is_correct = torch.isin(answer, torch.tensor(correct))
+            scores[at] = pairs[:, is_correct].sum(1)
+            own[at] = (pairs * (answer[:, None] == answer)).sum(1) * is_correct
+        return scores, own
 
     def old(self, module):
-        return module.OldPolicy(
-            self.tokens,
-            self.mask,
-            self.logp.detach(),
-            torch.tensor(self.R, dtype=torch.float64),
-            self.G,
-            hidden=self.hidden,
-            head=self.policy.W.detach(),
-            gen=torch.Generator().manual_seed(int(self.tokens.sum())),
-        )
+        """What a credit rule knows, as the OldPolicy of a module, with scores pair by pair."""
+        scores, own_scores = map(self.draw.fill, self.scores())
+        gen = torch.Generator().manual_seed(self.draw.seed)
+        return module.OldPolicy(**self.facts, gen=gen, scores=scores, own_scores=own_scores)
 
-    def adv(self, module) -> Tensor:
-        rewards = torch.tensor(self.R, dtype=torch.float64)
-        return module.group_advantages(rewards, self.G, "std")[:, None] * self.mask
-
-    def batch(self, module, adv: Tensor):
-        logp_old = self.logp.detach()
-        return module.Batch(self.logp, logp_old, adv, self.mask, self.G, self.max_tokens)
-
-    def winners_likelihood(self, policy: Policy) -> Tensor:
-        """Mean log-likelihood of the correct answers."""
-        right = [y for y, reward in zip(self.answers, self.R, strict=True) if reward]
-        return policy.log_probs([self.prompt] * len(right), right)[0].sum() / len(right)
-
-
-@lru_cache(1)
-def sampled(seed: int) -> list[Sampled]:
-    """GROUPS of them, the same ones for every claim."""
-    generator = torch.Generator().manual_seed(seed)
-    return [Sampled(generator) for _ in range(GROUPS)]
+    def selected(self, beta: float, self_term: bool) -> set[tuple[int, int]]:
+        """The tokens (i, t) of wrong answers whose score exceeds tau."""
+        scores, own = (x.tolist() for x in self.scores())
+        found = set()
+        for rows, correct in self.groups():
+            means = []
+            for i in correct:
+                total = sum(scores[i]) - (0.0 if self_term else sum(own[i]))
+                means.append(total / self.draw.T[i])
+            tau = beta * min(means) if means else math.inf
+            wrong = [i for i in rows if i not in correct]
+            found |= {(i, t) for i, t in self.visits(wrong) if scores[i][t] > tau}
+        return found

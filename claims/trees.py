@@ -110,9 +110,9 @@ class Draw:
         return AllGroups(self.seed)
 
     @cached_property
-    def tokens_in_use(self) -> int:
-        """The tokens of the groups in which some advantage is not 0."""
-        return sum(self.T[i] for i in range(self.N) if any(self.adv[j] for j in self.group(i)))
+    def mixed(self) -> list[bool]:
+        """For each answer, whether some advantage of its group is not 0."""
+        return [any(self.adv[j] for j in self.group(i)) for i in range(self.N)]
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -207,10 +207,10 @@ class AllGroups:
             for t in range(len(y)):
                 self.nodes[i, t] = ids.setdefault((i // self.G, y[: t + 1]), len(ids))
 
-    def batch(self, module, off_policy: bool, token_mean: bool = False):
+    def batch(self, module, off_policy: bool, average: str = "budget"):
         """All groups at once. Losses are homogeneous in A, so each group's A carries its odds.
 
-        A token mean has a random denominator; here it is that of a batch of very many groups.
+        An average over tokens has a random denominator; here it is that of very many groups.
         """
         p = dict((self.old if off_policy else self.policy).answers(self.x))
         odds = []
@@ -218,9 +218,10 @@ class AllGroups:
             odds.append([count_orders(group) * math.prod(p[y] for y in group)])
         odds = torch.tensor(odds, dtype=torch.float64)  # (groups, 1)
         counted = torch.ones_like(odds)
-        if token_mean:
-            in_use = (self.adv != 0).any(1, keepdim=True)
-            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True) * in_use
+        if "tokens" in average:
+            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True)
+        if "mixed" in average:
+            counted = counted * (self.adv != 0).any(1, keepdim=True)
         adv = self.adv * odds * counted.sum() / (odds * counted).sum()
         adv = adv.view(-1, 1).expand(self.mask.shape)
         logp_old = self.logp_old if off_policy else self.logp.detach()

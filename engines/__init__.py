@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from losses import Method
+from losses import Method, bind
 
 
-def refuse_method(name: str, method: Method):
-    """ValueError, in one line, for a method that needs what no engine hands to a loss."""
-    if method.needs_hidden:
-        raise ValueError(
-            f"method {name} reads the last hidden states, which engines do not hand on; "
-            "use train.py"
-        )
-    if method.repair:
-        raise ValueError(
-            f"method {name} makes a second rollout of corrections, which engines do not; "
-            "use train.py"
-        )
+def bind_method(name: str, hyper: dict[str, object]) -> Method:
+    """losses.bind. ValueError, in one line, also for what no engine hands to a loss."""
+    method = bind(name, hyper, reference=False)
+    missing = {
+        "reads the last hidden states": method.needs_scores,
+        "makes a second rollout of corrections": method.repair,
+    }
+    for what, needed in missing.items():
+        if needed:
+            raise ValueError(f"method {name} {what}, which engines do not; use train.py")
+    return method

@@ -21,7 +21,6 @@ from torch import Tensor
 import losses
 from claims.trees import Draw
 from engines.shipped import Row, trl_rows, verl_rows
-from llm import fail
 from losses import Batch, token_coefficients
 
 DRAWS = 24  # random trees, as in verify.py
@@ -82,12 +81,13 @@ def main(argv: list[str] | None = None):
     engines = {"trl": trl_rows, "verl": verl_rows}
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0] not in engines:
-        fail(f"engines.audit {' '.join(argv)}: one of {', '.join(engines)} is expected")
+        sys.exit(f"error: engines.audit {' '.join(argv)}: one of {', '.join(engines)} is expected")
     try:
         version = importlib.metadata.version(argv[0])
         rows = list(engines[argv[0]]())
     except ImportError as error:
-        fail(f"the audit of {argv[0]} needs it installed ({error}): pip install -e '.[{argv[0]}]'")
+        install = f"pip install -e '.[{argv[0]}]'"
+        sys.exit(f"error: the audit of {argv[0]} needs it installed ({error}): {install}")
     print(f"{argv[0]} {version}: what its losses leave at a token that the whole group shares\n")
     print(f"| loss | where | {' | '.join(regime.name for regime in REGIMES)} |")
     print("|---|---" + "|---:" * len(REGIMES) + "|")

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, HfArgumentParser
 
-from engines.trl_settings import bind_method
-from llm import fail, given_flags
 from llm.gsm8k import GSM8K, Item
 from losses import METHODS
 
 try:
-    from engines.trl import GRPOConfig, Trainer
+    from engines.trl import GRPOConfig, Trainer, method_for
 except ImportError as error:
-    fail(str(error))
+    sys.exit(f"error: {error}")
+
+USAGE = "python -m engines.gsm8k_trl"
 
 
 def knob(help: str, **default):
@@ -40,24 +40,21 @@ class Options:
     projection: bool = knob("the projection (claim C17)", default=False)
 
 
-@dataclass
-class Flags(Options, GRPOConfig):
-    """What the command line accepts; there is no object of this class."""
-
-    output_dir: str = knob("where the trained model is saved", kw_only=True)
-
-
 def parse(argv: list[str]) -> tuple[Options, GRPOConfig]:
-    """A mistake ends here in one line."""
-    given = given_flags(Flags, __doc__.splitlines()[0], {}, argv)
-    names = given.keys() & {f.name for f in fields(Options)}
-    options = Options(**{name: given.pop(name) for name in names})
     # TRL's own default is deprecated in transformers.
     warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
+    parser = HfArgumentParser(
+        (Options, GRPOConfig), prog=USAGE, usage=f"{USAGE} [--FLAG VALUE ...]", allow_abbrev=False
+    )
     try:
-        return options, GRPOConfig(**given)
+        options, config, unknown = parser.parse_args_into_dataclasses(
+            argv, return_remaining_strings=True, look_for_args_file=False
+        )
     except Exception as error:  # TRL, transformers and accelerate refuse with many classes
-        fail(f"TRL refuses these flags: {first_line(error)}")
+        sys.exit(f"error: TRL refuses these flags: {first_line(error)}")
+    if unknown:
+        sys.exit(f"error: {unknown[0]} is no flag; all flags: {USAGE} --help")
+    return options, config
 
 
 def first_line(error: Exception) -> str:
@@ -82,21 +79,13 @@ def prompts(task: GSM8K, tokenizer) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def load_tokenizer(path: str):
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        fail(f"--model {path} cannot be loaded ({reason}); accepted: a directory, a hub id")
-
-
 def make_trainer(options: Options, config: GRPOConfig) -> Trainer:
     """Raises ValueError or OSError for what cannot be honoured, found or read."""
     hyper = hyperparameters(options.hyper)
-    # The Trainer binds once more. Here mistakes are refused before anything is loaded.
-    bind_method(options.method, hyper, config, options.projection)
+    # The Trainer does this once more. Here mistakes are refused before anything is loaded.
+    method_for(config, options.method, hyper, options.projection)
     task = GSM8K(options.data or None)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
 
     def reward(completion_ids, answer, **_):
         rewards = []
@@ -122,7 +111,7 @@ def main(argv: list[str] | None = None):
     try:
         trainer = make_trainer(options, config)
     except (ValueError, OSError) as error:
-        fail(first_line(error))
+        sys.exit(f"error: {first_line(error)}")
     trainer.train()
     trainer.save_model()
 

@@ -49,14 +49,17 @@ def trl_rows() -> Iterator[Row]:
 
 
 def trl_loss(settings: dict, part: SimpleNamespace, whole: Batch) -> Tensor:
-    """_compute_loss of a stand-in for the trainer, whose "model" hands back our log-probs."""
+    """_compute_loss of a stand-in for the trainer, whose "model" hands back our log-probs.
+
+    settings: attributes of the trainer or its args that are not TRL's defaults. A KL term (beta) is
+    for whole batches only.
+    """
     from trl import GRPOConfig, GRPOTrainer
 
     micro_batches = len(whole.mask) // len(part.mask)
     args = {f.name: f.default for f in fields(GRPOConfig)}
-    args["steps_per_generation"] = micro_batches
+    args |= settings | {"steps_per_generation": micro_batches}
     trainer = SimpleNamespace(
-        **settings,
         args=SimpleNamespace(**args),
         current_gradient_accumulation_steps=micro_batches,
         max_completion_length=whole.max_tokens,
@@ -73,12 +76,13 @@ def trl_loss(settings: dict, part: SimpleNamespace, whole: Batch) -> Tensor:
         use_vllm=False,
         _metrics={"train": defaultdict(list)},
     )
+    vars(trainer).update(settings)
     scored = (part.logp, torch.zeros_like(part.logp), None)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     inputs = dict.fromkeys(names, part.mask.long())
     inputs |= {"advantages": part.adv[:, 0], "old_per_token_logps": part.logp_old}
-    inputs["num_items_in_batch"] = whole.mask.sum()
+    inputs |= {"ref_per_token_logps": whole.logp_ref, "num_items_in_batch": whole.mask.sum()}
     return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
 
 

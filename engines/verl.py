@@ -5,27 +5,28 @@ Set VERL_USE_EXTERNAL_MODULES=engines.verl for all processes. Then, for example,
     algorithm.adv_estimator=tgc-std actor_rollout_ref.actor.policy_loss.loss_mode=tgc-grpo
     actor_rollout_ref.actor.loss_scale_factor=L
 
-where L is the longest answer, data.max_response_length. dr-grpo takes tgc-mean. For hyperparameters
-other than the papers', write an external module that calls `register("my-grpo", "grpo",
-eps_high=0.28)`. loss_agg_mode and the clip ranges of verl's configuration are not read.
+where L is the longest answer, data.max_response_length. Methods with the scale "mean", such as
+dr-grpo, take tgc-mean. For hyperparameters other than the papers', write an external module that
+calls `register("my-grpo", "grpo", eps_high=0.28)`. loss_agg_mode and the clip ranges of verl's
+configuration are not read.
 
 verl calls a policy loss once for each micro-batch of each process. Normalisers are rescaled to the
-whole optimiser batch with what verl counts there. Methods that couple the answers of a group
-(GROUPED) get whole groups, or stop with the reason. They tell rows apart by the uid in verl's
-batch, and verl's default trainer deals the rows of a group out over processes. Written against
-verl 0.9.1.
+whole optimiser batch with what verl counts there. Methods that couple the answers of a group get
+whole groups, or stop with the reason. They tell rows apart by the uid in verl's batch, and verl's
+default trainer deals the rows of a group out over processes. How a loss is averaged, and whether
+it couples answers, is found out by calling it. Written against verl 0.9.1.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engines import refuse_method
-from llm import bind
+from engines import bind_method
 from losses import METHODS, Batch, Method, OldPolicy, group_advantages
 
 try:
@@ -36,7 +37,6 @@ except ImportError as error:
         f"engines.verl needs verl ({error}); install it with: pip install -e '.[verl]'"
     ) from None
 
-GROUPED = ("dapo", "dfpo-min", "dfpo-orthogonal")  # their loss looks across a group
 DEFAULT_CLIP = {
     "clip_ratio": 0.2,
     "clip_ratio_low": 0.2,
@@ -59,63 +59,88 @@ def ppo_loss(config, model_output, data, dp_group=None, of_verl=verl_losses.ppo_
     return of_verl(config, model_output, data, dp_group)
 
 
-def policy_loss(
-    name: str,
-    method: Method,
-    is_token_mean: bool,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config=None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict]:
-    """A micro-batch's share of the method's loss on the optimiser batch, and verl's metrics.
+@dataclass
+class Adapter:
+    """A method of METHODS as a policy loss of verl."""
 
-    After is_token_mean, the signature is verl's; the tensors are (n, T). verl adds up the shares of
-    micro-batches and averages over processes, so a share is multiplied by their number.
-    """
-    if rollout_is_weights is not None:
-        raise ValueError(f"{name}: rollout correction weighs tokens behind the loss; switch it off")
-    refuse_settings(name, config)
-    tensors = (log_prob, old_log_prob, advantages, response_mask.bool())
-    if name in GROUPED:
-        group_size = config.rollout_n
-        order = by_group(rows_of["uid"], group_size, name, log_prob.device)
-        tensors = [x[order] for x in tensors]
-    else:
-        # Nothing is coupled, so all rows may pass for one group. An empty row is added, because a
-        # row alone is no group.
-        group_size = len(log_prob) + 1
-        tensors = [pad(x, (0, 0, 0, 1)) for x in tensors]
-    logp, old, adv, mask = tensors
-    if name == "dapo" and not (adv * mask).view(-1, group_size * adv.shape[1]).any(1).all():
-        raise ValueError(
-            f"{name} leaves equal-reward groups out of its mean; it needs "
-            "algorithm.filter_groups.enable=True, which only trainer.use_v1=True reads"
-        )
-    if method.credit:
-        adv = method.credit(adv, OldPolicy(mask.long(), mask, old, adv[:, 0], group_size))
-    loss = method.passes[0](Batch(logp, old, adv, mask, group_size, config.loss_scale_factor))
-    info = config.global_batch_info
-    if is_token_mean:
-        share = mask.sum() / info["batch_num_tokens"]
-    else:
-        share = len(logp) / info["global_batch_size"]
-    kl = ((old - logp.detach()) * mask).sum() / mask.sum().clamp(min=1)
-    return loss * share * info["dp_size"], {"actor/ppo_kl": kl.item()}
+    name: str
+    method: Method
+
+    def __post_init__(self):
+        self.by_tokens = divides_by_tokens(self.method)
+        self.coupled = couples_answers(self.method)
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config=None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict]:
+        """A micro-batch's share of the method's loss on the optimiser batch, and verl's metrics.
+
+        The signature is verl's; the tensors are (n, T). verl adds up the shares of micro-batches
+        and averages over processes, so a share is multiplied by their number.
+        """
+        if rollout_is_weights is not None:
+            raise ValueError(
+                f"{self.name}: rollout correction weighs tokens behind the loss; switch it off"
+            )
+        refuse_settings(self.name, config)
+        tensors = (log_prob, old_log_prob, advantages, response_mask.bool())
+        if self.coupled:
+            group_size = config.rollout_n
+            order = by_group(rows_of["uid"], group_size, self.name, log_prob.device)
+            tensors = [x[order] for x in tensors]
+        else:
+            # Nothing is coupled, so all rows may pass for one group. An empty row is added, because
+            # a row alone is no group.
+            group_size = len(log_prob) + 1
+            tensors = [pad(x, (0, 0, 0, 1)) for x in tensors]
+        logp, old, adv, mask = tensors
+        groups = (adv * mask).view(-1, group_size * adv.shape[1])
+        if self.coupled and self.by_tokens and not groups.any(1).all():
+            raise ValueError(
+                f"{self.name} leaves equal-reward groups out of its mean; it needs "
+                "algorithm.filter_groups.enable=True, which only trainer.use_v1=True reads"
+            )
+        if self.method.credit:
+            facts = OldPolicy(mask.long(), mask, old, adv[:, 0], group_size)
+            adv = self.method.credit(adv, facts)
+        batch = Batch(logp, old, adv, mask, group_size, config.loss_scale_factor)
+        loss = self.method.passes[0](batch)
+        info = config.global_batch_info
+        if self.by_tokens:
+            share = mask.sum() / info["batch_num_tokens"]
+        else:
+            share = len(logp) / info["global_batch_size"]
+        kl = ((old - logp.detach()) * mask).sum() / mask.sum().clamp(min=1)
+        return loss * share * info["dp_size"], {"actor/ppo_kl": kl.item()}
 
 
 def divides_by_tokens(method: Method) -> bool:
     """Whether two more answers without a token leave the gradient as it is. Else they halve it."""
-    adv = torch.tensor([[1.0], [-0.5], [0.0], [0.0]])
-    gradients = []
-    for n in (2, 4):
-        logp = torch.zeros(n, 1, requires_grad=True)
-        batch = Batch(logp, logp.detach(), adv[:n], adv[:n] != 0, 2, 1)
-        gradients.append(torch.autograd.grad(method.passes[0](batch), logp)[0][:2])
-    return torch.allclose(*gradients)
+    adv = torch.tensor([1.0, -0.5, 0.0, 0.0])
+    two, four = (gradient(method, adv[:n], torch.zeros(n), adv[:n] != 0) for n in (2, 4))
+    return torch.allclose(two, four[:2])
+
+
+def couples_answers(method: Method) -> bool:
+    """Whether an answer's gradient depends on the advantages or ratios of other answers."""
+    one = gradient(method, torch.tensor([1.0, -0.5, 1, -1]), torch.zeros(4))
+    other = gradient(method, torch.tensor([1.0, -1.0, 0, 0]), torch.tensor([0, 0.1, 0, 0.1]))
+    return not torch.allclose(one[0], other[0])
+
+
+def gradient(method: Method, adv: Tensor, old: Tensor, seen: Tensor | None = None) -> Tensor:
+    """dLoss/dlogp of answers of one token with log pi = 0, in groups of 2. (n,), ... -> (n, 1)."""
+    logp = torch.zeros(len(adv), 1, requires_grad=True)
+    mask = torch.ones(len(adv), 1, dtype=torch.bool) if seen is None else seen[:, None]
+    batch = Batch(logp, old[:, None], adv[:, None], mask, group_size=2, max_tokens=1)
+    return torch.autograd.grad(method.passes[0](batch), logp)[0]
 
 
 def refuse_settings(name: str, config):
@@ -164,14 +189,13 @@ def register(mode: str, name: str, **hyper):
 
     Raises ValueError for what verl cannot honour.
     """
-    method = bind(name, hyper, reference=False)
-    refuse_method(name, method)
+    method = bind_method(name, hyper)
     if len(method.passes) > 1:
         raise ValueError(
             f"method {name} makes two optimiser steps on each mini-batch, verl makes one; "
             "use train.py"
         )
-    register_policy_loss(mode)(partial(policy_loss, name, method, divides_by_tokens(method)))
+    register_policy_loss(mode)(Adapter(name, method))
 
 
 def refuse(reason: str, *_, **__):

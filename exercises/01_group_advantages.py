@@ -8,13 +8,12 @@ only. What is good is decided by the G answers to the same prompt.
     A_i = R_i - mean(R)                            scale "mean" (Dr. GRPO)
     A_i = (R_i - mean(R)) / (std(R) + 1e-4)        scale "std" (GRPO); the unbiased std, over G - 1
 
-`rewards` is (N,), and so is the result, in the same dtype. The G answers of a group are neighbours.
+`rewards` is (N,), and so is the result. The G answers of a group are neighbours.
 
 A group whose rewards are all equal gets exactly 0. Take care: three rewards of 0.1 have a float
 mean that is not 0.1, and 1e-17 / 1e-4 is not 0.
 
-Raise a ValueError if G < 2, if G does not divide N, if the rewards are not floats, or if the scale
-is not "mean" or "std".
+Checks of the input (G divides N, the scale is one of the two) are welcome. They are not graded.
 
 **Hint:** `view(-1, group_size)` makes a row of each group. Compare the largest reward with the
 smallest.

@@ -8,9 +8,9 @@ tokens no longer cancel. DFPO's first repair gives the whole group one weight, t
 
     w~_i = min_j w_j
 
-`w` and `adv` are (P, G), a row per group, and so is the result, in the dtype of `w`. It is a
-stop-gradient weight: return it detached. Otherwise the loss would also learn to lower the smallest
-ratio, and the shared token would get a gradient again.
+`w` and `adv` are (P, G), a row per group, and so is the result. It is a stop-gradient weight: return
+it detached. Otherwise the loss would also learn to lower the smallest ratio, and the shared token
+would get a gradient again.
 
 **Hint:** one line. `adv` is there so that the two transforms can be exchanged.
 

@@ -9,8 +9,8 @@ correlates with A (Eq. 18):
 
 Then `sum_i w~_i A_i = 0`, and `sum_i w~_i = sum_i w_i`.
 
-**a)** Write it. `w` and `adv` are (P, G), a row per group, and so is the result, in the dtype of
-`w`. Return it detached. A group whose advantages are all 0 keeps its w.
+**a)** Write it. `w` and `adv` are (P, G), a row per group, and so is the result. Return it
+detached. A group whose advantages are all 0 keeps its w.
 
 **b)** Some answers of a group may share a token that the others lack: that is its blind spot. Give
 four weights and four advantages (sum A = 0), and the places of a pair of answers whose advantages

@@ -8,16 +8,16 @@ node, off-policy, with less bias.
 
     J = (1/(N L)) sum_i sum_t sg[w~_i] A_i log pi(y_{i,t}),    w~ = weight(s, A)
 
-`s` are the geometric sequence ratios. `s` and `adv` are (P, G), a row per group, and so is the
+`s` are the sequence ratios. `s` and `adv` are (P, G), a row per group, and so is the
 result.
 
-You are graded on two numbers. The learning tax over all nodes of random trees must be 0. The cosine
-between expected update and exact gradient, on small toys that are enumerated, must be larger than
-Min-Replace's. Both numbers of the methods in losses.py are printed beside yours.
+You are graded on two numbers, over a hundred small toys of which every group of three answers is
+counted. The learning tax (exercise 8) must be 0, also where only some answers share a token. The
+cosine between expected update and exact gradient must be larger than Min-Replace's. Both numbers of
+four known weights are printed beside yours.
 
-**Hint:** what does claim C15 allow w~ to depend on? There is more than one solution, and no best
-one is known to us. One weight per group is all that sequence weights allow; per token (claim C17)
-there is more room.
+**Hint:** when is the covariance of exercise 8 zero for every subset of a group? What may w~ depend
+on, then? There is more than one solution, and one reaches the cosine 1.0000. What is its price?
 
 **Grade it:** `make exercise N=10`
 """

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from itertools import accumulate, repeat
 from pathlib import Path
+from ssl import SSLError
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 VOCAB_SIZE = 2048
 # A word is all that hangs on a digit, judged whole so that a piece of a malformed number never
@@ -62,35 +65,47 @@ def to_item(row: object) -> Item:
     for key in ("question", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
             raise ValueError(f'no text under "{key}"')
-        row[key].encode()  # half of a surrogate pair is a ValueError too
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
     if "####" not in demo or extract(demo) is None:
         raise ValueError('"answer" has no "####" followed by one number')
     return Item(row["question"], demo.rpartition("####")[2].strip(), demo)
 
 
-def read_items(path: Path, skip_bad_lines: bool = False) -> list[Item]:
-    """The Items of a file of JSON lines. ValueError, saying where and why, if there is none."""
-    expected = 'expected {"question": "...", "answer": "... #### 42"} on each line'
+def read_items(path: Path) -> list[Item]:
+    """The Items of a file of JSON lines. ValueError, saying where and why, for a bad one."""
     if not path.is_file():
         reads = "--data DIR reads DIR/train.jsonl and DIR/test.jsonl"
         raise ValueError(f"{path} is not a file; {reads}")
-    items, skipped = [], []
+    items, expected = [], 'expected {"question": "...", "answer": "... #### 42"} on each line'
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             if text := line.decode("utf-8-sig").strip():
                 items.append(to_item(json.loads(text)))
         except (ValueError, RecursionError) as error:
-            if not skip_bad_lines:
-                reason = getattr(error, "msg", error)  # without JSON's own line number, always 1
-                raise ValueError(f"{path}:{number}: bad record: {reason}; {expected}") from None
-            skipped.append(number)
-    if skipped:
-        which = ", ".join(map(str, skipped[:10])) + ", ..." * (len(skipped) > 10)
-        print(f"{path}: {len(skipped)} bad line(s) left out: {which}")
+            reason = getattr(error, "msg", error)  # without JSON's own line number, always 1
+            raise ValueError(f"{path}:{number}: bad record: {reason}; {expected}") from None
     if not items:
         raise ValueError(f"{path} holds no problem; {expected}")
     return items
+
+
+def use_cache_without_hub():
+    """If the hub does not answer, let its libraries read their cache. On their own they retry.
+
+    They do that for two minutes even where the model and the data set are in the cache.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        urlopen(constants.ENDPOINT, timeout=5).close()
+    except HTTPError:
+        pass  # this is an answer, too
+    except Exception as error:
+        # So is a certificate that Python does not know: the libraries have a list of their own.
+        unknown_certificate = isinstance(getattr(error, "reason", None), SSLError)
+        constants.HF_HUB_OFFLINE = not unknown_certificate
 
 
 class GSM8K:
@@ -101,11 +116,12 @@ class GSM8K:
 
     name = "gsm8k"
 
-    def __init__(self, data: str | None, skip_bad_lines: bool = False):
+    def __init__(self, data: str | None):
         if data is not None:
             files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
-            self.train, self.test = (read_items(file, skip_bad_lines) for file in files)
+            self.train, self.test = map(read_items, files)
             return
+        use_cache_without_hub()
         try:
             from datasets import load_dataset
 

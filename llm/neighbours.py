@@ -27,17 +27,17 @@ def nthr_scores(
     temperature: float = 1.0,
     full_vocab: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The scores s = g^T M h of all tokens, and each token's own part of its score, |g|^2 |h|^2.
+    """The scores s = g^T M h of all tokens, and the part that an answer's own tokens have in them.
 
     M = sum of g h^T over the tokens of the group's correct answers (rewards == 1). h is the last
     hidden state, which predicts the token; hidden is (N, T, d). g = e_y - pi(.|h) is the prediction
     error, on the ids V* that occur in the group's answers, or with full_vocab on all ids. Its pi
     has the full denominator either way, through logp. head is (V, d), with logits = h head^T /
     temperature. One matrix M stands for the double sum of <g,g'> <h,h'> (N4, D). A correct token's
-    score includes its own part; a wrong one's own part is 0.
+    score includes its own answer's part; a wrong one's own part is 0.
 
     Scores are 0 on padding, and in groups without correct or without wrong answers. At least fp32;
-    needs (G, T, |V*|) numbers at a time. NTHR Eq. 7 (S). (N, T) both.
+    needs (G, T, |V*|) numbers at a time. NTHR Eq. 7 (P). (N, T) both.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     scores = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
@@ -58,7 +58,8 @@ def nthr_scores(
         of_correct = seen & right[:, None]  # (G, T)
         M = g[of_correct].T @ h[of_correct]  # (|V*|, d)
         scores[group] = ((g @ M) * h).sum(2)
-        own_scores[group] = g.square().sum(2) * h.square().sum(2) * right[:, None]
+        g, h = (x.masked_fill(~of_correct[..., None], 0.0) for x in (g, h))
+        own_scores[group] = ((g @ g.mT) * (h @ h.mT)).sum(2)  # over pairs of one answer's tokens
     return scores.masked_fill(~mask, 0.0), own_scores.masked_fill(~mask, 0.0)
 
 

@@ -86,11 +86,11 @@ def scratch():
 
 
 def load(path, **options):
-    from llm.policy import load_policy
+    """The policy at a path, as the trainer loads it; options are the Config's."""
     from toy.arithmetic import Arithmetic
-    from train import Config
+    from train import Config, load_policy
 
-    return load_policy(Config(**options), Arithmetic(), path)
+    return load_policy(Config(**options), Arithmetic(), str(path))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 
 INDEXED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.index_put, Tensor.index_put_)
 MOVES = (Tensor.to, Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type)
-READS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
 
 
 def is_on_gpu(x: Tensor) -> bool:
@@ -37,7 +36,6 @@ class PretendedCuda(TorchFunctionMode):
     """Sees every call of torch, also those of transformers and of torch's optimisers."""
 
     in_backward = False
-    is_idle = True  # nothing was asked of the GPU since a number was read from it
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -62,10 +60,7 @@ class PretendedCuda(TorchFunctionMode):
                 x.untyped_storage().is_on_gpu = on_gpu
             return x
 
-        result = function(*args, **kwargs)
-        if on_gpu and (function in READS or tensors_in(result)):
-            self.is_idle = function in READS
-        return tree_map(put, result)
+        return tree_map(put, function(*args, **kwargs))
 
     def run_backward(self, x, gradient, **options):  # the code's own functions in it are seen
         self.in_backward = True

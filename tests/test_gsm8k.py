@@ -5,10 +5,10 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
-import datasets
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from llm import gsm8k
@@ -44,7 +44,7 @@ def reward(text, gold="42"):
     return GSM8K.reward(None, text, Item("?", gold, f"#### {gold}"))
 
 
-# ---- the verifier
+# ---------------- the verifier
 
 
 @needs_real
@@ -52,8 +52,7 @@ def test_every_gold_answer_of_the_real_files_is_correct():
     task = GSM8K(str(REAL))
     files = [(REAL / f"{split}.jsonl").read_bytes().splitlines() for split in ("train", "test")]
     assert (len(task.train), len(task.test)) == (7473, 1319)
-    items = task.train + task.test
-    for line, item in zip(sum(files, []), items, strict=True):
+    for line, item in zip(sum(files, []), task.train + task.test, strict=True):
         assert task.reward(json.loads(line)["answer"], item) == task.reward(item.demo, item) == 1
         assert not any(mark in item.demo for mark in ("<<", ">>"))
 
@@ -61,31 +60,27 @@ def test_every_gold_answer_of_the_real_files_is_correct():
 READS = {  # the answer that is read: from these texts
     "42": ["1 + 1\n#### 42", "#### 41\nno:\n#### 42", "#### 42\nChecked 3 times.", "####\n\n42"],
     "-7": ["#### -7", "#### \u22127", "#### \u20137", "#### - 7", "#### -$7", "#### $-7"],
-    None: [
-        "#### not 42 but 43",
-        "#### 3/4",
-        "#### 40-42",
-        "#### 9**9**9",
-        "#### 4 2",
-        "#### 4\x002",
-    ],
+    "7": ["#### +7", "10-7"],
+    "1000": [r"#### \boxed{\$1{,}000}", r"\boxed{\$1{,}000}"],
+    "1234.00": ["#### $1,234.00"],
+    "1234567.5": ["#### 1,234,567.5"],
+    "50": ["#### 50%"],
+    ".5": ["#### .5"],
+    None: ["#### not 42 but 43", "#### 3/4", "#### 40-42", "#### 9**9**9", "#### 4 2", "42 ####"],
 }
 READS["42"] += [r"\boxed{7} and #### 42", r"first \boxed{7}, then \boxed{42} after 3 tries"]
 READS["42"] += [r"\boxed{\text{about {all} of }42} of 50", r"\boxed{42", "7 and 35 make 42."]
 READS["42"] += ["42, in other digits ٤٣", "#### 42 dollars", "#### USD 42", "#### €42", "####42."]
 READS["42"] += ["#### 42kg", "#### **42**", "#### 42<|im_end|>", r"\boxed{42\text{ apples}}"]
 READS["-7"] += [r"#### -\$7", "#### -(7)"]
-READS["7"] = ["#### +7", "10-7"]
-READS["1000"] = [r"#### \boxed{\$1{,}000}", r"\boxed{\$1{,}000}"]
-READS |= {"1234.00": ["#### $1,234.00"], "50": ["#### 50%"], ".5": ["#### .5"]}
-READS |= {"1234567.5": ["#### 1,234,567.5"]}
-READS[None] += ["42 ####", r"42 \boxed{}", "", "forty-two"]
+READS[None] += ["#### 4\x002", r"42 \boxed{}", "", "forty-two"]
 READS[None] += [r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}"]
 
 
-@pytest.mark.parametrize("text, answer", [(text, x) for x in READS for text in READS[x]])
-def test_reads(text, answer):
-    assert extract(text) == answer
+@pytest.mark.parametrize("answer", READS)
+def test_reads(answer):
+    for text in READS[answer]:
+        assert extract(text) == answer, text
 
 
 NEAR_42 = "420 142 4 2 -42 \u221242 0.42 .42 ,42 4.2 42.0001 42e3 42e0 4_2 x42 0x2A 42½ 42² 0,042"
@@ -97,127 +92,89 @@ NEAR = [tuple(pair.split()) for pair in NEAR.replace("\n", "|").split("|")] + [(
 
 
 @pytest.mark.parametrize("where", ["{}", "#### {}", r"\boxed{{{}}}", "The answer is {}."])
-@pytest.mark.parametrize(
-    "near, gold", [(near, "42") for near in NEAR_42] + NEAR, ids=lambda text: text[:20]
-)
-def test_near_misses_earn_nothing(where, near, gold):
-    assert reward(where.format(near), gold) == 0.0
+def test_near_misses_earn_nothing(where):
+    for near, gold in [(near, "42") for near in NEAR_42] + NEAR:
+        assert reward(where.format(near), gold) == 0.0, (near, gold)
 
 
-EQUAL = [("18.00", "18"), ("1,234", "1234"), ("1234", "1,234"), ("-0", "0"), ("0.50", ".5")]
+def test_equal_numbers_are_correct_however_they_are_written_and_however_long_they_are():
+    for text, gold in (("18.00", "18"), ("1,234", "1234"), ("1234", "1,234"), ("0.50", ".5")):
+        assert reward(f"#### {text}", gold) == 1.0
+    assert reward("#### -0", "0") == 1.0
+    for start in ("9" * 40, "-" + "9" * 40, "0." + "9" * 40, "-0." + "9" * 40):
+        assert reward(f"#### {start}1", f"{start}1") == 1.0 > reward(f"#### {start}2", f"{start}1")
 
 
-@pytest.mark.parametrize("text, gold", EQUAL)
-def test_equal_numbers_written_differently_are_correct(text, gold):
-    assert reward(f"#### {text}", gold) == 1.0
+UNITS = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{"]
+UNITS += ["}", "{,}", "\0", "_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, ", "－７"]
+LONG_TEXTS = [
+    start + unit * (100_000 // len(unit)) + "é"
+    for start in ("1", "#### -", r"\boxed{")
+    for unit in UNITS
+]
 
 
-@pytest.mark.parametrize("sign", ["", "-"])
-def test_comparison_is_exact_beyond_floats_and_decimal_contexts(sign):
-    digits = "9" * 40
-    assert reward(f"#### {sign}{digits}1", f"{sign}{digits}1") == 1.0
-    assert reward(f"#### {sign}{digits}2", f"{sign}{digits}1") == 0.0
-    assert reward(f"#### {sign}0.{digits}2", f"{sign}0.{digits}1") == 0.0
-
-
-HOSTILE = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{"]
-HOSTILE += ["}", "{,}", "\0", "_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, "]
-
-
-@pytest.mark.parametrize("unit", HOSTILE)
-@pytest.mark.parametrize("start", ["1", "#### -", r"\boxed{"])
-def test_hostile_text_of_100_kb_is_read_in_under_50_ms(start, unit):
-    text = start + unit * (100_000 // len(unit)) + "é"
-
-    def seconds():
-        begin = time.process_time()
+def test_long_hostile_texts_are_read_in_50_ms():
+    def seconds(text):
+        begin = time.thread_time()
         assert reward(text) == 0.0
-        return time.process_time() - begin
+        return time.thread_time() - begin
 
-    assert any(seconds() < 0.05 for _ in range(3))
-
-
-# ---- the files
+    for text in LONG_TEXTS:
+        assert any(seconds(text) < 0.05 for _ in range(3)), text[:40]
 
 
-def test_items_hold_question_gold_and_solution_without_calculator_marks(task):
+@settings(max_examples=10_000 if os.environ.get("LONG") else 300, deadline=None)
+@given(st.text() | st.lists(st.sampled_from([*UNITS, "42", "\n", " "]), max_size=60).map("".join))
+def test_any_text_has_a_reward(text):
+    assert reward(text) in (0.0, 1.0)
+
+
+# ---------------- the files
+
+
+def test_items_hold_question_gold_and_solution_without_calculator_marks(task, tmp_path):
     expected = [
         Item("Ann has 48 pens and sells half. How many are left?", "24", "48/2=24 left.\n#### 24"),
         Item("Bob’s flat costs $1,200 a year. And four?", "4,800", "4*1200 = $4800\n#### 4,800"),
         Item("It was 3° and fell by 10°. Now?", "-7", "3-10 = -7.\n#### -7"),
     ]
     assert (task.train, task.test) == (expected, expected)
-
-
-def test_byte_order_mark_crlf_blank_last_line_and_raw_utf8_are_read(tmp_path):
     lines = [json.dumps(record, ensure_ascii=False) for record in PROBLEMS]
-    raw = ("\ufeff" + "\r\n".join(lines) + "\r\n\r\n").encode()
-    task = GSM8K(write(tmp_path, raw))
-    assert task.train == task.test
+    raw = ("\ufeff" + "\r\n".join(lines) + "\r\n\r\n").encode()  # as another system writes it
+    assert GSM8K(write(tmp_path, raw)).train == expected
 
 
-GOOD = json.dumps(PROBLEMS[0]).encode()
-NO_ANSWER = '"answer" has no "####" followed by one number'
+BAD = [
+    b'{"question": "a"',
+    b"nonsense",
+    b"[" * 100_000,
+    b'{"question": "\xff", "answer": "#### 1"}',
+]
+BAD += [b'["question", "answer"]', b'{"answer": "#### 1"}', b'{"question": "a"}', b"3"]
+BAD += [b'{"question": "a", "answer": 1}', b'{"question": 1, "answer": "#### 1"}']
+BAD += [b'{"question": "a", "answer": "%s"}' % x for x in (b"is 1", b"1 #### one", b"#### 1 or 2")]
 
 
-@pytest.mark.parametrize(
-    "line, reason",
-    [
-        (b'{"question": "a"', "Expecting ',' delimiter"),
-        (b"nonsense", "Expecting value"),
-        (b"[" * 100_000, "recursion"),
-        (b'{"question": "\xff", "answer": "#### 1"}', "utf-8"),
-        (b'["question", "answer"]', 'no text under "question"'),
-        (b'{"answer": "#### 1"}', 'no text under "question"'),
-        (b'{"question": "a"}', 'no text under "answer"'),
-        (b'{"question": "a", "answer": 1}', 'no text under "answer"'),
-        (b'{"question": "a", "answer": "is 1"}', NO_ANSWER),
-        (b'{"question": "a", "answer": "1 #### one"}', NO_ANSWER),
-        (b'{"question": "a", "answer": "#### 1 or 2"}', NO_ANSWER),
-    ],
-)
-def test_a_malformed_line_is_named_with_the_reason_and_the_format(tmp_path, line, reason):
+@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:20])
+def test_a_malformed_line_is_named_in_one_line(tmp_path, line):
+    good = json.dumps(PROBLEMS[0]).encode()
     with pytest.raises(ValueError) as error:
-        GSM8K(write(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD))
-    message = str(error.value)
-    assert message.startswith(f"{tmp_path / 'train.jsonl'}:2: bad record: ") and reason in message
-    assert message.endswith('; expected {"question": "...", "answer": "... #### 42"} on each line')
-    assert "\n" not in message
+        GSM8K(write(tmp_path, good + b"\n" + line + b"\n" + good))
+    assert f"{tmp_path / 'train.jsonl'}:2: " in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\n\r\n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_refused(tmp_path, raw):
+@pytest.mark.parametrize("raw", [b"", b"\n\r\n", b"\xef\xbb\xbf", None])
+def test_a_file_without_a_problem_is_named(tmp_path, raw):
     write(tmp_path, PROBLEMS)
-    (tmp_path / "test.jsonl").write_bytes(raw)
-    with pytest.raises(ValueError, match="test.jsonl holds no problem; expected .*on each line$"):
+    (tmp_path / "test.jsonl").unlink() if raw is None else (tmp_path / "test.jsonl").write_bytes(
+        raw
+    )
+    with pytest.raises(ValueError, match="test.jsonl"):
         GSM8K(str(tmp_path))
 
 
-def test_a_missing_folder_or_file_is_named(tmp_path):
-    said = " is not a file; --data DIR reads DIR/train.jsonl and"
-    with pytest.raises(ValueError, match="nowhere/train.jsonl" + said):
-        GSM8K(str(tmp_path / "nowhere"))
-    (tmp_path / "train.jsonl").write_bytes(GOOD)
-    with pytest.raises(ValueError, match="test.jsonl" + said):
-        GSM8K(str(tmp_path))
-
-
-def test_the_hub_gives_the_same_items(monkeypatch, task):
-    hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names: hub[names])
-    assert (GSM8K(None).train, GSM8K(None).test) == (task.train, task.test[:1])
-
-
-def test_an_unreachable_hub_points_to_local_files(monkeypatch):
-    unreachable = Mock(side_effect=ConnectionError("a long\ntale"))
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ValueError) as error:
-        GSM8K(None)
-    said = "cannot load openai/gsm8k (ConnectionError); --data DIR reads local files"
-    assert str(error.value) == said
-
-
-# ---- tokens
+# ---------------- tokens
 
 
 def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
@@ -228,7 +185,7 @@ def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
 
 
 @pytest.mark.parametrize("default", [False, True])
-def test_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task, default):
+def test_a_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task, default):
     """transformers 4 returns a list, 5 a BatchEncoding."""
     tokenizer = task.make_tokenizer()
     tokenizer.chat_template = (
@@ -254,41 +211,29 @@ def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question(ta
     assert problem.prompt in tokenizer.decode(task.encode(tokenizer, [problem])[0])
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "#### -7"]
-)
-def test_tokenizer_gives_any_text_back(task, text):
-    tokenizer = task.make_tokenizer()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_the_tokenizer_gives_any_text_back_also_after_saving(task, tmp_path):
+    made = task.make_tokenizer()
+    assert made.get_vocab() == task.make_tokenizer().get_vocab()
+    made.save_pretrained(tmp_path / "tokenizer")
+    texts = ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "a <eos> 17"]
+    texts += [item.plain() + item.demo for item in task.train]
+    for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")):
+        assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
+        assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "<eos>")
+        assert tokenizer.pad_token_id != tokenizer.eos_token_id
+        split = ["4", "8", "Ġ", "+", "Ġ", "1", "2", "0", "0"]
+        assert tokenizer.tokenize("48 + 1200") == split
 
 
-def test_tokenizer_splits_digits_and_has_its_own_pad_and_eos(task):
-    tokenizer = task.make_tokenizer()
-    assert tokenizer.tokenize("48 + 1200") == ["4", "8", "Ġ", "+", "Ġ", "1", "2", "0", "0"]
-    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "<eos>")
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
-def test_tokenizer_is_learnt_on_the_training_split():
+def test_the_tokenizer_is_learnt_on_the_training_split():
     task = GSM8K.__new__(GSM8K)
     task.train, task.test = ([Item(word * 4, "1", "")] for word in ("quux", "zyzz"))
     tokenizer = task.make_tokenizer()
     assert len(tokenizer.tokenize("quux")) < len(tokenizer.tokenize("zyzz")) == 4
 
 
-def test_tokenizer_is_deterministic_and_survives_saving(task, tmp_path):
-    one, two = task.make_tokenizer(), task.make_tokenizer()
-    assert one.get_vocab() == two.get_vocab()
-    one.save_pretrained(tmp_path / "tokenizer")
-    back = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    texts = [item.plain() + item.demo for item in task.train] + ["unseen <eos> 17"]
-    assert [back.encode(text) for text in texts] == [one.encode(text) for text in texts]
-    assert [back.decode(back.encode(text)) for text in texts] == texts
-    assert (back.pad_token_id, back.eos_token_id) == (one.pad_token_id, one.eos_token_id)
-
-
 @needs_real
-def test_tokenizer_of_real_problems_fills_its_vocabulary_and_gives_unseen_text_back():
+def test_the_tokenizer_of_real_problems_fills_its_vocabulary():
     task = GSM8K(str(REAL))
     task.train = task.train[:1000]
     tokenizer = task.make_tokenizer()

@@ -1,13 +1,6 @@
-"""The same numbers as the losses of the field: TRL's GRPOTrainer._compute_loss on our tensors.
+"""The same numbers as the losses of the field: TRL's GRPOTrainer._compute_loss on our tensors."""
 
-Written against TRL 1.16.0. Its trainer is never built: `_compute_loss` gets a stand-in with the
-attributes that it reads, whose "model" hands back our log-probs. Loss type and clip are TRL's
-configuration, the arithmetic is TRL's.
-"""
-
-from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,47 +9,13 @@ import losses
 from losses import Batch, group_advantages
 
 pytest.importorskip("trl", minversion="1.16")
-from trl import GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanstd  # noqa: E402
 
+from engines.shipped import trl_loss  # noqa: E402
+
 G, T, L = 4, 6, 11
-
-
-def trl_loss(b, loss_type, level, eps_low, eps_high, kl=0.0):
-    """One training step of one process without gradient accumulation: nothing is rescaled."""
-    same = lambda x, *_, **__: x  # noqa: E731
-    accelerator = SimpleNamespace(num_processes=1, gather=same, reduce=same)
-    trainer = SimpleNamespace(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon_low=eps_low,
-        epsilon_high=eps_high,
-        beta=kl,
-        max_completion_length=b.max_tokens,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-        current_gradient_accumulation_steps=1,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        use_vllm=False,
-        _entropy_bonus_enabled=False,
-        accelerator=accelerator,
-        model=SimpleNamespace(training=True),
-        _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (b.logp, 0 * b.logp, None),
-    )
-    mask = b.mask.long()
-    inputs = {
-        "prompt_ids": mask,
-        "prompt_mask": mask,
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "advantages": b.adv[:, 0],
-        "old_per_token_logps": b.logp_old,
-        "ref_per_token_logps": b.logp_ref,
-        "num_items_in_batch": mask.sum(),
-    }
-    return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+MIXED = [1.0, 0, 0, 1, 1, 1, 1, 0, 0.3, 0.1, 0.1, 2, 0, 0.5, 0.5, 1]
+EQUAL = MIXED[:4] + [0.1] * 4 + MIXED[8:]  # the second group has nothing to compare
 
 
 def make_batch(rewards, dtype, scale="std"):
@@ -69,35 +28,44 @@ def make_batch(rewards, dtype, scale="std"):
     return Batch(logp, logp + noise - 0.5, adv[:, None].expand(16, T), mask, G, L, logp + ref - 0.5)
 
 
-MIXED = [1.0, 0, 0, 1, 1, 1, 1, 0, 0.3, 0.1, 0.1, 2, 0, 0.5, 0.5, 1]
-EQUAL = MIXED[:4] + [0.1] * 4 + MIXED[8:]  # the second group has nothing to compare
-# Ours with its paper's clip or another one, TRL's loss_type and importance_sampling_level.
-PEERS = [
-    (losses.grpo, {}, "grpo", "token"),
-    (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, "grpo", "token"),
-    (losses.grpo, {"kl": 0.04}, "grpo", "token"),
-    (losses.dr_grpo, {}, "dr_grpo", "token"),
-    (losses.dapo, {"eps_high": 0.28}, "dapo", "token"),
-    (losses.gspo, {"eps_low": 3e-4, "eps_high": 4e-4}, "grpo", "sequence"),
-    (losses.gspo, {"eps_low": 0.05, "eps_high": 0.08}, "grpo", "sequence"),
-]
+def settings(loss_type, low=0.2, high=0.2, level="token", **more):
+    clip = {"epsilon_low": low, "epsilon_high": high}
+    return clip | {"loss_type": loss_type, "importance_sampling_level": level} | more
+
+
+# Ours, with its paper's hyperparameters or others, and TRL's settings for the same.
+PEERS = {
+    "grpo": (losses.grpo, {}, settings("grpo")),
+    "grpo, clip": (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, settings("grpo", 0.1, 0.4)),
+    "grpo, kl": (
+        losses.grpo,
+        {"kl": 0.04},
+        settings("grpo", beta=0.04, use_bias_correction_kl=False),
+    ),
+    "dr_grpo": (losses.dr_grpo, {}, settings("dr_grpo")),
+    "dapo": (losses.dapo, {}, settings("dapo", high=0.28)),
+    "gspo": (losses.gspo, {}, settings("grpo", 3e-4, 4e-4, "sequence")),
+    "gspo, clip": (
+        losses.gspo,
+        {"eps_low": 0.05, "eps_high": 0.08},
+        settings("grpo", 0.05, 0.08, "sequence"),
+    ),
+    "cispo": (losses.cispo, {}, settings("cispo", high=5.0)),
+    # TRL's epsilon_high is the bound itself, and 0.2 is its default: no weight is above 0.2.
+    "cispo, default": (losses.cispo, {"eps_high": 0.2 - 1}, settings("cispo")),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rewards", [MIXED, EQUAL], ids=["mixed groups", "one equal group"])
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize(
-    "ours, options, loss_type, level", PEERS, ids=lambda x: getattr(x, "__name__", str(x))
-)
-def test_value_and_gradient_are_those_of_trl(
-    ours, options, loss_type, level, on_policy, rewards, dtype
-):
+@pytest.mark.parametrize("ours, options, theirs", PEERS.values(), ids=PEERS)
+def test_value_and_gradient_are_those_of_trl(ours, options, theirs, on_policy, rewards, dtype):
     b = make_batch(rewards, dtype, "mean" if ours is losses.dr_grpo else "std")
     if on_policy:
         b = replace(b, logp_old=b.logp)
-    clip = {"eps_low": 0.2, "eps_high": 0.2} | options
     pair = []
-    for loss_of in (lambda b: ours(b, **options), lambda b: trl_loss(b, loss_type, level, **clip)):
+    for loss_of in (lambda b: ours(b, **options), lambda b: trl_loss(theirs, b, b)):
         logp = b.logp.clone().requires_grad_()
         loss = loss_of(replace(b, logp=logp))
         pair.append((loss.detach(), torch.autograd.grad(loss, logp)[0]))
@@ -105,8 +73,7 @@ def test_value_and_gradient_are_those_of_trl(
     if ours is losses.dapo and rewards is EQUAL:  # TRL's mean counts the equal group's tokens
         kept = 1 - b.mask[4:8].sum() / b.mask.sum()
         loss, grad = loss * kept, grad * kept
-    atol = 1e-6 if on_policy else 0.0  # on-policy it may be exactly 0
-    torch.testing.assert_close(loss, trl, rtol=1e-6, atol=atol)
+    torch.testing.assert_close(loss, trl, rtol=1e-6, atol=1e-6)  # it may be exactly 0
     torch.testing.assert_close(grad, trl_grad, rtol=1e-5, atol=1e-9)
     assert trl_grad.abs().max() > 1e-3
 

@@ -1,7 +1,7 @@
 """The papers' story where everything is exact: a token that all answers share, drifting or not.
 
-    python -m toy.drift                    the table
-    python -m toy.drift --plot drift.png   and the picture (needs matplotlib)
+    python -m toy.drift                        the table
+    python -m toy.drift --plot toy/drift.png   and the picture (needs matplotlib)
 
 A policy has logits of its own for every history. Every answer of a group begins with the same
 opener, which earns nothing. Then it takes one of two solutions of equal reward and different
@@ -9,18 +9,11 @@ length, in which it may still slip, or it guesses:
 
     opener, 1, right or slip, EOS        solution A
     opener, 2, work, right or slip, EOS  solution B
-    opener, 3, EOS                       a guess, mostly wrong
+    opener, 3, EOS                       a guess, never right
 
-The start policy gives groups of answers. Every method makes the same number of gradient steps on
-the same groups, off-policy after the first, by plain gradient ascent; the first step is equally
-long for all. Nothing is estimated: drift is the change of the opener's log-odds, and KL, entropy
-and reward are sums over the policy's own probabilities.
-
-Only the opener is shared by whole groups. So a method may pay a learning tax further down the
-prefix tree, where a part of the group shares a token, and still leave the opener alone (dr-grpo,
-dapo). All answers here are conditioned on one opener. Where a policy also has other openers with
-alike continuations, the expected on-policy drift of grpo and pos-only is zero, and that of a
-projected grpo is not (toy.alike).
+Nothing is estimated but the step itself, which takes sampled groups: drift is the change of the
+opener's log-odds, and KL, entropy and reward are sums over the policy's own probabilities.
+toy/README.md says what came out.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ from losses import (
     project,
     token_coefficients,
 )
-from toy.figure import parse_plot, save_picture
+from toy.figure import draw_lines, make_figure, parse_plot, save_picture
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
@@ -63,21 +56,13 @@ COLUMNS = {
 }
 # What each panel of the picture shows, by which lines.
 PANELS = {
-    "drift": ("pos-only", "grpo", "gspo", "cispo", "dfpo-min"),
-    "tax": ("pos-only", "grpo", "gspo", "dr-grpo", "cispo"),
-    "solutions": ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
-    "reward": ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2", "grpo+proj"),
-}
-# Okabe and Ito's colours, safe for the colour-blind; dashes and markers tell lines apart in grey.
-STYLES = {
-    "grpo": dict(color="#E69F00", marker="s"),
-    "grpo+proj": dict(color="#E69F00", marker="s", linestyle="--", markerfacecolor="white"),
-    "dr-grpo": dict(color="#009E73", marker="^"),
-    "cispo": dict(color="#000000", marker="o"),
-    "gspo": dict(color="#D55E00", marker="v"),
-    "dfpo-min": dict(color="#0072B2", marker="D"),
-    "dfpo-min eps 0.2": dict(color="#0072B2", marker="D", linestyle="--", markerfacecolor="white"),
-    "pos-only": dict(color="#999999", marker="X"),
+    "drift": ("|change of the opener's log-odds|", ("pos-only", "grpo", "gspo", "dfpo-min")),
+    "tax": ("learning tax", ("gspo", "grpo", "dr-grpo", "dfpo-min")),
+    "solutions": (
+        "entropy of the two solutions (nats)",
+        ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2"),
+    ),
+    "reward": ("expected reward", ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2")),
 }
 
 
@@ -89,8 +74,7 @@ def start_policy(rng: random.Random) -> Policy:
     for i, h in enumerate(histories):  # an answer ends when its branch is through, and not before
         through = len(h) == {1: 4, 2: 5, 3: 3}[h[2]] if len(h) > 2 else False
         W[EOS, i] = 20.0 if through else -20.0
-    phi = tabular(histories)
-    return Policy(W, phi, HORIZON)
+    return Policy(W, tabular(histories), HORIZON)
 
 
 def rest(policy: Policy) -> Policy:
@@ -111,11 +95,22 @@ def measure(policy: Policy, start: Policy) -> dict[str, float]:
     p, q = (float(x.probs(PROMPT)[OPENER]) for x in (policy, start))
     share = a / (a + b)
     return {
-        "drift": math.log(p / (1 - p)) - math.log(q / (1 - q)),
+        "drift": abs(math.log(p / (1 - p)) - math.log(q / (1 - q))),
         "kl": kl(policy, start, PROMPT),
         "solutions": -sum(x * math.log(x) for x in (share, 1 - share) if x > 0),
         "reward": sum(p for y, p in after if reward(y)),
     }
+
+
+def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
+    """A start policy, and mixed groups of answers that all begin with the opener."""
+    start, answers = start_policy(random.Random(seed)), []
+    generator = torch.Generator().manual_seed(seed)
+    while len(answers) < GROUPS * G:
+        group = [(OPENER, *y) for y in rest(start).sample(AFTER, G, generator)]
+        if 0 < sum(map(reward, group)) < G:
+            answers += group
+    return start, answers
 
 
 def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[dict[str, float]]:
@@ -132,74 +127,52 @@ def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[di
     for _ in range(STEPS + 1):
         policy.W.requires_grad_()
         logp, _ = policy.log_probs(prompts, answers)
-        batch = Batch(logp, old.detach(), adv, mask, G, HORIZON)
-        loss = method.passes[0](batch, **hyper)
+        loss = method.passes[0](Batch(logp, old.detach(), adv, mask, G, HORIZON), **hyper)
         if projected:
             loss = project(loss, logp, A, nodes, mask)
         tax = learning_tax(token_coefficients(loss, logp), A, nodes, mask)
         curve.append(measure(policy, start) | {"tax": tax})
         g = -torch.autograd.grad(loss, policy.W)[0]
-        size = size or SIZE / g.norm()
+        size = size or SIZE / g.norm()  # the first step is equally long for all methods
         policy = policy.step(g, size)
     return curve
 
 
-def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
-    """A start policy, and mixed groups of answers that all begin with the opener."""
-    rng = random.Random(seed)
-    start, generator, answers = start_policy(rng), torch.Generator().manual_seed(seed), []
-    while len(answers) < GROUPS * G:
-        group = [(OPENER, *y) for y in rest(start).sample(AFTER, G, generator)]
-        if 0 < sum(map(reward, group)) < G:
-            answers += group
-    return start, answers
-
-
-def study() -> dict[str, list[list[dict]]]:
-    """name -> a curve per seed."""
-    curves = {name: [] for name in NAMES}
-    for seed in range(SEEDS):
-        start, answers = draw(seed)
-        for name in NAMES:
-            curves[name].append(descend(name, start, answers))
+def study() -> dict[str, dict[str, list[float]]]:
+    """name -> what is measured -> its value after every step, the mean over start policies."""
+    starts = [draw(seed) for seed in range(SEEDS)]
+    curves = {}
+    for name in NAMES:
+        runs = [descend(name, start, answers) for start, answers in starts]
+        steps = [*zip(*runs, strict=True)]
+        curves[name] = {
+            key: [sum(point[key] for point in step) / SEEDS for step in steps] for key in COLUMNS
+        }
     return curves
 
 
-def mean(curves: list[list[dict]], key: str, step: int, size=lambda x: x) -> float:
-    return sum(size(curve[step][key]) for curve in curves) / len(curves)
-
-
-def show(curves: dict[str, list[list[dict]]]):
-    starts = next(iter(curves.values()))
-    about = f"{STEPS} steps on {GROUPS} groups of {G}, mean of {len(starts)} start policies"
+def show(curves: dict[str, dict[str, list[float]]]):
+    about = f"{STEPS} steps on {GROUPS} groups of {G}, mean of {SEEDS} start policies"
     print(f"{about}; drift: mean of its size\n")
     print(f"{'':18}" + "".join(f"{title:>32}" for title in COLUMNS.values()))
-    for name, runs in {"start": starts, **curves}.items():
-        at = 0 if name == "start" else -1
-        cells = [mean(runs, key, at, abs if key == "drift" else float) for key in COLUMNS]
-        cells[-1] = sum(mean(runs, "tax", t) for t in range(STEPS + 1)) / (STEPS + 1)
-        if name == "start":
-            cells.pop()
-        texts = ["0" if abs(x) < 1e-12 else f"{x:.4f}" for x in cells]
+    first = next(iter(curves.values()))
+    rows = {"start": [first[key][0] for key in COLUMNS if key != "tax"]}
+    for name, curve in curves.items():
+        ends = [curve[key][-1] for key in COLUMNS if key != "tax"]
+        rows[name] = [*ends, sum(curve["tax"]) / len(curve["tax"])]
+    for name, row in rows.items():
+        texts = ["0" if abs(x) < 1e-12 else f"{x:.4f}" for x in row]
         print(f"{name:18}" + "".join(f"{text:>32}" for text in texts))
 
 
-def plot(curves: dict[str, list[list[dict]]], path: Path):
-    """Four panels with five lines each."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2.9), layout="constrained")
-    handles = {}
-    for axis, (key, names) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-        for i, name in enumerate(names):
-            size = abs if key == "drift" else float
-            line = [mean(curves[name], key, t, size) for t in range(STEPS + 1)]
-            handles[name] = axis.plot(line, markevery=(i, 8), **STYLES[name])[0]
-        axis.set_title(f"|{COLUMNS[key]}|" if key == "drift" else COLUMNS[key])
+def plot(curves: dict[str, dict[str, list[float]]], path: Path):
+    figure = make_figure("GRPO and GSPO move a token that earns nothing. DFPO leaves it alone.", 5)
+    axes = figure.subplots(2, 2).flat
+    for axis, (key, (title, names)) in zip(axes, PANELS.items(), strict=True):
+        draw_lines(axis, {name: curves[name][key] for name in names})
+        axis.set_title(title)
         axis.set_xlabel("gradient steps on the same groups")
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=8)
-    figure.savefig(path, dpi=110)
-    print(f"\npicture: {path}")
+    figure.savefig(path)
 
 
 def main(argv: list[str] | None = None):

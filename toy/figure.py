@@ -1,4 +1,4 @@
-"""What the figures of toy/ share: their flag, intervals over seeds, pictures (with matplotlib)."""
+"""What the figures of toy/ share: their one flag, intervals over seeds, pictures (matplotlib)."""
 
 from __future__ import annotations
 
@@ -7,32 +7,53 @@ import importlib.util
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
-STYLE = {  # of pictures; a plot may say otherwise. Okabe and Ito's colours; markers tell in grey
+# Okabe and Ito's colours, safe for the colour-blind. Names stand at the ends of their lines.
+COLORS = {
+    "grpo": "#B07600",
+    "dr-grpo": "#009E73",
+    "cispo": "#000000",
+    "gspo": "#D55E00",
+    "dfpo-min": "#0072B2",
+    "pos-only": "#777777",
+}
+WIDTH = 8.3  # inches; README shows a picture about 830 pixels wide
+STYLE = {
     "axes.prop_cycle": "cycler(color=['#000000', '#D55E00', '#0072B2'], marker=['o', 'D', 's'])",
-    "axes.titlesize": 9,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
     "lines.markersize": 4.5,
     "errorbar.capsize": 3,
+    "savefig.dpi": 120,
 }
+
+
+def parse_arguments(doc: str, argv: list[str] | None, flags: dict) -> argparse.Namespace:
+    """Of a script with this docstring; flags: name -> options. A mistake ends in one line."""
+    name = re.search(r"python -m [\w.]+", doc)
+    parser = argparse.ArgumentParser(name and name[0], description=doc.splitlines()[0])
+    for flag, options in flags.items():
+        parser.add_argument(flag, **options)
+    parser.error = lambda message: sys.exit(f"error: {message}")
+    return parser.parse_args(argv)
 
 
 def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
     """What --plot says, the only flag of a script with this docstring."""
-    from llm import fail  # here, as experiments/curves.py needs this file without torch
-
-    name = re.search(r"python -m toy\.\w+", doc)
-    parser = argparse.ArgumentParser(name and name[0], description=doc.splitlines()[0])
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw it, as .svg or .png")
-    parser.error = fail
-    return parser.parse_args(argv).plot
+    plot = dict(type=picture, metavar="FILE", help="draw it, as .svg or .png")
+    return parse_arguments(doc, argv, {"--plot": plot}).plot
 
 
 def picture(text: str) -> Path:
@@ -64,6 +85,40 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), quantile(n - 1) * statistics.stdev(values) / n**0.5
 
 
+def make_figure(finding: str, height: float):
+    """An empty figure of README's width, with what it shows as its title."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.suptitle(finding, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def line_style(name: str) -> dict:
+    """Of a method; dashed for a variant, such as grpo+proj."""
+    plain = re.split("[ +]", name)[0]
+    return dict(color=COLORS[plain], linestyle="-" if name == plain else "--", marker="")
+
+
+def draw_lines(axis, curves: dict[str, list[float]]):
+    """A line for each method. Its name stands at the line's end, where names keep a distance."""
+    for name, curve in curves.items():
+        axis.plot(curve, **line_style(name))
+    low, high = axis.get_ylim()
+    gap = (high - low) / axis.get_window_extent().height * 18
+    names = sorted(curves, key=lambda name: curves[name][-1])
+    places = []
+    for name in names:
+        above = places[-1] + gap if places else -math.inf
+        places.append(max(curves[name][-1], above))
+    for i in reversed(range(len(names))):
+        places[i] = min(places[i], places[i + 1] - gap if i + 1 < len(names) else high)
+        at = (1.02, places[i])
+        color = COLORS[re.split("[ +]", names[i])[0]]
+        text = dict(va="center", fontsize=9, color=color, annotation_clip=False)
+        axis.annotate(names[i], at, xycoords=("axes fraction", "data"), **text)
+
+
 def draw_differences(axis, differences: dict[str, list[float]]):
     """The mean of each and its interval, one below the other, beside a line at 0."""
     for y, values in enumerate(differences.values()):
@@ -75,8 +130,6 @@ def draw_differences(axis, differences: dict[str, list[float]]):
 
 def save_picture(plot: Callable, *data, path: Path | None):
     """plot(*data, path), if there is a path. A file that cannot be written ends in one line."""
-    from llm import fail
-
     if not path:
         return
     import matplotlib
@@ -85,4 +138,5 @@ def save_picture(plot: Callable, *data, path: Path | None):
         with matplotlib.rc_context(STYLE):
             plot(*data, path)
     except OSError as error:
-        fail(f"--plot {path} cannot be written: {error.strerror}")
+        sys.exit(f"error: --plot {path} cannot be written: {error.strerror}")
+    print(f"\npicture: {path}")

@@ -10,11 +10,7 @@ answer is known exactly; at the start it is 0.63^K. It is trained by SGD, throug
 The policy corrects each wrong answer of its own beside a sibling, a right one where there is one.
 It draws every digit from its table once more, but with 6 times the odds for each of the two answers
 that shows the digit. If that is right, the answer is repaired. The readings of losses.ibpo say
-which of its tokens get credit: by sign (the default), all (none is masked), or the changed ones.
-
-IBPO pays where successes are nearly absent: beyond 8 letters. But the right digit is the likeliest
-from the start. So a lower temperature makes samples right, too. At 0.7 (which sharpens those odds
-as well), grpo needs fewer tokens for every K, and fewer than IBPO at 1.
+which of its tokens get credit. toy/README.md says what came out.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from losses import Batch, OldPolicy, group_advantages, grpo, ibpo, shaped_rewards
-from toy.figure import interval, parse_plot, save_picture
+from toy.figure import interval, make_figure, parse_plot, save_picture
 
 LETTERS, DIGITS, PROMPTS, G = 26, 10, 4, 8
 LETTER = torch.arange(LETTERS)
@@ -41,10 +37,10 @@ RATES = (400, 800, 1600, 3200)  # at 800 one right answer settles its letters
 LIMIT = 1_000_000  # tokens after which a run is stopped
 SEEDS, TUNING_SEEDS = range(24), range(100, 108)
 CURVES = {  # name: a reading, the temperature of the samples, matplotlib's style
-    "grpo": ("grpo", 1.0, "ko-"),
-    "sign": ("sign", 1.0, "C2s-"),
-    "grpo at 0.7": ("grpo", 0.7, "k^--"),
-    "sign at 0.7": ("sign", 0.7, "C2D--"),
+    "grpo": ("grpo", 1.0, dict(color="#000000")),
+    "ibpo": ("sign", 1.0, dict(color="#0072B2")),
+    "grpo at 0.7": ("grpo", 0.7, dict(color="#000000", linestyle="--", marker="s")),
+    "ibpo at 0.7": ("sign", 0.7, dict(color="#0072B2", linestyle="--", marker="s")),
 }
 
 
@@ -133,26 +129,29 @@ def measure_cost(reading: str, K: int, temperature: float) -> list[float]:
 
 def plot(steps: dict, costs: dict, path: Path):
     """Two panels: the single step, and tokens against K."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = make_figure(
+        "IBPO pays where right answers are rare. A lower temperature pays more.", 3.4
+    )
     left, right = figure.subplots(1, 2)
-    for i, label in enumerate(("right answers", "repaired slips")):
+    for i, label in enumerate(("right answers", "mistakes of repaired answers")):
         means, halves = zip(*(cells[i] for cells in steps.values()), strict=True)
         places = [place + 0.4 * i for place in range(len(steps))]
         left.bar(places, means, 0.4, yerr=halves, color=("#009E73", "#E69F00")[i], label=label)
-    left.set_xticks([place + 0.2 for place in range(len(steps))], steps)
+    names = [name if name == "grpo" else f"ibpo,\n{name}" for name in steps]
+    left.set_xticks([place + 0.2 for place in range(len(steps))], names)
     left.axhline(0, color="black", linewidth=0.8)
-    left.set_title("one step on all-wrong groups: change of log pi")
+    left.set_title("one step where all answers are wrong")
+    left.set_ylabel("change of log pi")
+    left.legend()
     for name, cells in costs.items():
         means, halves = zip(*cells, strict=True)
-        right.errorbar(LENGTHS, means, halves, fmt=CURVES[name][2], label=name)
+        style = dict(marker="o") | CURVES[name][2]
+        right.errorbar(LENGTHS, means, halves, **style)
+        side = "top" if CURVES[name][0] == "grpo" else "bottom"
+        right.annotate(name, (LENGTHS[-1] + 0.6, means[-1]), va=side, color=style["color"])
     right.set(yscale="log", xticks=LENGTHS, xlabel="K, letters of a word")
     right.set_title(f"thousands of tokens to a reward of {GOAL}")
-    left.legend()
-    right.legend()
-    figure.savefig(path, dpi=100)
-    print(f"\npicture: {path}")
+    figure.savefig(path)
 
 
 def show(name: str, cells: list[tuple[float, float]]):

@@ -1,49 +1,55 @@
-"""NTHR's headline in miniature: does one step make a question's own right answers likelier?
+"""NTHR's headlines in miniature: does one step make a question's own right answers likelier?
 
-    python -m toy.nthr                        the table
+    python -m toy.nthr                        the tables
     python -m toy.nthr --plot toy/nthr.png    and the picture (needs matplotlib)
 
 The policy is the small GPT-2 of train.py. Its warm start has seen worked solutions only. They are
 all right, so a wrong answer is mostly a right one with a slip. A question gets G answers. Where
 some are right and some are wrong, a method makes one step on these G answers alone. Delta is the
-change of log pi of the right answers, on average (NTHR Fig. 1 and 4).
-
-Every method starts from the same policy and learns from the same answers. nthr blames some tokens
-of wrong answers less, by the factor eta. random blames as many tokens of each answer less, drawn
-at random. eta is 2|0.5 - p|, with p the share of right answers, or 0. pos-only blames nothing. The
-step is train.py's own, with its gradient clip. The optimiser has no history. A step of SGD is as
-long as the gradient, which is short for random and pos-only; with "one length" it is 0.02 for all.
-
-This script imports train. Only toy.lopti imports it.
+change of log pi of the right answers, on average (NTHR Fig. 1 and 4). Every method starts from the
+same policy and learns from the same answers. The step is train.py's own, with its gradient clip.
+The optimiser has no history. toy/README.md says what came out.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llm import fail
-from llm.policy import Policy, load_policy
-from llm.runs import adamw
+from llm.neighbours import hidden_states, nthr_scores
 from toy.arithmetic import Arithmetic
-from toy.figure import draw_differences, interval, parse_plot, save_picture
-from train import Answers, Config, learn, log_probs, sample, score, warm_start
+from toy.figure import draw_differences, interval, make_figure, parse_plot, save_picture
+from train import (
+    Answers,
+    Config,
+    Policy,
+    adamw,
+    in_pieces,
+    learn,
+    load_policy,
+    sample,
+    score,
+    warm_start,
+)
 
 METHODS = {  # name: a method and its hyperparameters
-    "grpo": ("grpo", []),
+    "grpo": ("nthr", ["eta=1"]),  # the paper's: its token mean, nothing softened
     "nthr": ("nthr", []),
     "random": ("nthr-random", []),
     "nthr, eta 0": ("nthr", ["eta=0"]),
     "random, eta 0": ("nthr-random", ["eta=0"]),
+    "nthr, self term": ("nthr", ["self_term=True"]),
     "pos-only": ("pos-only", []),
 }
 RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
 SHORT = 1e-4  # no gradient is shorter: clipped to it, all have one length
 STARTS, QUESTIONS = 6, 8  # policies, questions to each
+LAZIEST = 10  # questions
 WARM = dict(warm_steps=300, warm_rows=32)
 
 
@@ -66,7 +72,8 @@ def find_questions(policy: Policy, task: Arithmetic, seed: int) -> list[Answers]
             found.append(answers)
         if len(found) == QUESTIONS:
             return found
-    fail(f"start {seed}: only {len(found)} of {QUESTIONS} questions got right and wrong answers")
+    found = f"only {len(found)} of {QUESTIONS} questions got right and wrong answers"
+    sys.exit(f"error: start {seed}: {found}")
 
 
 def make_optimizer(policy: Policy, kind: str, lr: float) -> torch.optim.Optimizer:
@@ -85,22 +92,46 @@ def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> flo
     trial = replace(policy, model=copy.deepcopy(policy.model))
     scored = score(trial, None, answers, config)
     learn(trial, make_optimizer(trial, kind, config.lr), scored, config)
-    with torch.no_grad():
-        after, _, _ = log_probs(trial, answers.rows, config)
+    after, _ = in_pieces(trial, answers, config)
     moved = (after - scored.batch.logp_old).sum(1)  # (G,)
     return float(moved[answers.rewards == 1].mean())
 
 
-def study() -> dict[tuple[str, str], Tensor]:
-    """(optimiser, method) -> Delta of every question, (STARTS, QUESTIONS)."""
+def measure_gwhes(policy: Policy, answers: Answers) -> float:
+    """(II) - (I) of NTHR's Theorem 4.4 (claim N3), the mean over the right answers.
+
+    Both are double sums of <g, g'> <h, h'> over pairs of tokens, of which one is in a right answer.
+    A token's score is its part of them. So summed over the right answers, (II) is p- times the
+    scores of the wrong tokens, and (I) is p+ times those of the right ones.
+    """
+    config = Config()
+    scores, _ = nthr_scores(
+        tokens=answers.tokens,
+        mask=answers.mask,
+        logp=in_pieces(policy, answers, config)[0],
+        rewards=answers.rewards,
+        hidden=hidden_states(policy, answers, config),
+        head=policy.model.get_output_embeddings().weight.detach(),
+        group_size=len(answers.rewards),
+        full_vocab=True,
+    )
+    right, p = answers.rewards == 1, answers.rewards.mean()
+    total = p * scores[~right].sum() - (1 - p) * scores[right].sum()
+    return float(total / (p * (1 - p)).sqrt() / right.sum())
+
+
+def study() -> tuple[dict[tuple[str, str], Tensor], Tensor]:
+    """(optimiser, method) -> Delta of every question; and its GWHES. (STARTS, QUESTIONS) each."""
     deltas = {(kind, name): torch.zeros(STARTS, QUESTIONS) for kind in RATES for name in METHODS}
+    gwhes = torch.zeros(STARTS, QUESTIONS)
     for seed in range(STARTS):
         policy, task = make_start(seed, direct=0)
         questions = find_questions(policy, task, seed)
+        gwhes[seed] = torch.tensor([measure_gwhes(policy, answers) for answers in questions])
         for (kind, name), table in deltas.items():
             values = [measure_delta(policy, answers, name, kind) for answers in questions]
             table[seed] = torch.tensor(values)
-    return deltas
+    return deltas, gwhes
 
 
 def format_mean(values: Tensor, sign: str = "") -> str:
@@ -118,41 +149,44 @@ def show(deltas: dict[tuple[str, str], Tensor]):
             delta = deltas[kind, name]
             gain = delta - deltas[kind, "grpo"]
             cells = [format_mean(delta), format_mean(gain, "+"), ""]
-            if "nthr" in name:
-                cells[2] = format_mean(delta - deltas[kind, name.replace("nthr", "random")], "+")
+            control = name.replace("nthr", "random")
+            if control != name and control in METHODS:
+                cells[2] = format_mean(delta - deltas[kind, control], "+")
             cells += [f"{share.float().mean():.0%}" for share in (gain > 0, delta <= 0)]
             print(f"{name:21}" + "".join(f"{cell:>18}" for cell in cells))
 
 
-def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
-    """Delta of each question with SGD; then what the methods add to grpo's, by optimiser."""
-    from matplotlib.figure import Figure
+def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
+    """Does (II) - (I), known before the step, find the questions that gain least?"""
+    print(f"\nThe {LAZIEST} questions with the lowest Delta of grpo, and the {LAZIEST} with the")
+    print(f"highest GWHES: how many are in both; by chance {LAZIEST**2 / gwhes.numel():.1f}\n")
+    highest = set(gwhes.flatten().topk(LAZIEST).indices.tolist())
+    for kind in RATES:
+        laziest = deltas[kind, "grpo"].flatten().topk(LAZIEST, largest=False).indices.tolist()
+        print(f"{kind:21}{len(highest & set(laziest))}")
 
-    figure = Figure(figsize=(10, 2.9), layout="constrained")
-    left, *others = figure.subplots(1, 1 + len(RATES), width_ratios=(2, 1, 1, 1))
-    order = deltas["SGD", "grpo"].flatten().argsort()
-    for name in ("grpo", "pos-only", "nthr, eta 0"):
-        line = "-" if name == "grpo" else ""
-        left.plot(deltas["SGD", name].flatten()[order], label=name, linestyle=line)
-    left.axhline(0, color="#999999", linewidth=0.8)
-    left.set_title("SGD: Delta of each question, ordered by grpo's")
-    left.legend()
-    for axis, kind in zip(others, RATES, strict=True):
-        grpo, names = deltas[kind, "grpo"], [name for name in METHODS if name != "grpo"]
+
+def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
+    """What the methods add to grpo's Delta, by optimiser."""
+    finding = "NTHR lifts right answers more than GRPO. With equal steps, chance does as well."
+    figure = make_figure(finding, 2.6)
+    names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
+    for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
+        grpo = deltas[kind, "grpo"]
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
         draw_differences(axis, gains)
-        axis.tick_params(labelleft=kind == "SGD")
         axis.set_title(kind)
-        axis.set_xlabel("Delta minus grpo's")
-    figure.savefig(path, dpi=100)
-    print(f"\npicture: {path}")
+        axis.locator_params(axis="x", nbins=4)
+        axis.set_xlabel("gain of right answers over GRPO (nats)", fontsize=8)
+    figure.savefig(path)
 
 
 def main(argv: list[str] | None = None):
     path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    deltas = study()
+    deltas, gwhes = study()
     show(deltas)
+    show_laziest(deltas, gwhes)
     save_picture(plot, deltas, path=path)
 
 

@@ -1,30 +1,16 @@
 """When the learning tax costs reward, and when it does not: two ways to answer, five settings.
 
-    python -m toy.tax                  the table
-    python -m toy.tax --plot tax.png   and the picture (needs matplotlib)
+    python -m toy.tax                      the table
+    python -m toy.tax --plot toy/tax.png   and the picture (needs matplotlib)
 
 An answer takes way A or way B. On A it then makes a good or a bad plan. With a good plan it is
 right with probability 0.6, with a bad one never. On B it is right with a fixed probability, at most
-0.2. Filler without any choice follows and gives the answer its length. So the best policy takes A
-with a good plan, and its expected reward is 0.6. The policy has one logit for the way, 2 at the
-start, and one for the plan, 0 at the start.
+0.2. Filler without any choice follows and gives the answer its length. The policy has one logit for
+the way, 2 at the start, and one for the plan, 0 at the start.
 
 Nothing is sampled. All groups of 4 answers are enumerated, and each counts with its probability
-under the policy that began the batch. So an update is an expectation. There are 8 updates to a
-batch, off-policy after the first, and 120 batches. Training is plain gradient ascent; the first
-update is equally long for all methods. Averages over tokens divide by the number of all
-enumerated tokens, however probable these are.
-
-What to expect is claim C18. The way with the larger f grows. For grpo
-f = q (1 - b) / T_right - (1 - q) b / T_wrong, up to a factor. Here q is a way's chance to be right,
-b the policy's, and T are the lengths on this way. With one constant in the place of both T, f is
-q - b, and the better way grows.
-
-What came out: grpo and gspo, which divide by the length, lose reward for good in settings 3 and 5.
-Their learning tax is as large in 2 and 4, where they end at most 0.002 below the others, which end
-near 0.6. gspo's clip is 0.02; its own, 3e-4, all but stops it after the first update of a batch.
-These are toy worlds, and small steps. With sampled groups and large learning rates less is lost:
-see experiments/README.md.
+under the policy that began the batch. So an update is an expectation. toy/README.md says what came
+out, and claim C18 why.
 """
 
 from __future__ import annotations
@@ -36,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from claims.worlds import Groups, Outcome
 from losses import METHODS, Batch, learning_tax, project, token_coefficients
-from toy.alike import Groups, Outcome
-from toy.drift import STYLES
-from toy.figure import parse_plot, save_picture
+from toy.figure import draw_lines, line_style, make_figure, parse_plot, save_picture
 
 G, BATCHES, UPDATES = 4, 120, 8
-START = ((2.0, 0.0),)  # one policy: the logits of way A and of a good plan
+START = (2.0, 0.0)  # the logits of way A and of a good plan
 SIZE = 0.1  # the length of the first update
 RIGHT = 0.6  # with a good plan
 # lengths of right and wrong answers on A; chance to be right on B, and lengths there
@@ -55,11 +40,15 @@ SETTINGS = {
 }
 NAMES = ("grpo", "gspo", "grpo+proj", "dr-grpo", "cispo", "dfpo-min")
 HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}}
-PANELS = tuple(SETTINGS)[1], tuple(SETTINGS)[2], tuple(SETTINGS)[4]
+LINES = ("grpo", "gspo", "grpo+proj", "dr-grpo")  # cispo and dfpo-min lie on dr-grpo
+PANELS = {  # what happens to the reward in some settings
+    "2: A wrong is long": "better way A: wrong answers long",
+    "3: A wrong is short": "better way A: wrong answers short",
+    "5: B right is short": "worse way B: right answers short",
+}
 
 
-def make_groups(setting: str, copies: int = 1) -> Groups:
-    """All groups, or as many copies of them as there are policies."""
+def make_groups(setting: str) -> Groups:
     (right, wrong), chance, (right_b, wrong_b) = SETTINGS[setting]
     outcomes = [
         Outcome(0, RIGHT, 1.0, right, plan=0),
@@ -68,13 +57,12 @@ def make_groups(setting: str, copies: int = 1) -> Groups:
         Outcome(1, chance, 1.0, right_b),
         Outcome(1, 1 - chance, 0.0, wrong_b),
     ]
-    return Groups([outcome for outcome in outcomes if outcome.chance], G, copies)
+    return Groups([outcome for outcome in outcomes if outcome.chance], G)
 
 
 def log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """Of the way and of the plan, and 0 for filler. (policies, 2) -> (N, T)."""
+    """Of the way and of the plan, and 0 for filler. (2,) -> (N, T)."""
     choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0 for A, 0 for good, -1 for none
-    logits = logits.repeat_interleave(len(choices) // len(logits), 0)  # (N, 2)
     logp = logsigmoid((1 - 2 * choices) * logits).masked_fill(choices < 0, 0.0)
     return pad(logp, (0, groups.mask.shape[1] - 2))
 
@@ -85,7 +73,7 @@ def start_batch(groups: Groups, logits: Tensor, scale: str) -> Batch:
 
 
 def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a method's J, (policies, 2), and the token coefficients, (N, T)."""
+    """The gradient of a method's J, (2,), and the token coefficients, (N, T)."""
     plain, _, projected = name.partition("+")
     logits = logits.detach().requires_grad_()
     logp = log_probs(groups, logits)
@@ -97,7 +85,7 @@ def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tup
 
 
 def train(groups: Groups, name: str) -> tuple[Tensor, float]:
-    """The logits before each batch and after the last, (BATCHES + 1, 1, 2).
+    """The logits before each batch and after the last, (BATCHES + 1, 2).
 
     And the mean learning tax of the last updates of the batches.
     """
@@ -139,22 +127,19 @@ def show(name: str, cells: list[str]):
     print(f"{name:20}" + "".join(f"{cell:16}" for cell in cells))
 
 
-def plot(curves: dict[tuple[str, str], Tensor], file: Path):
+def plot(curves: dict[tuple[str, str], Tensor], path: Path):
     """Expected reward in three settings, and where grpo's closed form ends."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 2.9), layout="constrained")
-    axes = figure.subplots(1, len(PANELS))
-    for axis, setting in zip(axes, PANELS, strict=True):
-        for i, name in enumerate(NAMES):
-            axis.plot(curves[setting, name], label=name, markevery=(5 * i, 25), **STYLES[name])
-        axis.axhline(predict_reward(setting), linestyle=":", label="grpo, closed form")
-        axis.set_title(f"reward, {setting}")
-        axis.set_xlabel("batches")
-        axis.set_ylim(0.15, 0.62)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
-    figure.savefig(file, dpi=110)
-    print(f"\npicture: {file}")
+    finding = "GRPO and GSPO divide by length, and lose reward for good in two of these worlds"
+    figure = make_figure(finding, 2.9)
+    axes = figure.subplots(1, len(PANELS), sharey=True)
+    axes[0].set_ylim(0.15, 0.68)
+    axes[0].set_ylabel("expected reward (best: 0.6)")
+    for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
+        draw_lines(axis, {name: curves[setting, name].tolist() for name in LINES})
+        axis.axhline(predict_reward(setting), **line_style("grpo") | dict(linestyle=":"))
+        axis.set_title(title)
+        axis.set_xlabel("batches; dotted: C18's forecast")
+    figure.savefig(path)
 
 
 def main(argv: list[str] | None = None):

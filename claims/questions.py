@@ -1,0 +1,174 @@
+"""Q1 to Q5: what people ask about the numbers of a run.
+
+The answers in words stand in claims/README.md, "Questions people ask".
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import torch
+
+from claims.evidence import claim
+from claims.formulas import average_of, defaults, every_loss, share_in
+from claims.trees import ascent, coefficients
+from toy.policy import Policy
+
+SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
+
+
+@claim("Q1", *SURROGATES)
+def q1(module, name, draws, evidence):
+    """On-policy the value of grpo and gspo is 0, whatever was sampled; their gradient is not.
+
+    Source: questions of users (D)
+
+    On-policy all ratios are 1, so a surrogate's term is A_i at every token. The value of the loss
+    is minus the average of the A_i. With a mean per answer it is -(1/N) sum_i A_i = 0, because
+    advantages are centred. Other averages weigh an answer by its length:
+
+      dr-grpo, grpo-symmetric   -sum_i A_i T_i / (N L)
+      dapo                      -sum_i A_i T_i / sum_i T_i, over mixed groups
+      pos-only                  the same with max(A_i, 0), over all groups
+
+    These are 0 where all answers are equally long, but for pos-only. reinforce, cispo and DFPO have
+    log pi in their value, which is a weighted -A log pi and says as little. What moves the policy
+    is the derivative, c_{i,t} = A_i times a weight. It is 0 everywhere only if all advantages are:
+    if every group has equal rewards. "left" is the mean |c| where the value is as stated.
+    """
+    for draw in draws:
+        batch = draw.batch(module)
+        loss = getattr(module, name)(batch)
+        A = [max(a, 0) if name == "pos_only" else a for a in draw.adv]
+        predicted = -sum(share_in(name, draw, i) * draw.T[i] * A[i] for i in range(draw.N)) / draw.N
+        evidence.equal(predicted, loss)
+        if average_of(name) == "answer":
+            evidence.equal(0, loss)
+        evidence.record_left(coefficients(loss, batch)[draw.mask] / draw.size)
+
+
+@claim("Q2", "group_advantages", extremes=False)
+def q2(module, name, draws, evidence):
+    """A question's expected update is K grad p, p its chance to be right; the std makes K grow
+    towards p = 0 and 1, less than 1/sqrt(p(1-p)).
+
+    Source: questions of users (D); binary rewards, on-policy, one constant divisor
+
+    Let E[A | right] = u and E[A | wrong] = -v. Then the expected update is u grad p - v grad (1-p)
+    = (u + v) grad p. Advantages sum to 0, so p u = (1-p) v and u + v = p u / (p (1-p)). With k of G
+    answers right and m = k/G, the mean of A_i R_i over the group is m (1-m) without the division,
+    and m (1-m) / (std + 1e-4) with it, where std = sqrt(G/(G-1) m (1-m)). So
+
+      K = E[m (1-m)] / (p (1-p)) = 1 - 1/G                            scale "mean",
+      K = sqrt((G-1)/G) E[sqrt(m (1-m))] / (p (1-p)), nearly          scale "std",
+
+    over m = Bin(G, p)/G. E sqrt(m (1-m)) is below sqrt(p (1-p)), so K stays below the folklore's
+    1/sqrt(p (1-p)). It is bounded, by (G-1)/sqrt(G). A question's log-odds move by p (1-p) K: hard
+    and easy questions move less than others with both scales, but less so with the std. A group
+    teaches nothing with the chance p^G + (1-p)^G.
+    """
+    G = 8
+    rows = {name: [name] for name in ("K, mean", "K, std", "folklore", "no signal")}
+    for p in (0.05, 0.1, 0.25, 0.5):
+        chances = [math.comb(G, k) * p**k * (1 - p) ** (G - k) for k in range(G + 1)]
+        for scale in ("mean", "std"):
+            K = measured = 0.0
+            for k, chance in enumerate(chances):
+                rewards = torch.tensor([1.0] * k + [0.0] * (G - k), dtype=torch.float64)
+                A = module.group_advantages(rewards, G, scale)
+                measured += chance * float((A * rewards).mean()) / (p * (1 - p))
+                m = k / G
+                std = math.sqrt(G / (G - 1) * m * (1 - m)) + 1e-4 if scale == "std" else 1
+                K += chance * m * (1 - m) / std / (p * (1 - p))
+            evidence.equal(K, measured)
+            rows[f"K, {scale}"].append(measured)
+        evidence.equal(True, measured < 1 / math.sqrt(p * (1 - p)))
+        rows["folklore"].append(1 / math.sqrt(p * (1 - p)))
+        rows["no signal"].append(chances[0] + chances[-1])
+    evidence.rows += rows.values()
+
+
+def clipping_losses(module) -> list[str]:
+    losses = [name for name in every_loss(module) if hasattr(module, name)]
+    return [name for name in losses if "eps_low" in defaults(getattr(module, name))]
+
+
+@claim("Q3", clipping_losses, only_if="the ratios are exactly 1")
+def q3(module, name, draws, evidence):
+    """With one update a batch the clip never acts: the coefficients do not depend on its range.
+
+    Source: questions of users (D)
+
+    The first update of a batch starts at the policy that sampled it. So all ratios are 1, inside
+    any range with eps > 0. The clip acts from the second update on: with several minibatches or
+    epochs, in Lopti's second pass, or if the sampler's log-probs differ from the trainer's, by
+    numerics or by temperature. "left" is how much the coefficients change with the range once the
+    ratios differ.
+    """
+    narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
+    for draw, spread in itertools.product(draws, (0.0, 0.6)):
+        batch = draw.batch(module, spread)
+        loss = getattr(module, name)
+        one, other = (coefficients(loss(batch, **eps), batch) for eps in (narrow, wide))
+        if spread:
+            evidence.record_left((one - other)[draw.mask] / draw.size)
+        else:
+            evidence.equal(one, other)
+
+
+@claim("Q4", "k3", extremes=False)
+def q4(module, name, draws, evidence):
+    """The value of the KL term estimates KL(pi || pi_ref), but its gradient is that of
+    KL(pi_ref || pi).
+
+    Source: k3 in GRPO Eq. 4 (P); gradient (D)
+
+    Let q = pi_ref/pi at a sampled token. The term is k3 = q - log q - 1, which is never negative.
+    Over tokens drawn from pi, E q = 1, so E k3 = E[-log q] = KL(pi || pi_ref). So the value can be
+    read as a distance, per token. The loss is differentiated at fixed samples: the slope of k3 in
+    log pi is 1 - q, and
+
+      E[(1 - q) grad log pi] = -sum_a pi_ref(a) grad log pi(a) = grad KL(pi_ref || pi),
+
+    because E grad log pi = 0. "left" is how far that is from grad KL(pi || pi_ref).
+    """
+    for draw in draws:
+        z = draw.randn(5).requires_grad_()
+        logp, ref = z.log_softmax(0), draw.randn(5).log_softmax(0)
+        columns = logp[:, None].expand(5, 2).T  # two answers to one prompt, a column for each token
+        batch = module.Batch(columns, columns.detach(), 0 * columns, columns < 1, 2, 5)
+        batch.logp_ref = ref.expand(2, 5)
+        pi = logp.detach().exp()
+        term = (pi * module.k3(batch)[0]).sum()
+        forward = (logp.exp() * (logp - ref)).sum()
+        backward = (ref.exp() * (ref - logp)).sum()
+        evidence.equal(forward, term)
+        evidence.equal(ascent(backward, z), ascent(term, z))
+        evidence.record_left(ascent(forward, z) - ascent(term, z))
+
+
+@claim("Q5", "reinforce", only_if="the log-probs are at the sampling temperature", extremes=False)
+def q5(module, name, draws, evidence):
+    """The expected update follows the expected reward of the policy that samples.
+
+    Source: questions of users (D)
+
+    Answers are drawn from pi_tau = softmax(z / tau). C16's derivation needs E grad log pi = 0 under
+    the distribution that sampled. For log pi_tau it holds. For log pi at temperature 1 it does not:
+    in the logits, sum_a pi_tau(a) grad log pi(a) = pi_tau - pi. A node gets this error times the
+    sum of its visitors' advantages. So it cancels where the whole group visits the node, and stays
+    at all others. All groups of C16's toy are enumerated at tau = 0.6. "left" is how far the
+    direction is off with log pi at 1.
+    """
+    for world in (draw.all_groups for draw in draws[::4]):
+        W = world.policy.W  # the logits at the sampling temperature
+        batch = world.batch(module, off_policy=False)
+        exact = (1 - 1 / world.G) * world.exact / world.max_tokens
+        evidence.equal(exact, ascent(module.reinforce(batch), W))
+        rows = [y for group in world.groups for y in group]
+        at_1 = Policy(0.6 * W, world.policy.phi, world.max_tokens)
+        logp, _ = at_1.log_probs([world.x] * len(rows), rows)
+        g = ascent(module.reinforce(replace(batch, logp=logp, logp_old=logp.detach())), W)
+        evidence.record_left((g / g.norm() - exact / exact.norm()).norm())

@@ -1,0 +1,89 @@
+"""Worlds in which every group can be enumerated: ways that an answer may go, right or wrong.
+
+Nothing is sampled. All groups of G answers stand in one batch, and each counts with its
+probability. So a push is the expected one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import losses
+from toy.policy import count_orders
+
+
+class Outcome(NamedTuple):
+    """What may become of an answer."""
+
+    way: int  # its first token, which other answers may share
+    chance: float  # of what follows the tokens that it may share
+    reward: float
+    length: int
+    plan: int | None = None  # a second token that it may share; after that all answers differ
+
+
+class World(NamedTuple):
+    """Ways that an answer may go, and how often the policy goes each."""
+
+    G: int
+    outcomes: list[Outcome]
+    shares: list[float]
+
+    def mean(self, f: Callable[[Outcome], float], *ways: int) -> float:
+        """The mean of f(outcome), given that the answer goes one of these ways."""
+        chances = [(o, o.chance * self.shares[o.way]) for o in self.outcomes if o.way in ways]
+        return sum(p * f(o) for o, p in chances) / sum(p for _, p in chances)
+
+    def groups(self) -> Groups:
+        return Groups(self.outcomes, self.G)
+
+    def logits(self) -> Tensor:
+        return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
+
+
+class Groups:
+    """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
+
+    def __init__(self, outcomes: list[Outcome], G: int):
+        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)]
+        rows = [outcomes[k] for pick in picks for k in pick]
+        self.G = G
+        self.orders = torch.tensor([count_orders(pick) for pick in picks])  # (groups,)
+        self.way = torch.tensor([row.way for row in rows])  # (N,)
+        self.plan = torch.tensor([-1 if row.plan is None else row.plan for row in rows])
+        self.chance = torch.tensor([row.chance for row in rows], dtype=torch.float64)
+        self.rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+        place = torch.arange(max(row.length for row in rows))  # (T,)
+        self.mask = place < torch.tensor([[row.length] for row in rows])
+        tokens = torch.where(place == 0, self.way[:, None], torch.arange(len(rows))[:, None])
+        shared = (place == 1) & (self.plan >= 0)[:, None]
+        tokens = torch.where(shared, -1 - self.plan[:, None], tokens)
+        self.nodes = losses.prefix_nodes(tokens, self.mask, G)
+
+    def probabilities(self, logp: Tensor) -> Tensor:
+        """Of every group under a policy. (N, T) -> (groups,)."""
+        chances = self.chance * logp.detach().sum(1).exp()  # (N,)
+        return chances.view(-1, self.G).prod(1) * self.orders
+
+    def batch(self, logp: Tensor, shares: Tensor, scale: str) -> losses.Batch:
+        """On-policy. shares: how much each group counts, (groups,).
+
+        Losses are homogeneous in A, so each group's A carries its share. It also carries the number
+        of groups, over which a loss takes the mean.
+        """
+        weight = (shares * len(shares)).repeat_interleave(self.G)  # (N,)
+        A = losses.group_advantages(self.rewards, self.G, scale) * weight
+        adv = A[:, None].expand(self.mask.shape)
+        return losses.Batch(logp, logp.detach(), adv, self.mask, self.G, self.mask.shape[1])
+
+    def expected_batch(self, logits: Tensor, scale: str) -> losses.Batch:
+        """By the logits of the ways, which are all that is learnt; each group counts as it is
+        probable."""
+        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
+        logp[:, 0] = logits.log_softmax(0)[self.way]
+        return self.batch(logp, self.probabilities(logp), scale)

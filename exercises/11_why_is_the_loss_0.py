@@ -1,0 +1,44 @@
+# %% [markdown]
+"""
+# 11. Why is the loss 0? (15 minutes)
+
+**Aim:** answer what users of GRPO ask most. The loss that is printed is 0, and yet the model learns.
+
+Everything is on-policy here: all r are 1. No clip acts.
+
+    GRPO:     J = (1/G) sum_i (1/T_i) sum_t r_{i,t} A_i
+    Dr. GRPO: J = (1/G) sum_i (1/L) sum_t r_{i,t} A_i
+
+The loss is -J. All G answers share their first token. The coefficient of a token is
+c = G dJ / dlog pi: how hard the loss pushes this token.
+
+**a)** and **b)** Give two numbers: the value of the loss, and the sum of the G coefficients c of the
+shared token. Write them for any advantages, also for some that do not sum to 0. Then look at
+rewards 1, 0, 1, 0 and lengths 4, 6, 3, 5. Which loss is 0 there, and which sum?
+
+**c)** Sometimes a loss of 0 does mean that nothing is learned. Say it from the rewards of a group.
+
+**Hint:** dr / dlog pi = r = 1. So c and the value differ by a sum over the tokens only.
+
+**Grade it:** `make exercise N=11`
+"""
+
+
+# %%
+def grpo_on_policy(advantages: list[float], lengths: list[int]) -> tuple[float, float]:
+    """The value of the loss, and the sum of c at the shared token."""
+    raise NotImplementedError
+
+
+# %%
+def dr_grpo_on_policy(
+    advantages: list[float], lengths: list[int], budget: int
+) -> tuple[float, float]:
+    """The value of the loss, and the sum of c at the shared token. `budget` is L."""
+    raise NotImplementedError
+
+
+# %%
+def nothing_is_learned(rewards: list[float]) -> bool:
+    """Whether no token of the group gets a gradient."""
+    raise NotImplementedError
