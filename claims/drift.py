@@ -12,7 +12,7 @@ from torch import Tensor
 import losses
 from claims.evidence import claim
 from claims.trees import Draw, ascent, coefficients
-from toy.policy import EOS, Policy, kl, tabular
+from toy.policy import kl
 
 
 @claim("C13", "dr_grpo", "grpo_symmetric", "dfpo_min", extremes=False)
@@ -88,7 +88,15 @@ def parts(draw: Draw, rows: range, t: int) -> bool:
     return len({draw.answers[i][: t + 1] for i in rows}) > 1
 
 
-@claim("C14", "reinforce", "dfpo_min", "dfpo_orthogonal", "recentred", only_if="the coefficients cancel where the answers part", extremes=False)
+@claim(
+    "C14",
+    "reinforce",
+    "dfpo_min",
+    "dfpo_orthogonal",
+    "recentred",
+    only_if="the coefficients cancel where the answers part",
+    extremes=False,
+)
 def c14(module, name, draws, evidence):
     """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if the
     coefficients cancel there: equal norms are not needed.
@@ -110,7 +118,8 @@ def c14(module, name, draws, evidence):
 
     Without the condition it is wrong: p = (.6, .3, .1), A = 1, k_a = k_b = 1/2 has S = 1 and moves
     log(p_a / p_b) by -.3 eta, though k_a = k_b. The third answer of that group, on the third token,
-    has A = -2. With it and the same k, S = 0 and the drift is 0.
+    has A = -2. With it and the same k, S = 0 and the drift is 0. (Public notes on the paper,
+    Memory4ever/AI-System-Design, have the first half of this example.)
 
     Over several softmaxes this survives at one of them: where the two answers part, if the whole
     group is still together there. Before it they share all tokens, and nothing differs. After it
@@ -166,5 +175,3 @@ def drift_in_one_softmax(module, name: str, adv: tuple[float, ...]) -> Tensor:
         loss = getattr(module, name)(module.Batch(logp, logp.detach(), A, mask, G, 1))
     g = ascent(loss, z)
     return g[0] - g[1]
-
-

@@ -138,6 +138,11 @@ def dfpo_orthogonal(y, t, hyper):
     return slope * y.logp[t], slope
 
 
+def recentred(y, t, hyper):
+    slope = sum(y.s * x.s * (y.A - x.A) for x in y.group) / len(y.group)
+    return slope * y.logp[t], slope
+
+
 def pos_only(y, t, hyper):
     return ppo(y.r[t], max(y.adv[t], 0.0), hyper)
 
@@ -161,6 +166,7 @@ FORMULAS = {
     "cispo": (cispo, "tokens"),
     "dfpo_min": (dfpo_min, "budget"),
     "dfpo_orthogonal": (dfpo_orthogonal, "budget"),
+    "recentred": (recentred, "budget"),
     "pos_only": (pos_only, "tokens"),
     "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),

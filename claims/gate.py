@@ -348,7 +348,7 @@ def make_binary_worlds(draws: list[Draw]):
 # ---------------- C18: the mean weight
 
 
-@claim("C18d", "grpo", "dr_grpo", extremes=False)
+@claim("C18d", "grpo", "reinforce", extremes=False)
 def c18d(module, name, draws, evidence):
     """At zero tax 1/T_i favours the worse of two ways while the policy earns less than
     J* = (w_A Q_A - w_B Q_B) / (w_A - w_B); a constant weight never does.

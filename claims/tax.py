@@ -156,9 +156,10 @@ def c16(module, name, draws, evidence):
 
     Off-policy the geometric root, the clip, the minimum over the group and the projection on A each
     break E_old[s f] = E_theta[f]. So these methods buy cancellation with bias. It need not be:
-    recentred moves the baseline in place of the weights, and is unbiased (C21). To show how much, all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is |E g -
-    unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with grad J and
-    L |E g| / |grad J|, before and after the node mean of C17.
+    recentred moves the baseline in place of the weights, and is unbiased (C21). To show how much,
+    all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is
+    |E g - unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with
+    grad J and L |E g| / |grad J|, before and after the node mean of C17.
     """
     prices = []
     for world in (draw.all_groups for draw in draws[::4]):
@@ -422,7 +423,11 @@ def c17h(module, name, draws, evidence):
         evidence.record_left(in_all)
 
 
-@claim("C17i", "project", only_if="two answers or more visit the node, and as C17h")
+@claim(
+    "C17i",
+    "project",
+    only_if="two answers or more visit the node, no A_i is 0 in a mixed group, and as C17h",
+)
 def c17i(module, name, draws, evidence):
     """The unbiased kind leaves none of the expected tax, but in a batch a zero-sum part of a group
     does not cancel.
@@ -451,6 +456,10 @@ def c17i(module, name, draws, evidence):
     The price is (a) of C17. Where a part of the group shares a token and its advantages sum to 0,
     the node mean gives 0 and this kind -k tax, against what the loss has. It is 0 in expectation
     only. On random trees every coefficient is compared with w' A_i.
+
+    Answers with A_i = 0 are left out of n and G. With graded rewards a single answer of a mixed
+    group may have A_i = 0, and then more than the single visitors' part stays: with the rewards
+    1, .5, 0 and p = .718 it is .152 in place of .080 (G = 3).
 
     This kind is not in losses.py: claims/tax.py builds `project_unbiased` on its `project`.
     """

@@ -47,13 +47,10 @@ class World(NamedTuple):
 
 
 class Groups:
-    """Every group of G independent answers, all of them in one batch. N rows = groups x G.
+    """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
 
-    With copies there are as many of each group, one after the other all.
-    """
-
-    def __init__(self, outcomes: list[Outcome], G: int, copies: int = 1):
-        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)] * copies
+    def __init__(self, outcomes: list[Outcome], G: int):
+        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)]
         rows = [outcomes[k] for pick in picks for k in pick]
         self.G = G
         self.orders = torch.tensor([count_orders(pick) for pick in picks])  # (groups,)

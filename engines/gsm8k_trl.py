@@ -23,6 +23,8 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}")
 
+USAGE = "python -m engines.gsm8k_trl"
+
 
 def knob(help: str, **default):
     return field(metadata={"help": help}, **default)
@@ -42,7 +44,7 @@ def parse(argv: list[str]) -> tuple[Options, GRPOConfig]:
     # TRL's own default is deprecated in transformers.
     warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
     parser = HfArgumentParser(
-        (Options, GRPOConfig), usage="%(prog)s [--FLAG VALUE ...]", allow_abbrev=False
+        (Options, GRPOConfig), prog=USAGE, usage=f"{USAGE} [--FLAG VALUE ...]", allow_abbrev=False
     )
     try:
         options, config, unknown = parser.parse_args_into_dataclasses(
@@ -51,7 +53,7 @@ def parse(argv: list[str]) -> tuple[Options, GRPOConfig]:
     except Exception as error:  # TRL, transformers and accelerate refuse with many classes
         sys.exit(f"error: TRL refuses these flags: {first_line(error)}")
     if unknown:
-        sys.exit(f"error: {unknown[0]} is no flag; all flags: python -m engines.gsm8k_trl --help")
+        sys.exit(f"error: {unknown[0]} is no flag; all flags: {USAGE} --help")
     return options, config
 
 

@@ -234,7 +234,8 @@ class LearningTax:
         if not self.trainer.model.training:
             return loss
         c = -torch.autograd.grad(loss, self.logp, retain_graph=True)[0]  # times a constant
-        seen, A = inputs["completion_mask"].bool(), inputs["advantages"][:, None].expand_as(c)
+        seen = inputs["completion_mask"].bool()
+        A = inputs["advantages"].view(len(c), -1).expand_as(c)  # TRL also allows one a token
         self.visits.append((c[seen], A[seen], inputs["nodes"][seen]))
         if self.trainer.accelerator.sync_gradients:  # the last micro-batch of an optimiser step
             # Every token is a row of its own. Padding has A = 0, which the tax leaves out.

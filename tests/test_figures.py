@@ -325,11 +325,12 @@ def test_a_picture_is_drawn_or_says_in_one_line_why_not(monkeypatch, tmp_path):
 def test_names_stand_at_the_ends_of_their_lines_and_keep_a_distance():
     axis = figure.make_figure("", 2).subplots()
     ends = {"grpo": 0.0, "cispo": 1.0, "dfpo-min": 0.99, "dfpo-min eps 0.2": 0.98, "gspo": 0.5}
+    ends["dr-grpo"] = 0.01
     figure.draw_lines(axis, {name: [0.5, end] for name, end in ends.items()})
     places = {text.get_text(): text.xy[1] for text in axis.texts}
     assert sorted(places, key=places.get) == sorted(ends, key=ends.get)
-    assert places["grpo"] == 0.0 and places["gspo"] == 0.5
-    crowd = sorted(places.values())[2:]
+    assert places["grpo"] == 0.0 and places["gspo"] == 0.5 and places["dr-grpo"] > 0.06
+    crowd = sorted(places.values())[3:]
     assert crowd[1] - crowd[0] == pytest.approx(crowd[2] - crowd[1]) and crowd[1] > crowd[0] + 0.05
     assert crowd[2] <= axis.get_ylim()[1]
 

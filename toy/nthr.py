@@ -168,9 +168,7 @@ def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
-    finding = (
-        "NTHR lifts right answers more than GRPO. With equal steps, so does softening at random."
-    )
+    finding = "NTHR lifts right answers more than GRPO. With equal steps, chance does as well."
     figure = make_figure(finding, 2.6)
     names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
     for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
@@ -178,6 +176,7 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
         draw_differences(axis, gains)
         axis.set_title(kind)
+        axis.locator_params(axis="x", nbins=4)
         axis.set_xlabel("gain of right answers over GRPO (nats)", fontsize=8)
     figure.savefig(path)
 
