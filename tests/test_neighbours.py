@@ -7,12 +7,13 @@ all-wrong group, an all-right one, a partial reward, unequal lengths and garbage
 import math
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import losses
-from llm.neighbours import kept_tokens, nthr_scores
+from llm.neighbours import correct, kept_tokens, nthr_scores
 from losses import OldPolicy, advantage_reweighting, nthr, nthr_random, nthr_selected
 
 REWARDS = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 1, 0, 0]]
@@ -221,3 +222,27 @@ def test_what_a_rule_lacks_is_named():
     for alpha in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="alpha must lie between 0 and 1"):
             advantage_reweighting(adv, old, alpha)
+
+
+def test_a_correction_that_ends_with_another_eos_keeps_the_end():
+    """3 5 and then an end, 1 or 2, are corrected to 4 5 and the other end."""
+
+    def ends(*tokens, rewards):
+        tokens = torch.tensor(tokens)
+        return SimpleNamespace(
+            tokens=tokens,
+            mask=tokens > 0,
+            rewards=torch.tensor(rewards),
+            items=["a"] * len(tokens),
+            texts=["t"] * len(tokens),
+            generated=int((tokens > 0).sum()),
+        )
+
+    answers = ends([3, 5, 1], [4, 5, 2], [3, 5, 2], rewards=[0.0, 1.0, 0.0])
+    task = SimpleNamespace(repair=lambda item, text, shown: shown)
+    config = SimpleNamespace(group_size=3, repair_references=1)
+    fixed = ends([4, 5, 2], [4, 5, 1], rewards=[1.0, 0.0])
+    correct(answers, task, config, ask=lambda problems: fixed, eos=torch.tensor([1, 2]))
+    assert answers.repaired.tolist() == [True, False, False] and answers.generated == 15
+    same = [[False, True, True], [False] * 3, [False, True, True]]
+    assert answers.kept_mask.tolist() == same
