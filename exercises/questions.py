@@ -536,10 +536,6 @@ WEIGHT = Question(
             losses.adv_orthogonal,
             "This is Adv-Orthogonal. It does not see tokens that only a part of the group shares.",
         ),
-        (
-            losses.min_replace,
-            "This is Min-Replace itself. Which other number can stand for the whole group?",
-        ),
     ),
     call=lambda function, s, adv: function(numbers(s), numbers(adv)),
     check=check_weight,
