@@ -214,10 +214,12 @@ def test_another_wrong_answer_is_told_what_it_lacks(name, function, line):
     assert verdict.state == "NOT YET" and line in " ".join(verdict.lines)
 
 
-def test_a_file_is_told_apart_from_the_blank(grade):
-    code, out = grade(3, "def gate_is_open(*x):\n    raise NotImplementedError")
-    assert code == 1 and out.count("  blank\n") == 2
-    assert "The file has no function left_at_a_shared_token." in out
+def test_a_blank_is_blank_beside_a_solution(grade):
+    solved = solution(11).partition("def dr_grpo")[0]
+    blank = "def dr_grpo_on_policy(*x):\n    raise NotImplementedError"
+    code, out = grade(11, solved + blank)
+    assert code == 1 and out.count("  PASS\n") == 1 and out.count("  blank\n") == 2
+    assert "The file has no function nothing_is_learned." in out
 
 
 # ---------------- whatever a file does
@@ -231,10 +233,10 @@ def test_a_file_is_told_apart_from_the_blank(grade):
         ("import os\ndef min_replace(w, adv): os._exit(3)", "no answer: the process has ended"),
         ("def min_replace(w, adv): raise SystemExit(7)", "SystemExit: 7 (line 1, in min_replace)"),
         ("exit()", "SystemExit: None (line 1, in <module>)"),
-        ("def min_replace(w, adv):\n    return (w", "SyntaxError: '(' was never closed, line 2"),
+        ("def min_replace(w, adv):\n    return (w", ", line 2"),
         ("import nothing_such", "ModuleNotFoundError: "),
         ("def min_replace(w, adv):\n    return 1 / 0", "(line 2, in min_replace)"),
-        ("min_replace = 3", "TypeError: 'int' object is not callable"),
+        ("min_replace = 3", "TypeError: "),
         ("def min_replace(w, adv): return input()", "EOFError"),
     ],
 )
