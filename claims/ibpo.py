@@ -178,15 +178,13 @@ def i3(module, name, draws, evidence):
         old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
         plain = draw.batch(module, 0.6)
         grpo = coefficients(module.grpo(plain), plain)
-        for hyper in ({}, {"reading": "sign"}, {"reading": "changed"}, {"reading": "none"}):
+        for reading in ("sign", "changed", "none"):
             predicted = grpo.clone()
             for i, t in draw.mask.nonzero().tolist():
-                spared = bool(kept_mask[i, t]) == (draw.adv[i] < 0)
-                if hyper == {"reading": "changed"}:
-                    spared = bool(kept_mask[i, t])
-                if repaired[i] and spared and hyper != {"reading": "none"}:
+                spared = bool(kept_mask[i, t])
+                if reading == "sign":
+                    spared = spared == (draw.adv[i] < 0)
+                if repaired[i] and spared and reading != "none":
                     predicted[i, t] = 0.0
-            batch = draw.batch(module, 0.6, adv=module.ibpo(draw.rows(draw.adv), old, **hyper))
+            batch = draw.batch(module, 0.6, adv=module.ibpo(draw.rows(draw.adv), old, reading))
             evidence.equal(predicted, coefficients(module.grpo(batch), batch))
-        A = torch.tensor(draw.adv, dtype=torch.float64)
-        evidence.equal(A, module.shaped_rewards(A, torch.zeros(draw.N, dtype=torch.bool)))
