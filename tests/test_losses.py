@@ -118,6 +118,21 @@ def test_the_ratio_is_one_on_padding_and_is_clamped_nowhere():
         torch.testing.assert_close(x.log(), torch.full_like(x, 30.0))
 
 
+def test_answers_that_differ_256_times_share_no_node_again():
+    tokens = torch.zeros(2, 300, dtype=torch.long)
+    tokens[1, :256] = 1
+    nodes = losses.prefix_nodes(tokens, tokens >= 0, 2)
+    assert (nodes[0] != nodes[1]).all()
+
+
+def test_a_part_of_a_batch_keeps_every_field():
+    b = make_batch()
+    part = b[torch.arange(4, 12)]
+    for name, x in vars(b).items():
+        kept = getattr(part, name)
+        assert kept.equal(x[4:12]) if torch.is_tensor(x) else kept == x
+
+
 # ---------------- METHODS
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
