@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -83,7 +84,7 @@ def drift_by_hand(loss, projected: bool, seed: int) -> list[dict[str, float]]:
         points.append(measure_by_hand(policy, start) | {"tax": learning_tax(c, A, nodes, mask)})
         g = torch.autograd.grad(-value, policy.W)[0]
         rate = rate or 0.6 / g.norm()  # the first step is equally long for all methods
-        policy = policy.step(g, rate)
+        policy = replace(policy, W=policy.W.detach() + rate * g)
     return points
 
 

@@ -292,10 +292,8 @@ def test_a_browser_shows_these_numbers_for_every_preset(page, tmp_path):
             assert card["pushes"] == pytest.approx(c[rows, t].tolist(), abs=6e-4)
             used = rows & (A != 0)
             w = c[used, t] / A[used]
-            total, credit = (
-                float(c[rows, t].sum()),
-                float(w.mean() * A[used].sum()) if len(w) else 0,
-            )
+            total = float(c[rows, t].sum())
+            credit = float(w.mean() * A[used].sum()) if len(w) else 0.0
             assert card["totals"] == pytest.approx([total, credit, total - credit], abs=6e-4)
 
 

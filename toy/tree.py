@@ -185,7 +185,8 @@ def bind_losses(hyper: dict[str, dict], model: bool) -> dict[str, tuple[Method, 
 
 
 def toy_losses() -> dict[str, tuple[Method, Callable]]:
-    """GSPO's own clip range is made for long answers. Under it all ratios but 1 would be clipped."""
+    """With a clip range for GSPO that suits the toy. Its own is made for long answers: under it all
+    of the toy's ratios but 1 would be clipped."""
     return bind_losses({"gspo": {"eps_low": 0.2, "eps_high": 0.28}}, model=True)
 
 
