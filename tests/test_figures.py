@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -47,6 +48,16 @@ def test_drift_is_0_where_the_theory_says_so(curves):
     for name in drift.NAMES:
         assert (max(curves[name]["drift"]) < 1e-12) == (name in STAYS), name
     assert all(curves[name]["tax"] == pytest.approx([0] * 6) for name in STAYS if "+" in name)
+
+
+def test_sampled_answers_follow_their_probabilities():
+    start = drift.start_policy(random.Random(0))
+    policy = replace(start, W=4 * start.W)
+    exact, n = dict(policy.answers(drift.PROMPT)), 2000
+    drawn = Counter(policy.sample(drift.PROMPT, n, torch.Generator().manual_seed(1)))
+    assert drawn.keys() <= exact.keys()
+    for y, p in exact.items():
+        assert abs(drawn[y] / n - p) < 5 * math.sqrt(p * abs(1 - p) / n) + 1e-9
 
 
 def measure_by_hand(policy, start) -> dict[str, float]:
@@ -111,8 +122,8 @@ def test_drift_prints_means_over_start_policies_of_what_is_measured_by_hand(
 
 # ---------------- tax
 
-OUTCOMES = [  # of setting 5, the only one in which all exist: way and plan, chance, reward, length
-    *(("A", "good", 0.6, 1.0, 16), ("A", "good", 0.4, 0.0, 16), ("A", "bad", 1.0, 0.0, 16)),
+OUTCOMES = [  # of a setting with unequal lengths: way and plan, chance, reward, length
+    *(("A", "good", 0.6, 1.0, 16), ("A", "good", 0.4, 0.0, 7), ("A", "bad", 1.0, 0.0, 7)),
     *(("B", "", 0.2, 1.0, 4), ("B", "", 0.8, 0.0, 24)),
 ]
 
@@ -156,7 +167,7 @@ def push_by_hand(name: str, old, new) -> tuple[torch.Tensor, float]:
 
 def test_tax_prints_where_the_push_of_all_ordered_groups_leads(capsys, monkeypatch):
     short = dict(G=3, BATCHES=2, UPDATES=2, SIZE=0.7)
-    short["SETTINGS"] = {"5: B right is short": tax.SETTINGS["5: B right is short"]}
+    short["SETTINGS"] = {"6: unequal": ((16, 7), 0.2, (4, 24))}
     for name, value in short.items():
         monkeypatch.setattr(tax, name, value)
     tax.main([])
