@@ -116,7 +116,8 @@ def push_by_loop(world: World, scale: str, winners_only: bool) -> float:
 
 @claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
 def c20(module, name, draws, evidence):
-    """On-policy, with answers of one length, a worse way can win: by the std, and by pos-only.
+    """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
+    scale with one weight never does.
 
     Source: what the std and pos-only cost (D)
 
