@@ -122,51 +122,37 @@ def test_drift_prints_means_over_start_policies_of_what_is_measured_by_hand(
 
 # ---------------- tax
 
-OUTCOMES = [  # of a setting with unequal lengths: way and plan, chance, reward, length
-    *(("A", "good", 0.6, 1.0, 16), ("A", "good", 0.4, 0.0, 7), ("A", "bad", 1.0, 0.0, 7)),
-    *(("B", "", 0.2, 1.0, 4), ("B", "", 0.8, 0.0, 24)),
-]
-
-
-def log_choices(group, logits) -> torch.Tensor:
-    """Of the way and the plan; the rest of an answer has no choice. (3, 24)."""
-    rows = torch.zeros(3, 24, dtype=torch.float64)
-    for i, (way, plan, *_) in enumerate(group):
-        rows[i, 0] = torch.nn.functional.logsigmoid(logits[0] * (1 if way == "A" else -1))
-        if plan:
-            rows[i, 1] = torch.nn.functional.logsigmoid(logits[1] * (1 if plan == "good" else -1))
-    return rows
+# Of a setting with unequal lengths: 1 on way A, 1 with a good plan, chance, reward, length.
+OUTCOMES = [(1, 1, 0.6, 1, 16), (1, 1, 0.4, 0, 7), (1, -1, 1, 0, 7), (-1, 0, 0.2, 1, 4)]
+OUTCOMES += [(-1, 0, 0.8, 0, 24)]
 
 
 def push_by_hand(name: str, old, new) -> tuple[torch.Tensor, float]:
-    """The expected gradient of J and the learning tax, over all ordered groups one by one."""
-    new, method = new.clone().requires_grad_(), METHODS[name.partition("+")[0]]
+    """The expected gradient of J and the learning tax, from all 625 ordered groups."""
+    method = METHODS[name.partition("+")[0]]
+    rows = torch.tensor([*itertools.product(OUTCOMES, repeat=4)]).double().flatten(0, 1)  # (N, 5)
+    signs, (chance, reward, length) = rows[:, :2], rows[:, 2:].T
+    new, logps = new.clone().requires_grad_(), []
+    for logits in (new, old):  # the rest of an answer has no choice
+        choices = torch.nn.functional.logsigmoid(signs * logits) * (signs != 0)
+        logps.append(torch.nn.functional.pad(choices, (0, 22)))
+    p = (chance * logps[1].sum(1).exp()).view(-1, 4).prod(1).repeat_interleave(4)
+    A = group_advantages(reward, 4, method.scale) * p * 625
+    mask = torch.arange(24) < length[:, None]
+    tokens = torch.arange(9, 9 + mask.numel()).view(mask.shape)  # filler is nobody else's
+    tokens[:, :2] = torch.where(signs != 0, signs.long(), tokens[:, :2])
+    nodes = prefix_nodes(tokens, mask, 4)
     clip = {"eps_low": 0.02, "eps_high": 0.02} if name == "gspo" else {}
-    J, found = 0.0, []
-    for group in itertools.product(OUTCOMES, repeat=3):
-        logp, logp_old = log_choices(group, new), log_choices(group, old)
-        p = math.prod(row[2] for row in group) * float(logp_old.sum().exp())
-        mask = torch.arange(24) < torch.tensor([[row[4]] for row in group])
-        A = group_advantages(torch.tensor([row[3] for row in group]).double(), 3, method.scale)
-        tokens = torch.arange(72).view(3, 24)  # filler is nobody else's
-        tokens[:, 0] = torch.tensor([ord(row[0]) for row in group])
-        for i, row in enumerate(group):
-            tokens[i, 1] = -len(row[1]) or tokens[i, 1]
-        batch = Batch(logp, logp_old, A[:, None].expand(3, 24), mask, 3, max_tokens=24)
-        loss = method.passes[0](batch, **clip)
-        if name == "cispo":  # its token mean divides by a constant, as all groups are in one batch
-            loss = loss * mask.sum()
-        if name.endswith("+proj"):
-            loss = project(loss, logp, A, prefix_nodes(tokens, mask, 3), mask)
-        c = p * losses.token_coefficients(loss, logp)
-        J = J + (c * logp).sum() / 3
-        found.append((c, A, tokens, mask))
-    c, A, tokens, mask = map(torch.cat, zip(*found, strict=True))
-    return torch.autograd.grad(J, new)[0], learning_tax(c, A, prefix_nodes(tokens, mask, 3), mask)
+    loss = method.passes[0](Batch(*logps, A[:, None].expand(mask.shape), mask, 4, 24), **clip)
+    if name.endswith("+proj"):
+        loss = project(loss, logps[0], A, nodes, mask)
+    c = losses.token_coefficients(loss, logps[0])
+    push = torch.autograd.grad(logps[0], new, c / len(c))[0]
+    return push, learning_tax(c, A, nodes, mask)
 
 
 def test_tax_prints_where_the_push_of_all_ordered_groups_leads(capsys, monkeypatch):
-    short = dict(G=3, BATCHES=2, UPDATES=2, SIZE=0.7)
+    short = dict(BATCHES=2, UPDATES=2, SIZE=0.7)
     short["SETTINGS"] = {"6: unequal": ((16, 7), 0.2, (4, 24))}
     for name, value in short.items():
         monkeypatch.setattr(tax, name, value)

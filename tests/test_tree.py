@@ -131,22 +131,18 @@ def test_a_new_method_is_on_the_page(monkeypatch):
 
 def test_what_the_toy_knows_for_nthr_and_ibpo():
     group = tree.toy_group("unequal", "1010")
-    ids = {text for row in group.texts for text in row}
-    children = {}  # history -> {token: probability}
-    for text, row in zip(group.texts, group.old.exp().tolist(), strict=True):
-        for t, token in enumerate(text):
-            children.setdefault(tuple(text[:t]), {})[token] = row[t]
+    V = len({text for row in group.texts for text in row})
 
-    def error(i, t):
-        known = children[tuple(group.texts[i][:t])]
-        rest = (1 - sum(known.values())) / (len(ids) - len(known))
-        return [(v == group.texts[i][t]) - known.get(v, rest) for v in sorted(ids)]
+    def dot(p_a, p_b, *known):
+        """<e_a - pi, e_b - pi> of two tokens; what pi does not say is spread evenly."""
+        square = sum(p * p for p in known) + (1 - sum(known)) ** 2 / (V - len(known))
+        return (p_a == p_b) - p_a - p_b + square
 
-    for i, t in group.mask.nonzero().tolist():
-        prefix = group.texts[i][:t]
-        same = [j for j in (0, 2) if len(group.texts[j]) > t and group.texts[j][:t] == prefix]
-        score = sum(a * b for j in same for a, b in zip(error(i, t), error(j, t), strict=True))
-        assert float(group.facts["scores"][i, t]) == pytest.approx(score, abs=1e-9)
+    scores = group.facts["scores"]  # of answer 2, beside the right answers 1 and 3
+    assert float(scores[1, 0]) == pytest.approx(2 * dot(0.4, 0.4, 0.4))  # both begin with "so"
+    after_so = (0.55, 0.03, 0.03)
+    pair = dot(0.55, 0.55, *after_so) + dot(0.55, 0.03, *after_so)
+    assert float(scores[1, 1]) == pytest.approx(pair)
     repaired, kept = group.facts["repaired"], group.facts["kept_mask"]
     assert repaired.tolist() == [False, True, False, False]
     changed = [(i, group.texts[i][t]) for i, t in (group.mask & ~kept).nonzero().tolist()]
