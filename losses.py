@@ -331,7 +331,7 @@ def recentred(batch: Batch, ratio: str = "product") -> Tensor:
     J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. The weight in brackets is
     s_i mean(s) (A_i - Ahat) with the baseline Ahat = sum_j s_j A_j / sum_j s_j. (D, ours.)
     With the plain product and the scale "mean" it is unbiased, also off-policy. The price is
-    variance (C16). "geometric" has less of it and is biased. A_i is trajectory_advantage.
+    variance (C21). "geometric" has less of it and is biased. A_i is trajectory_advantage.
     Shared token: cancels always. On parts of a group the pairs inside the part cancel.
     """
     groups = (-1, batch.group_size)

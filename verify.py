@@ -53,6 +53,10 @@ TABLES = {  # claims with a table of their own: title, head
         "The price: expected update against the exact gradient (unbiased: cos 1, norm 0.667)",
         ["method", *(f"{what} {when}" for when in WHEN for what in ("cos", "norm"))],
     ),
+    "C21": (
+        "What cancelling without bias costs: a group's bias and variance",
+        ["weight", *(f"{what}, G = {G}" for G in (2, 3, 4) for what in ("bias", "variance"))],
+    ),
     "Q2": (
         "Q2: a question's expected update is K grad p, in groups of 8",
         ["", *(f"p = {p}" for p in (0.05, 0.1, 0.25, 0.5))],

@@ -5,7 +5,7 @@
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15..C17   learning tax, price, projection
     cost.py             C18        what a tax costs
-    gate.py             C19..C22   the min, the std, a baseline that cancels without bias
+    gate.py             C19..C21   the min, graded rewards, a baseline that cancels without bias
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N1..N4     negative gradients
     low_probability.py  A1..A4     Advantage Reweighting and Lopti

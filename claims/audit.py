@@ -7,7 +7,7 @@ import itertools
 import losses
 from claims.evidence import claim
 from claims.formulas import every_loss, fitting, single_losses
-from claims.tax import projected
+from claims.tax import apply_projection
 from claims.trees import coefficients
 
 REGIMES = (
@@ -80,7 +80,7 @@ def audit(module, name, draws, evidence):
             loss = getattr(source, method)
             loss = loss(batch, **fitting(loss))
             if name == "project":
-                loss = projected(module, draw, batch, loss)
+                loss = apply_projection(module, "node mean", batch, loss, draw.nodes)
             c = coefficients(loss, batch)
             for _, rows, t in draw.at_shared():
                 size = float(c[list(rows), t].abs().sum())

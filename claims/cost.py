@@ -11,33 +11,16 @@ losses, over all groups of G answers, each with its probability (worlds.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from claims.evidence import claim
 from claims.formulas import DFPO, average_of
 from claims.tax import OWN_ANSWER
-from claims.trees import Draw, ascent
-from claims.worlds import Outcome, World
+from claims.trees import ascent
+from claims.worlds import Outcome, World, random_worlds
 
 OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
-
-
-def make_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
-    """Each way may end in as many kinds of answers as that, right and wrong by turns if binary."""
-    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
-        outcomes = []
-        for way in range(ways):
-            chances = draw.randn(kinds).softmax(0).tolist()
-            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
-            rewards = draw.randn(kinds).tolist()
-            if binary:
-                rewards = [float(k % 2) for k in range(kinds)]
-            kinds_of_way = zip(chances, rewards, lengths, strict=True)
-            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
-        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
 def measure_push(module, name: str, world: World, scale: str) -> Tensor:
@@ -96,6 +79,15 @@ def c18a(module, name, draws, evidence):
       better one always grows. The token mean of DAPO and CISPO is no constant: it divides by the
       tokens of the siblings, too. In a batch of one pair it can move the worse way up.
 
+    No tax does not mean no preference. Let each way have answers of one length, so that 1/T_i is a
+    constant there and its tax is 0. Then f_A - f_B is (1 - 1/G) times
+
+      w_A (Q_A - J) - w_B (Q_B - J) = (w_A Q_A - w_B Q_B) - (w_A - w_B) J.
+
+    Let A be worse and shorter. As long as J is below J* = (w_A Q_A - w_B Q_B) / (w_A - w_B), A is
+    favoured. As J* < Q_A, B overtakes A in the end, but that may take long: Q = .6, .7 and 0,
+    T = 4, 40 and 16 and the shares .01, .01 and .98 begin at J = .013 and have J* = .589.
+
     Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
     has no closed form.
 
@@ -103,7 +95,7 @@ def c18a(module, name, draws, evidence):
     of 2 to 4. Then the same with all ways alike: the push is 0. The std scale ties w_i A_i to the
     whole group ("left": how far it turns the vector of pushes; but see C18b).
     """
-    for world in make_worlds(draws, ways=3, kinds=2, binary=False):
+    for world in random_worlds(draws, ways=3, kinds=2, binary=False):
         f = [(1 - 1 / world.G) * (credit + tax) for credit, tax in credit_and_tax(name, world)]
         push = measure_push(module, name, world, "mean")
         evidence.equal(softmax_push(world, f), push)
@@ -179,7 +171,7 @@ def c18b(module, name, draws, evidence):
     push on the odds of the first way. "left", for 1/T_i: how much of f_A - f_B is tax, |tax| over
     |tax| + |credit|.
     """
-    for world in make_worlds(draws, ways=2, kinds=4, binary=True):
+    for world in random_worlds(draws, ways=2, kinds=4, binary=True):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = sum(p * x for p, x in zip(world.shares, q, strict=True))
         f = [binary_f(name, world, way, b) for way in (0, 1)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import losses
 from claims.evidence import claim
-from claims.trees import Draw, ascent, coefficients
+from claims.trees import ascent, coefficients
 from toy.policy import kl
 
 
@@ -61,33 +61,6 @@ def c13(module, name, draws, evidence):
         evidence.equal(8, remainder[1e-3] / remainder[5e-4], tolerance=0.1)
 
 
-def path_of_scores(draw: Draw, i: int, start: int, c: Tensor) -> float:
-    """First-order change of the log-probability of answer i's tokens from `start` on, per eta/N.
-
-    At a history with the probabilities p, the summed coefficients C_k of its tokens and their sum
-    S, a step moves logit k by C_k - S p_k, and log p_a by that of a minus the mean over p.
-    """
-    total = 0.0
-    for t in range(start, draw.T[i]):
-        p, C = choices_at(draw, i, t, c)
-        z = [C[k] - sum(C) * p[k] for k in range(len(p))]
-        total += z[draw.answers[i][t]] - sum(x * y for x, y in zip(p, z, strict=True))
-    return total
-
-
-def choices_at(draw: Draw, i: int, t: int, c: Tensor) -> tuple[list[float], list[float]]:
-    """Before token t of answer i: the probabilities, and every token's summed coefficients."""
-    prompt, prefix = i // draw.G, draw.answers[i][:t]
-    p = draw.policy.probs((prompt, *prefix)).tolist()
-    visits = [draw.tree.get((prompt, (*prefix, k)), []) for k in range(len(p))]
-    return p, [sum(float(c[visit]) for visit in at) for at in visits]
-
-
-def parts(draw: Draw, rows: range, t: int) -> bool:
-    """Whether these answers, so far alike, do not all take the same token t."""
-    return len({draw.answers[i][: t + 1] for i in rows}) > 1
-
-
 @claim(
     "C14",
     "reinforce",
@@ -133,9 +106,8 @@ def c14(module, name, draws, evidence):
     differ off-policy. Weights of whole answers whose sum over the group is 0 have it: reinforce,
     both of DFPO's, recentred. grpo-symmetric and cispo have it on-policy only.
 
-    Measured for these losses, off-policy: the logits at the first split of every group,
-    against C_a - C_b alone; and log(pi(y_a)/pi(y_b)) of whole answers, against the sum of the
-    identity at the split and of the rest, by autograd.
+    Measured for these losses, off-policy: the logits at the first split of every group, against
+    C_a - C_b alone. "left" is taken by autograd from log(pi(y_a)/pi(y_b)) of whole answers.
     """
     for draw in draws:
         batch = draw.batch(module, 0.6)
@@ -143,35 +115,30 @@ def c14(module, name, draws, evidence):
         c, g = coefficients(loss, batch), draw.N * ascent(loss, draw.policy.W)
         for first in range(0, draw.N, draw.G):
             rows = draw.group(first)
-            splits = [t for t in range(len(draw.answers[first])) if parts(draw, rows, t)]
-            if not splits:
-                continue
-            t = splits[0]
-            p, C = choices_at(draw, first, t, c)
-            size = 1 + sum(abs(x) for x in C)
+            longest = max(draw.T[i] for i in rows)
+            choices = [{draw.answers[i][t : t + 1] for i in rows} for t in range(longest)]
+            t = next((t for t, taken in enumerate(choices) if len(taken) > 1), None)
+            if t is None:
+                continue  # all answers of the group are one
+            (a,), (b,) = sorted(choices[t])[:2]
+            C = {k: sum(float(c[i, t]) for i in rows if draw.answers[i][t] == k) for k in (a, b)}
             dz = g @ draw.policy.phi((first // draw.G, *draw.answers[first][:t]))
-            a, b = sorted({draw.answers[i][t] for i in rows})[:2]
+            size = 1 + abs(C[a]) + abs(C[b])
             evidence.equal((C[a] - C[b]) / size, (dz[a] - dz[b]) / size)
             y_a, y_b = (next(i for i in rows if draw.answers[i][t] == k) for k in (a, b))
-            rest = [path_of_scores(draw, i, t + 1, c) for i in (y_a, y_b)]
             logp = batch.logp.masked_fill(~draw.mask, 0.0)
             log_odds = logp[y_a].sum() - logp[y_b].sum()
-            measured = (-ascent(log_odds, draw.policy.W) * g).sum()
-            evidence.equal((C[a] - C[b] + rest[0] - rest[1]) / size, measured / size)
-            evidence.record_left(rest[0] - rest[1])
-    evidence.equal(-0.3, drift_in_one_softmax(module, name, (1.0, 1.0)))
-    evidence.equal(0.0, drift_in_one_softmax(module, name, (1.0, 1.0, -2.0)))
+            whole = (-ascent(log_odds, draw.policy.W) * g).sum()
+            evidence.record_left(whole - (C[a] - C[b]))
+    evidence.equal(-0.3, drift_in_one_softmax((1.0, 1.0)))
+    evidence.equal(0.0, drift_in_one_softmax((1.0, 1.0, -2.0)))
 
 
-def drift_in_one_softmax(module, name: str, adv: tuple[float, ...]) -> Tensor:
+def drift_in_one_softmax(adv: tuple[float, ...]) -> Tensor:
     """Of log(p_a / p_b) per eta, with p = (.6, .3, .1), one answer on each token, all k = 1/2."""
     z = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().requires_grad_()
-    G = len(adv)
-    logp = z.log_softmax(0)[:G, None]
-    A = torch.tensor(adv, dtype=torch.float64)[:, None] * G / 2  # a budget mean divides by G
-    mask = torch.ones_like(A) > 0
-    loss = losses.reinforce(losses.Batch(logp, logp.detach(), A, mask, G, 1))
-    if len(adv) > 2:
-        loss = getattr(module, name)(module.Batch(logp, logp.detach(), A, mask, G, 1))
-    g = ascent(loss, z)
+    logp = z.log_softmax(0)[: len(adv), None]
+    A = torch.tensor(adv, dtype=torch.float64)[:, None]
+    batch = losses.Batch(logp, logp.detach(), A, A != 0, len(adv), 1)
+    g = len(adv) / 2 * ascent(losses.reinforce(batch), z)  # a budget mean divides by G
     return g[0] - g[1]

@@ -11,13 +11,14 @@ with y_i (Levenshtein): tokens that it left as they were are called kept, the ot
 from __future__ import annotations
 
 import itertools
-import math
+from dataclasses import replace
 
 import torch
 
 from claims.evidence import claim
 from claims.trees import ascent, coefficients
-from toy.policy import Policy, count_orders
+from claims.worlds import Groups, Outcome
+from toy.policy import Policy
 
 
 def variance(x, odds) -> float:
@@ -104,15 +105,7 @@ def i2(module, name, draws, evidence):
     likely. Both happened in most of 40 random worlds with T = 2.
     """
     for k, draw in enumerate(draws[:8]):
-        toy = Repairs(draw, size=2 + k % 2, q=0.2 + 0.1 * (k % 5))
-        for reading in ("sign", "changed", "none"):
-            g = toy.expected_push(module, reading)
-            predicted = torch.zeros_like(g)
-            for t, right in enumerate(toy.right):
-                h = toy.right[: t + 1]  # its first token stands for the prompt
-                push = toy.push(reading, float(toy.policy.probs(h)[right]))
-                predicted += push / (toy.G * 2) * toy.policy.grad_log_prob(h, right)
-            evidence.equal(predicted, g)
+        check_repairs(module, draw, evidence, G=2 + k % 2, q=0.2 + 0.1 * (k % 5))
     for draw in draws:
         R = torch.ones(draw.N, dtype=torch.float64)
         nothing = torch.zeros(draw.N, dtype=torch.bool)
@@ -123,54 +116,41 @@ def i2(module, name, draws, evidence):
         evidence.equal(torch.zeros_like(draw.noise), coefficients(module.grpo(batch), batch))
 
 
-class Repairs:
+RIGHT = (1, 2)  # the only right answer
+
+
+def check_repairs(module, draw, evidence, G: int, q: float) -> None:
     """Every all-wrong group of a toy with 9 answers of 2 tokens, with every way to repair it.
 
     A token's probability depends on its place only. Corrections are right with probability q.
     """
-
-    def __init__(self, draw, size: int, q: float):
-        self.G = size
-        self.right = (1, 2)
-        self.q = q
-        place = torch.eye(2, dtype=torch.float64)
-        W = draw.randn(3, 2).requires_grad_()
-        self.policy = Policy(W, lambda history: place[len(history) - 1], 2)
-        p = [self.policy.probs((0,) * (t + 1)).tolist() for t in range(2)]
-        self.Q = p[0][1] * p[1][2]
-        wrong = [y for y in itertools.product(range(3), repeat=2) if y != self.right]
-        odds = {}  # of (a wrong answer, whether it is repaired)
-        for (a, b), repaired in itertools.product(wrong, (True, False)):
-            chance = q if repaired else 1 - q
-            odds[(a, b), repaired] = chance * p[0][a] * p[1][b] / (1 - self.Q)
-        self.groups = list(itertools.combinations_with_replacement(odds, size))
-        self.odds = []
-        for group in self.groups:
-            self.odds.append(count_orders(group) * math.prod(odds[row] for row in group))
-
-    def expected_push(self, module, reading: str):
-        """The mean ascent direction of grpo with the credit of a reading. (V, D)."""
-        rows = [row for group in self.groups for row in group]
-        repaired = torch.tensor([is_repaired for _, is_repaired in rows])
-        kept_mask = torch.tensor([y for y, _ in rows]) == torch.tensor(self.right)
-        tokens = torch.tensor([y for y, _ in rows])
-        R = torch.zeros(len(rows), dtype=torch.float64)
-        A = module.group_advantages(module.shaped_rewards(R, repaired), self.G, "mean")
-        odds = torch.tensor(self.odds, dtype=torch.float64).repeat_interleave(self.G)
-        adv = (A * odds * len(self.groups))[:, None].expand(tokens.shape)
-        logp = self.policy.W.log_softmax(0)[tokens, torch.arange(2)]  # one column for each place
-        mask = torch.ones_like(kept_mask)
-        facts = (tokens, mask, logp.detach(), R, self.G)
-        old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        adv = module.ibpo(adv, old, reading)
-        batch = module.Batch(logp, logp.detach(), adv, mask, self.G, 2)
-        return ascent(module.grpo(batch), self.policy.W)
-
-    def push(self, reading: str, p: float) -> float:
-        """f_t, where p is the probability of the right token."""
-        S = 0.3 * (self.G - 1) * self.q * (1 - self.q)
-        f = {"none": 0.0, "sign": p, "changed": self.Q - p}
-        return S * f[reading] / (1 - self.Q)
+    place = torch.eye(2, dtype=torch.float64)
+    policy = Policy(draw.randn(3, 2).requires_grad_(), lambda history: place[len(history)], 2)
+    p = [float(policy.probs((0,) * t)[right]) for t, right in enumerate(RIGHT)]
+    Q = p[0] * p[1]
+    outcomes = []  # each wrong answer, repaired and not
+    for first, second in itertools.product(range(3), repeat=2):
+        if (first, second) != RIGHT:
+            outcomes.append(Outcome(first, q / (1 - Q), 0.0, 2, second))
+            outcomes.append(Outcome(first, (1 - q) / (1 - Q), 0.0, 2, second))
+    groups = Groups(outcomes, G)
+    tokens = torch.stack([groups.way, groups.plan], 1)
+    logp = policy.W.log_softmax(0)[tokens, torch.arange(2)]  # one column for each place
+    repaired = groups.picks % 2 == 0
+    facts = (tokens, groups.mask, logp.detach(), groups.rewards, G)
+    kept_mask = tokens == torch.tensor(RIGHT)
+    old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
+    groups.rewards = module.shaped_rewards(groups.rewards, repaired)
+    batch = groups.batch(logp, groups.probabilities(logp), "mean")
+    S = 0.3 * (G - 1) * q * (1 - q)
+    for reading in ("sign", "changed", "none"):
+        predicted = torch.zeros_like(policy.W)
+        for t, right in enumerate(RIGHT):
+            f = S * {"none": 0.0, "sign": p[t], "changed": Q - p[t]}[reading] / (1 - Q)
+            predicted += f / (2 * G) * policy.grad_log_prob((0,) * t, right)
+        adv = module.ibpo(batch.adv, old, reading)
+        g = ascent(module.grpo(replace(batch, adv=adv)), policy.W)
+        evidence.equal(predicted, g)
 
 
 @claim("I3", "ibpo")
@@ -198,15 +178,13 @@ def i3(module, name, draws, evidence):
         old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
         plain = draw.batch(module, 0.6)
         grpo = coefficients(module.grpo(plain), plain)
-        for hyper in ({}, {"reading": "sign"}, {"reading": "changed"}, {"reading": "none"}):
+        for reading in ("sign", "changed", "none"):
             predicted = grpo.clone()
             for i, t in draw.mask.nonzero().tolist():
-                spared = bool(kept_mask[i, t]) == (draw.adv[i] < 0)
-                if hyper == {"reading": "changed"}:
-                    spared = bool(kept_mask[i, t])
-                if repaired[i] and spared and hyper != {"reading": "none"}:
+                spared = bool(kept_mask[i, t])
+                if reading == "sign":
+                    spared = spared == (draw.adv[i] < 0)
+                if repaired[i] and spared and reading != "none":
                     predicted[i, t] = 0.0
-            batch = draw.batch(module, 0.6, adv=module.ibpo(draw.rows(draw.adv), old, **hyper))
+            batch = draw.batch(module, 0.6, adv=module.ibpo(draw.rows(draw.adv), old, reading))
             evidence.equal(predicted, coefficients(module.grpo(batch), batch))
-        A = torch.tensor(draw.adv, dtype=torch.float64)
-        evidence.equal(A, module.shaped_rewards(A, torch.zeros(draw.N, dtype=torch.bool)))

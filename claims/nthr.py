@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from claims.evidence import claim, find
 from claims.readout import Readout
@@ -55,37 +54,6 @@ def n1(module, name, draws, evidence):
         A = module.group_advantages(torch.tensor(R, dtype=torch.float64), draw.G, "std").tolist()
         weights = [T_i * a for T_i, a in zip(draw.T, A, strict=False)]
         evidence.record_left(sum(weights) / sum(map(abs, weights)))
-
-
-def four_terms(answer: int, place: list, R: list[float], products: tuple) -> list[float]:
-    """(I), (II), (III), (IV) of N3 for one correct answer; place[k] = (i, t) of token k.
-
-    products: (K, K) matrices of <g, g'> <h, h'> and <W^T g, W^T g'>, then p+ and p-.
-    """
-    both, ww, plus, minus = products
-    one = two = three = four = 0.0
-    for k, (i, t) in enumerate(place):
-        if i != answer:
-            continue
-        for m, (j, u) in enumerate(place):
-            if R[j] == 1:
-                one += plus * float(both[k, m])
-            else:
-                two += minus * float(both[k, m])
-            if t == u == 0 and R[j] == 1 or k == m and t > 0:
-                three += plus * float(ww[k, m])
-            elif t == u == 0:
-                four += minus * float(ww[k, m])
-    return [one, two, three, four]
-
-
-def terms(g: Tensor, h: Tensor, W: Tensor, place: list, R: list[float]) -> list[list[float]]:
-    """The four terms of N3 for every correct answer of a group. g (K, V), h (K, d), W (V, d)."""
-    p = R.count(1) / len(R)
-    sd = math.sqrt(p * (1 - p))
-    gW = g @ W
-    products = ((g @ g.T) * (h @ h.T), gW @ gW.T, (1 - p) / sd, p / sd)
-    return [four_terms(i, place, R, products) for i in range(len(R)) if R[i] == 1]
 
 
 @claim("N3", "reinforce", extremes=False)
@@ -140,13 +108,17 @@ def n3(module, name, draws, evidence):
                 slopes = [ascent(-logp[i][mask[i]].sum(), x) for x in free]
                 changes = [(a * b).sum() for a, b in zip(slopes, flow, strict=True)]
                 measured.append(sum(changes))
-        place = [(i, t) for i in range(G) for t in range(draw.T[i])]
-        at = tuple(zip(*place, strict=True))
+        at = mask.nonzero(as_tuple=True)
+        answer, t = at
         probs = (hidden[at] @ W.T).softmax(-1)
         g = torch.eye(draw.vocabulary, dtype=torch.float64)[tokens[at]] - probs
-        by_answer = terms(g.detach(), hidden[at].detach(), W.detach(), place, R)
-        predicted = [one - two + three - four for one, two, three, four in by_answer]
-        evidence.equal(predicted, torch.stack(measured))
+        both = (g @ g.T) * (hidden[at] @ hidden[at].T)  # (K, K), all pairs of tokens
+        of_hidden = (g @ W) @ (g @ W).T
+        first = (t[:, None] == 0) & (t == 0)  # at h_x; elsewhere a token meets itself only
+        of_hidden = torch.where(first | torch.eye(len(t)).bool(), of_hidden, 0)
+        sums = (both + of_hidden) @ adv[answer, 0]  # (I) + (III) by p+, (II) + (IV) by -p-
+        predicted = [sums[answer == i].sum() for i in range(G) if R[i]]
+        evidence.equal(torch.stack(predicted), torch.stack(measured))
 
 
 @claim("N4", "nthr_scores")

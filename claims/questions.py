@@ -14,6 +14,7 @@ import torch
 from claims.evidence import claim
 from claims.formulas import average_of, defaults, every_loss, share_in
 from claims.trees import ascent, coefficients
+from claims.worlds import Toy
 from toy.policy import Policy
 
 SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
@@ -162,13 +163,10 @@ def q5(module, name, draws, evidence):
     at all others. All groups of C16's toy are enumerated at tau = 0.6. "left" is how far the
     direction is off with log pi at 1.
     """
-    for world in (draw.all_groups for draw in draws[::4]):
-        W = world.policy.W  # the logits at the sampling temperature
-        batch = world.batch(module, off_policy=False)
-        exact = (1 - 1 / world.G) * world.exact / world.max_tokens
-        evidence.equal(exact, ascent(module.reinforce(batch), W))
-        rows = [y for group in world.groups for y in group]
-        at_1 = Policy(0.6 * W, world.policy.phi, world.max_tokens)
-        logp, _ = at_1.log_probs([world.x] * len(rows), rows)
+    for toy in (Toy(draw.seed) for draw in draws[::4]):
+        W = toy.policy.W  # the logits at the sampling temperature
+        batch = toy.batch(off_policy=False)
+        evidence.equal(toy.unbiased, ascent(module.reinforce(batch), W))
+        logp = toy.log_probs(Policy(0.6 * W, toy.policy.phi, 2))  # at temperature 1
         g = ascent(module.reinforce(replace(batch, logp=logp, logp_old=logp.detach())), W)
-        evidence.record_left((g / g.norm() - exact / exact.norm()).norm())
+        evidence.record_left((g / g.norm() - toy.exact / toy.exact.norm()).norm())

@@ -21,7 +21,7 @@ import losses
 from claims.evidence import TOLERANCE, claim
 from claims.formulas import average_of, fitting, single_losses
 from claims.trees import Draw, ascent, coefficients
-from claims.worlds import Outcome, World
+from claims.worlds import Toy, World, random_worlds
 
 OWN_ANSWER = "A is R minus the group's mean, and w depends on its own answer alone"
 
@@ -44,7 +44,7 @@ def visitors(draw: Draw, *cs: Tensor) -> Iterator[tuple[list, ...]]:
 # ---------------- C15: the tax is a covariance
 
 
-@claim("C15", "learning_tax", "prefix_nodes", "dfpo_min", only_if="w is constant on the node")
+@claim("C15", "learning_tax", "prefix_nodes", only_if="w is constant on the node")
 def c15(module, name, draws, evidence):
     """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A): 0 for every A only if w
     is constant.
@@ -79,15 +79,9 @@ def c15(module, name, draws, evidence):
     drifts. A tax that all siblings pay alike per visit cancels between them.
 
     learning_tax is compared with a loop over nodes, with 0 for constant w, and for that worst A.
-    prefix_nodes is
-    compared with a dictionary of prefixes. dfpo_min, whose weight is one constant, is compared with
-    0 at every node.
+    prefix_nodes is compared with a dictionary of prefixes.
     """
-    check = {
-        "prefix_nodes": check_prefix_nodes,
-        "dfpo_min": check_constant_weight,
-        "learning_tax": check_learning_tax,
-    }[name]
+    check = check_prefix_nodes if name == "prefix_nodes" else check_learning_tax
     for draw in draws:
         check(module, draw, evidence)
 
@@ -96,15 +90,8 @@ def check_prefix_nodes(module, draw: Draw, evidence) -> None:
     nodes = module.prefix_nodes(draw.tokens, draw.mask, draw.G)
     predicted, measured = (x[draw.mask][:, None] == x[draw.mask] for x in (draw.nodes, nodes))
     evidence.equal(predicted.double(), measured.double())
-    evidence.equal((~draw.mask).double(), (nodes < 0).double())
-    evidence.equal(-1, nodes.min())
+    evidence.equal((~draw.mask).double(), (nodes == -1).double())
     evidence.equal(True, nodes.dtype == torch.int64)
-
-
-def check_constant_weight(module, draw: Draw, evidence) -> None:
-    batch = draw.batch(module, 0.6)
-    for _, A, w in visitors(draw, coefficients(module.dfpo_min(batch), batch)):
-        evidence.equal(0, tax(w, A))
 
 
 def check_learning_tax(module, draw: Draw, evidence) -> None:
@@ -162,33 +149,29 @@ def c16(module, name, draws, evidence):
     grad J and L |E g| / |grad J|, before and after the node mean of C17.
     """
     prices = []
-    for world in (draw.all_groups for draw in draws[::4]):
-        W = world.policy.W
-        unbiased = (1 - 1 / world.G) * world.exact / world.max_tokens
+    for toy in (Toy(draw.seed) for draw in draws[::4]):
+        W = toy.policy.W
         average = "budget" if name == "sequence_ratio" else average_of(name)
-        on = world.batch(module, off_policy=False, average=average)
-        off = world.batch(module, off_policy=True, average=average)
+        on, off = toy.batch(False, average), toy.batch(True, average)
         if name == "sequence_ratio":
-            updates = {}
-            for kind in ("product", "geometric"):
-                J = (module.sequence_ratio(off, kind) * off.adv[:, 0]).mean() / world.max_tokens
-                updates[kind] = ascent(-J, W)
-            evidence.equal(unbiased, updates["product"])
-            evidence.record_left((updates["geometric"] - unbiased).norm() / unbiased.norm())
+            ratios = (module.sequence_ratio(off, kind) for kind in ("product", "geometric"))
+            product, geometric = (ascent(-(s * off.adv[:, 0]).mean() / 2, W) for s in ratios)
+            evidence.equal(toy.unbiased, product)
+            evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
             continue
         loss = getattr(module, name)
         hyper = fitting(loss)
         loss_off = loss(off, **hyper)
-        projected = losses.project(loss_off, off.logp, off.adv[:, 0], world.nodes, world.mask)
+        projected = apply_projection(losses, "node mean", off, loss_off, toy.groups.nodes)
         g_on, g_off, g_projected = (ascent(x, W) for x in (loss(on, **hyper), loss_off, projected))
         if average == "budget":
-            evidence.equal(unbiased, g_on)
-        bias = (g_off - unbiased).norm() / unbiased.norm()
+            evidence.equal(toy.unbiased, g_on)
+        bias = (g_off - toy.unbiased).norm() / toy.unbiased.norm()
         if bias > TOLERANCE:  # a method of your own may have none
             evidence.record_left(bias)
         for g in (g_on, g_off, g_projected):
-            cosine = (g * world.exact).sum() / g.norm() / world.exact.norm()
-            prices.append([cosine, world.max_tokens * g.norm() / world.exact.norm()])
+            cosine = (g * toy.exact).sum() / g.norm() / toy.exact.norm()
+            prices.append([cosine, 2 * g.norm() / toy.exact.norm()])
     if prices:
         evidence.rows.append([name, *torch.tensor(prices).view(-1, 6).mean(0).tolist()])
 
@@ -225,11 +208,6 @@ def apply_projection(module, kind: str, batch, loss: Tensor, nodes: Tensor) -> T
     return loss
 
 
-def projected(module, draw: Draw, batch, loss: Tensor, kind: str = "node mean") -> Tensor:
-    """A loss after a projection of the module under test."""
-    return apply_projection(module, kind, batch, loss, draw.nodes)
-
-
 def projections(module, draws, kind: str = "node mean") -> Iterator[tuple]:
     """Method after method, each on its own tree: (draw, c before, c after).
 
@@ -239,7 +217,7 @@ def projections(module, draws, kind: str = "node mean") -> Iterator[tuple]:
     for draw, (name, hyper) in zip(draws, itertools.cycle(methods), strict=False):
         batch = draw.batch(losses, 0.6)
         loss = getattr(losses, name)(batch, **hyper)
-        after = coefficients(projected(module, draw, batch, loss, kind), batch)
+        after = coefficients(apply_projection(module, kind, batch, loss, draw.nodes), batch)
         yield draw, coefficients(loss, batch), after
 
 
@@ -295,31 +273,14 @@ def c17(module, name, draws, evidence):
 # ---------------- C17: the projection in expectation
 
 
-def make_worlds(draws: list[Draw]) -> Iterator[World]:
-    """Three ways, two outcomes each. The first two ways differ in share only."""
-    for draw, G in zip(draws[::4], itertools.cycle((4, 3, 5, 2)), strict=False):
-        outcomes = []
-        for ways in ((0, 1), (2,)):
-            chance = float(draw.randn(1).sigmoid())
-            lengths = torch.randperm(6, generator=draw.generator)[:2] + 1
-            numbers = ((chance, 1 - chance), draw.randn(2).tolist(), lengths.tolist())
-            kinds = list(zip(*numbers, strict=True))
-            outcomes += [Outcome(way, *kind) for way in ways for kind in kinds]
-        yield World(G, outcomes, draw.randn(3).softmax(0).tolist())
-
-
-def expected_sums(module, world: World, kind: str, scale: str = "mean") -> Tensor:
+def expected_sums(module, world: World, kind: str) -> Tensor:
     """P(n answers go a way) E[sum of their c | n] for n = 1, ..., G. (ways, G).
 
-    Measured over all groups, on-policy, through grpo and a kind of projection. The kind "A" is
-    reinforce, with c = A.
+    Measured over all groups, on-policy, through grpo and a kind of projection.
     """
     groups = world.groups()
-    batch = groups.expected_batch(world.logits(), scale)
-    loss = losses.grpo(batch)
-    if kind == "A":
-        loss = batch.max_tokens * losses.reinforce(batch)
-    loss = apply_projection(module, kind, batch, loss, groups.nodes)
+    batch = groups.expected_batch(world.logits(), "mean")
+    loss = apply_projection(module, kind, batch, losses.grpo(batch), groups.nodes)
     c = coefficients(loss, batch)[:, 0].view(-1, world.G) / len(groups.orders)  # (groups, G)
     sums = torch.zeros(len(world.shares), world.G, dtype=torch.float64)
     for way, row in enumerate(sums):
@@ -410,11 +371,11 @@ def c17h(module, name, draws, evidence):
     ties an answer to the others. The same is true of graded rewards, where one answer may happen to
     have A_i = 0 and then counts nowhere.
 
-    Measured: all groups of 2 to 5 answers, each with its probability, on three ways with random
+    Measured: all groups of 2 to 4 answers, each with its probability, on three ways with random
     rewards and lengths, through grpo on-policy with centred rewards. "left" is the share of the tax
     that stays.
     """
-    for world in make_worlds(draws):
+    for world in random_worlds(draws, ways=3, kinds=2, binary=False):
         G = world.G
         shares = world.shares
         by_n = [(G - n) / (n * (G - 1)) for n in range(1, G + 1)]
@@ -463,7 +424,7 @@ def c17i(module, name, draws, evidence):
 
     This kind is not in losses.py: claims/tax.py builds `project_unbiased` on its `project`.
     """
-    for world in make_worlds(draws):
+    for world in random_worlds(draws, ways=3, kinds=2, binary=False):
         by_n = [float(n == 1) for n in range(1, world.G + 1)]
         in_all = [(1 - p) ** (world.G - 1) for p in world.shares]
         check_what_stays(module, evidence, world, "unbiased", by_n, in_all)

@@ -7,7 +7,6 @@ gradient's part at a node belongs to that node alone. Padding holds garbage on p
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import defaultdict
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
-from toy.policy import EOS, Policy, all_histories, count_orders, pad, tabular
+from toy.policy import EOS, Policy, pad, tabular
 
 GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
 # Trees beyond the ordinary ones, where users are: group size, index (which decides on prompts and
@@ -106,10 +105,6 @@ class Draw:
         self.far_noise = torch.where(far, up_or_down * (4 + self.noise.abs()), self.noise)
 
     @cached_property
-    def all_groups(self) -> AllGroups:
-        return AllGroups(self.seed)
-
-    @cached_property
     def mixed(self) -> list[bool]:
         """For each answer, whether some advantage of its group is not 0."""
         return [any(self.adv[j] for j in self.group(i)) for i in range(self.N)]
@@ -173,59 +168,6 @@ class Draw:
             log_s = sum(row[:T_i])
             ratios.append(math.exp(log_s / T_i if kind == "geometric" else log_s))
         return ratios
-
-
-class AllGroups:
-    """Every group of 3 answers to one prompt of a toy with 7 answers, under two policies.
-
-    What is computed from it is an expectation, not an estimate from samples.
-    """
-
-    G = 3
-    max_tokens = 2
-    x = (0,)
-
-    def __init__(self, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        W, step, R = torch.randn(3, 3, 3, generator=generator, dtype=torch.float64)
-        phi = tabular(all_histories(self.x, 3, self.max_tokens))
-        self.policy = Policy(W.requires_grad_(), phi, self.max_tokens)
-        self.old = self.policy.step(step, 0.5)
-        answers = [y for y, _ in self.policy.answers(self.x)]
-        reward = dict(zip(answers, R.flatten().tolist(), strict=False))
-        self.exact = self.policy.grad_expected_reward(self.x, reward.__getitem__)
-        self.groups = list(itertools.combinations_with_replacement(reward, self.G))
-        rows = [y for group in self.groups for y in group]
-        self.logp, self.mask = self.policy.log_probs([self.x] * len(rows), rows)
-        self.logp_old = self.old.log_probs([self.x] * len(rows), rows)[0]
-        rewards = [[reward[y] for y in group] for group in self.groups]
-        adv = torch.tensor(rewards, dtype=torch.float64)
-        self.adv = adv - adv.mean(1, keepdim=True)  # (groups, G)
-        ids: dict[tuple, int] = {}
-        self.nodes = torch.full(self.mask.shape, -1)
-        for i, y in enumerate(rows):
-            for t in range(len(y)):
-                self.nodes[i, t] = ids.setdefault((i // self.G, y[: t + 1]), len(ids))
-
-    def batch(self, module, off_policy: bool, average: str = "budget"):
-        """All groups at once. Losses are homogeneous in A, so each group's A carries its odds.
-
-        An average over tokens has a random denominator; here it is that of very many groups.
-        """
-        p = dict((self.old if off_policy else self.policy).answers(self.x))
-        odds = []
-        for group in self.groups:
-            odds.append([count_orders(group) * math.prod(p[y] for y in group)])
-        odds = torch.tensor(odds, dtype=torch.float64)  # (groups, 1)
-        counted = torch.ones_like(odds)
-        if "tokens" in average:
-            counted = self.mask.view(len(odds), -1).sum(1, keepdim=True)
-        if "mixed" in average:
-            counted = counted * (self.adv != 0).any(1, keepdim=True)
-        adv = self.adv * odds * counted.sum() / (odds * counted).sum()
-        adv = adv.view(-1, 1).expand(self.mask.shape)
-        logp_old = self.logp_old if off_policy else self.logp.detach()
-        return module.Batch(self.logp.clone(), logp_old, adv, self.mask, self.G, self.max_tokens)
 
 
 def ascent(loss: Tensor, variable: Tensor) -> Tensor:

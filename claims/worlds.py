@@ -7,14 +7,16 @@ probability. So a push is the expected one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import losses
-from toy.policy import count_orders
+from claims.trees import Draw
+from toy.policy import Policy, all_histories, count_orders, tabular
 
 
 class Outcome(NamedTuple):
@@ -46,11 +48,27 @@ class World(NamedTuple):
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
 
 
+def random_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
+    """Each way may end in as many kinds of answers as that, right and wrong by turns if binary."""
+    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
+        outcomes = []
+        for way in range(ways):
+            chances = draw.randn(kinds).softmax(0).tolist()
+            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
+            rewards = draw.randn(kinds).tolist()
+            if binary:
+                rewards = [float(k % 2) for k in range(kinds)]
+            kinds_of_way = zip(chances, rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
+
+
 class Groups:
     """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
 
     def __init__(self, outcomes: list[Outcome], G: int):
         picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)]
+        self.picks = torch.tensor(picks).flatten()  # (N,) which outcome each row is
         rows = [outcomes[k] for pick in picks for k in pick]
         self.G = G
         self.orders = torch.tensor([count_orders(pick) for pick in picks])  # (groups,)
@@ -87,3 +105,44 @@ class Groups:
         logp = torch.zeros(self.mask.shape, dtype=torch.float64)
         logp[:, 0] = logits.log_softmax(0)[self.way]
         return self.batch(logp, self.probabilities(logp), scale)
+
+
+class Toy:
+    """Every group of answers to one prompt of a policy with 7 answers of one or two tokens.
+
+    Groups come from the policy itself or from an old one, whose ratios differ at both tokens.
+    """
+
+    def __init__(self, seed: int, G: int = 3):
+        generator = torch.Generator().manual_seed(seed)
+        W, step, R = torch.randn(3, 3, 3, generator=generator, dtype=torch.float64)
+        phi = tabular(all_histories((), 3, 2))
+        self.policy = Policy(W.requires_grad_(), phi, horizon=2)
+        self.old = self.policy.step(step, 0.5)
+        answers = [y for y, _ in self.policy.answers(())]
+        reward = dict(zip(answers, R.flatten().tolist(), strict=False))
+        self.exact = self.policy.grad_expected_reward((), reward.__getitem__)
+        outcomes = [Outcome(y[0], 1.0, reward[y], len(y), *y[1:]) for y in answers]
+        self.groups = Groups(outcomes, G)
+        self.rows = [answers[k] for k in self.groups.picks]
+        self.logp, self.logp_old = map(self.log_probs, (self.policy, self.old))
+        self.unbiased = (1 - 1 / G) * self.exact / 2  # what an unbiased update expects; L = 2
+
+    def log_probs(self, policy: Policy) -> Tensor:
+        return policy.log_probs([()] * len(self.rows), self.rows)[0]
+
+    def batch(self, off_policy: bool, average: str = "budget") -> losses.Batch:
+        """All groups at once.
+
+        An average over tokens has a random denominator; here it is that of very many groups.
+        """
+        logp_old = self.logp_old if off_policy else self.logp.detach()
+        groups, shares = self.groups, self.groups.probabilities(logp_old)
+        counted = torch.ones_like(shares)
+        if "tokens" in average:
+            counted = groups.mask.view(len(shares), -1).sum(1)
+        if "mixed" in average:
+            rewards = groups.rewards.view(-1, groups.G)
+            counted = counted * (rewards.amax(1) > rewards.amin(1))
+        shares = shares * counted.double().mean() / (shares * counted).sum()
+        return replace(groups.batch(self.logp.clone(), shares, "mean"), logp_old=logp_old)

@@ -190,7 +190,37 @@ def test_ctrl_c_before_the_first_evaluation_leaves_nothing_and_a_second_one_does
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
 
 
+def test_a_run_that_is_resumed_is_never_removed(tmp_path, monkeypatch, whole):
+    """Not even where it begins anew, and is interrupted in its warm start again."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(whole[0] / "config.json", folder)
+    (folder / "notes.txt").write_text("mine")
+    interrupt_at(monkeypatch, "warm_start")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(folder)])
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
 # ---------------- what else may go wrong
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, scratch):
+    (tmp_path / "metrics.jsonl").touch()
+    optimizer = train.adamw(scratch.model, 0.1)
+    train.save(scratch, optimizer, 1, tmp_path)
+    weight = next(scratch.model.parameters())
+    kept = weight.data[0, 0].item()
+    weight.data[0, 0] = math.inf
+    assert "step 2" in refused(train.save, scratch, optimizer, 2, tmp_path)
+    weight.data[0, 0] = kept
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_context_too_small_is_said_before_the_warm_start(tmp_path, monkeypatch):
+    starts = spy(monkeypatch, "warm_start")
+    refused(run, tmp_path / "run", "--max-tokens", "2000")
+    assert not starts and not (tmp_path / "run").exists()
 
 
 def limit_files(size):

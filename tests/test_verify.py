@@ -12,7 +12,7 @@ import losses
 import verify
 from claims import CLAIMS, NOTATION, Draws, Evidence, Missing, examine
 from claims.evidence import Claim
-from claims.trees import EXTREMES, LARGE_IDS, ascent, coefficients
+from claims.trees import EXTREMES, LARGE_IDS
 
 # ---------------- a verdict
 
@@ -114,33 +114,6 @@ def test_extreme_draws_reach_where_users_are():
     assert len(long.shared) > 256 and max(long.T) - min(long.T) > 1
 
 
-def test_the_tree_is_the_set_of_prefixes_and_its_ratios_belong_to_nodes():
-    for draw in Draws(1, 4):
-        for (p, prefix), visits in draw.tree.items():
-            rows = range(p * draw.G, (p + 1) * draw.G)
-            visitors = [i for i in rows if draw.answers[i][: len(prefix)] == prefix]
-            assert visits == [(i, len(prefix) - 1) for i in visitors]
-            assert len({float(draw.noise[visit]) for visit in visits}) == 1
-
-
-def test_node_sums_read_the_coefficients_off_the_gradient_of_the_policy():
-    for draw in Draws(2, 6):
-        batch = draw.batch(losses, 0.6)
-        c = coefficients(losses.grpo(batch), batch)
-        by_hand = torch.stack([c[list(rows), t].sum() for _, rows, t in draw.at_shared()])
-        sums = draw.node_sums(losses.grpo(batch))
-        torch.testing.assert_close(sums, by_hand, atol=1e-14, rtol=0)
-
-
-def test_all_groups_have_probability_one_and_average_to_the_exact_gradient_of_reinforce():
-    world = Draws(0, 1)[0].all_groups
-    for policy in (world.policy, world.old):
-        assert sum(p for _, p in policy.answers(world.x)) == pytest.approx(1, abs=1e-14)
-    gradient = ascent(losses.reinforce(world.batch(losses, off_policy=False)), world.policy.W)
-    exact = world.exact * (2 / 3) / world.max_tokens
-    torch.testing.assert_close(gradient, exact, atol=1e-14, rtol=0)
-
-
 # ---------------- the command line
 
 
@@ -153,23 +126,20 @@ def test_only_takes_ids_and_families_of_ids(capsys):
     assert said_ids(capsys.readouterr().out) == ["C5", "C18a", "C18b"]
 
 
-def test_explain_prints_the_proof_of_a_claim_the_symbols_or_everything(capsys):
-    verify.main(["--explain", "C14"])
+@pytest.mark.parametrize(
+    "word, start, part",
+    [
+        ("C14", "C14  ", "Source: DFPO Cor. 3.2, Eq. 5 (S)"),
+        ("symbols", NOTATION, NOTATION),
+        ("all", NOTATION, "\n".join(CLAIMS[-1].text[2].splitlines()[-2:])),
+        ("loss", "Why is the loss 0?", "Why does the loss rise?"),  # a word of two titles
+        ("equal_groups", "Why is the loss 0?", "python verify.py --only"),  # of an answer
+    ],
+)
+def test_explain_prints_proofs_symbols_or_questions(word, start, part, capsys):
+    verify.main(["--explain", word])
     out = capsys.readouterr().out
-    assert out.startswith("C14  ") and "Source: DFPO Cor. 3.2, Eq. 5 (S)" in out
-    verify.main(["--explain", "symbols"])
-    assert capsys.readouterr().out.strip() == NOTATION
-    verify.main(["--explain", "all"])
-    out = capsys.readouterr().out
-    assert NOTATION in out and all(claim.text[2] in out for claim in CLAIMS)
-
-
-def test_explain_finds_questions_by_a_word_of_their_title(capsys):
-    verify.main(["--explain", "loss"])
-    out = capsys.readouterr().out
-    assert out.startswith("Why is the loss 0?") and "python verify.py --only" in out
-    verify.main(["--explain", "equal_groups"])  # a word of an answer
-    assert capsys.readouterr().out.startswith("Why is the loss 0?")
+    assert out.startswith(start) and part in out
 
 
 @pytest.mark.parametrize("arguments", [["--only", "C99"], ["--explain", "D1"]])
