@@ -8,7 +8,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2> /dev/null)$(wildcard /proc/driver
 OTHER := $(if $(filter cpu,$(TORCH)),cuda,cpu)
 CPU_BUILDS := --retries 1 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: train test exercise exercises test-faults test-verl gpu constraints clean
+.PHONY: train test exercise exercises test-long test-verl gpu constraints clean
 
 train: .venv/ready
 	$(BIN)/python train.py
@@ -23,11 +23,10 @@ test: .venv/ready-dev
 exercise exercises: .venv/ready
 	@$(BIN)/python -m exercises.grader $(N) || [ $$? = 1 ]
 
-# The long ones: 50 kills, 10,000 texts a verifier, 2,000 steps, every planted fault, every command of the READMEs in
-# small, TRL on two processes, the speed of the tree page.
-LONG_TESTS := $(patsubst %,tests/test_%.py,promises readme faults trl tree)
-test-faults: .venv/ready-dev
-	LONG=1 $(BIN)/python -m pytest -q -rA $(LONG_TESTS)
+# The long ones: 50 kills, 10,000 texts for the verifier, the default run, every command of the READMEs in small, TRL on
+# two processes.
+test-long: .venv/ready-dev
+	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,promises readme run gsm8k trl)
 
 # verl pins another transformers, hence an environment of its own. No CUDA, vLLM or flash-attn is needed.
 test-verl: .venv-verl/ready
