@@ -7,13 +7,17 @@
 
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
-So one step is: sample, score, learn. The order below is
+The policy that sampled is called the old one. A token's ratio is its probability now over its
+probability then. What a loss really does to a token is one number, its coefficient.
 
-    config -> main -> sample -> score -> learn -> diagnose -> evaluate -> warm start -> files
+One step is: sample, score, learn. The order below is
 
-This file, losses.py and toy/arithmetic.py are the whole algorithm in its plainest form, and they
-run without the rest of the repository. llm/fast.py has a quicker `generate` and `log_probs`
-(--fast), and is tested to give the same numbers as the two here.
+    config -> main -> policy -> sample -> score -> learn -> diagnose -> evaluate -> warm start
+    -> files
+
+This file, losses.py and toy/arithmetic.py are the whole algorithm in its plainest form, and by
+default they run without the rest of the repository. llm/fast.py has a quicker `generate` and
+`log_probs` (--fast), and is tested to give the same numbers as the two here.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import time
 from argparse import ArgumentParser, BooleanOptionalAction
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -57,9 +61,9 @@ from losses import (
 
 def knob(default, help: str, low: float = 0, choices: tuple = ()):
     """A field that is a flag. A number must be finite and at least `low`."""
-    # A factory, because a dataclass refuses a list as a default.
+    # A factory, because a dataclass refuses a list as a default; each Config has its own list.
     metadata = {"help": help, "low": low, "choices": choices or None}
-    return field(default_factory=lambda: default, metadata=metadata)
+    return field(default_factory=lambda: type(default)(default), metadata=metadata)
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Config:
     task: str = knob("arithmetic", "what to learn", choices=("arithmetic", "gsm8k"))
     method: str = knob("grpo", "which loss of losses.py", choices=tuple(METHODS))
     hyper: list[str] = knob([], "hyperparameters of the method: NAME=VALUE ..., as in eps_high=0.3")
-    project: bool = knob(False, "mean weights at shared tokens: no learning tax in a batch (C17)")
+    project: bool = knob(False, "give a token that answers share one weight (project in losses.py)")
 
     # The model and the data.
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
@@ -88,12 +92,12 @@ class Config:
     group_size: int = knob(8, "G, answers per prompt", low=2)
     max_tokens: int = knob(26, "L, the longest answer in tokens", low=1)
     temperature: float = knob(1.0, "sampling temperature, also inside every log-prob", low=1e-3)
-    repair_references: int = knob(1, "siblings shown beside a wrong answer (ibpo)", low=1)
+    repair_references: int = knob(1, "answers shown beside a wrong one (ibpo)", low=1)
 
     # The optimisation: what one step learns from that batch.
     epochs: int = knob(1, "passes over a rollout batch", low=1)
     minibatches: int = knob(4, "optimiser steps per epoch, each on whole groups", low=1)
-    micro_rows: int = knob(64, "rows whose activations are held at once: memory, no result", low=1)
+    micro_rows: int = knob(64, "answers in the model at once: memory, no result", low=1)
     lr: float = knob(1e-3, "learning rate of AdamW")
     schedule: str = knob("linear", "learning rate over the run", choices=("constant", "linear"))
     grad_clip: float = knob(1.0, "largest gradient norm", low=1e-12)
@@ -107,14 +111,15 @@ class Config:
     threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
     fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
     out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
-    resume: str = knob("", "a run directory to go on with; beside it only --micro-rows and --steps")
+    resume: str = knob("", "a run directory to go on with; the other flags are those of the run")
 
     @cached_property
     def chosen_method(self) -> Method:
         """The method with its hyperparameters. ValueError for what it does not take."""
         if bad := [text for text in self.hyper if "=" not in text]:
             raise ValueError(f"{bad[0]}: NAME=VALUE is expected, such as eps_high=0.3")
-        return bind(self.method, dict(text.split("=", 1) for text in self.hyper), self.reference)
+        chosen = dict(text.split("=", 1) for text in self.hyper)  # ["kl=1"] -> {"kl": "1"}
+        return bind(self.method, chosen, self.reference)
 
 
 # Where the defaults of GSM8K differ: with a pretrained model, and with one from scratch.
@@ -149,7 +154,7 @@ GSM8K_SCRATCH = {
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """Flags -> Config. What cannot work ends here in one line, before anything is loaded."""
+    """Flags -> Config. What the flags alone show to be wrong ends here, in one line."""
     epilog = f"Defaults with --task gsm8k: {GSM8K}. With --model scratch as well: {GSM8K_SCRATCH}."
     parser = ArgumentParser(usage="%(prog)s [--FLAG VALUE ...]", epilog=epilog, allow_abbrev=False)
     for f in fields(Config):
@@ -162,21 +167,25 @@ def parse(argv: list[str] | None = None) -> Config:
         else:
             options |= {"type": type(default), "choices": f.metadata["choices"]}
         parser.add_argument(flag, **options)
+    # Parsed again and again: each time the defaults may be others, and flags win.
     given = parser.parse_args(argv)
     saved = read_config(given.resume) if given.resume else {}
     if saved:
         parser.set_defaults(**saved)
     elif given.task == "gsm8k":
-        parser.set_defaults(**GSM8K)  # flags still win
+        parser.set_defaults(**GSM8K)
         if parser.parse_args(argv).model == "scratch":
             parser.set_defaults(**GSM8K_SCRATCH)
     config = Config(**vars(parser.parse_args(argv)))
     check(config)
     for name, value in saved.items():
-        free = name == "micro_rows" or name == "steps" and config.schedule == "constant"
+        free = name == "micro_rows" or (name == "steps" and config.schedule == "constant")
         if getattr(config, name) != value and not free:
             can = "--micro-rows can, and --steps of a constant schedule"
             sys.exit(f"error: --{name.replace('_', '-')} cannot change when resuming; only {can}")
+    for name in ("model", "data"):  # a run may be resumed from another directory
+        if Path(getattr(config, name)).is_dir() and getattr(config, name):
+            setattr(config, name, str(Path(getattr(config, name)).resolve()))
     now = time.strftime("%Y%m%d-%H%M%S")
     config.out = config.out or f"runs/{config.task}-{config.method}-s{config.seed}-{now}"
     return config
@@ -201,7 +210,7 @@ def check(config: Config):
     if config.width % 8:
         sys.exit(f"error: --width {config.width}: must be a multiple of 8")
     if config.project and any(text.startswith("kl=") for text in config.hyper):
-        sys.exit("error: --project would average the KL term away with the rest; leave one out")
+        sys.exit("error: --project averages c / A, which a KL term makes huge; leave one out")
     if config.out and not config.resume and Path(config.out).exists():
         sys.exit(f"error: --out {config.out} exists; choose another, or --resume it")
 
@@ -221,10 +230,12 @@ def main(argv: list[str] | None = None):
         size = sum(weight.numel() for weight in policy.model.parameters())
         print(f"{config.method} on {config.task}, {size:,} parameters, into {folder}", flush=True)
         if checkpoint:
-            done = restore(optimizer, checkpoint, folder)  # steps
+            done = restore(optimizer, checkpoint, folder)  # so many steps
         else:
             done = 0
             (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
+            longest = max(map(len, task.encode(policy.tokenizer, [*task.train, *task.test])))
+            check_context(policy, longest + config.max_tokens)
             warm_start(policy, task, config)
             if config.warm_steps:
                 with complaints(folder):
@@ -257,12 +268,16 @@ def main(argv: list[str] | None = None):
             if due or interrupt.seen:
                 save(policy, optimizer, step, folder)
             if interrupt.seen:
-                return print(f"stopped after step {step}; go on with: --resume {folder}")
+                print(f"stopped after step {step}; go on with: --resume {folder}")
+                return
         summarize(folder)
 
 
 def load_task(config: Config):
-    """The task object: .train and .test items, .encode, .reward, .make_tokenizer, .repair."""
+    """The task object: .train and .test items, .encode, .reward, .make_tokenizer, .repair.
+
+    The toy has .correction and .shares as well.
+    """
     if config.task == "gsm8k":
         from llm.gsm8k import GSM8K
 
@@ -291,7 +306,7 @@ def prompt_batches(task, config: Config) -> list[list]:
 def rng(*key) -> torch.Generator:
     """A generator for each use and step, so that a resumed run has no random state to restore."""
     digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))  # fits 63 bits
 
 
 # -------------------------------------------------------------------------------------------------
@@ -336,7 +351,7 @@ def load_policy(config: Config, task, path: str) -> Policy:
             sys.exit(f"error: --model {path} has no {missing}: it would begin with random weights")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         sys.exit(f"error: --model {path} keeps no past_key_values, with which answers are sampled")
-    ends = model.generation_config.eos_token_id
+    ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     if not ends:
         sys.exit(f"error: --model {path}: nothing says which token ends an answer (eos_token_id)")
@@ -362,7 +377,7 @@ def make_model(config: Config, tokenizer) -> torch.nn.Module:
     """A small GPT-2 with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed % 2**63)
     shape = GPT2Config(
         vocab_size=len(tokenizer),
         n_layer=config.layers,
@@ -432,7 +447,8 @@ def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answ
     if config.chosen_method.repair:  # IBPO has the policy correct its wrong answers
         from llm.neighbours import correct
 
-        correct(answers, task, config, lambda problems: ask(policy, task, problems, config, gen))
+        again = partial(ask, policy, task, config=config, gen=gen)
+        correct(answers, task, config, ask=again, eos=policy.eos)
     return answers
 
 
@@ -442,7 +458,7 @@ def ask(policy: Policy, task, items: list, config: Config, gen) -> Answers:
     width = max(map(len, rows))
     check_context(policy, width + config.max_tokens)
     padded = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
-    prompts = Prompts(padded.clamp(min=0), padded >= 0)
+    prompts = Prompts(ids=padded.clamp(min=0), seen=padded >= 0)  # -1 marked the padding
     temperature = config.temperature if gen else 0.0
     tokens, mask, logp = generate(policy, prompts, config.max_tokens, temperature, gen)
     # The verifier reads the text without its EOS. Other special tokens stay visible to it.
@@ -470,6 +486,7 @@ def generate(
 
     Nothing but the temperature shapes the distribution, whatever the model's own generation config
     says: no top-k, no top-p, no penalty. Returns tokens, mask and their log-probs, (N, T) each.
+    Greedy answers have log-probs at temperature 1.
     """
     if policy.fast:
         from llm import fast
@@ -495,6 +512,8 @@ def generate(
         cache = out.past_key_values  # from now on only the newest token is read
         logp = (out.logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (N, V)
         token = draw(logp, uniform[:, t, None]) if temperature else logp.argmax(-1)  # (N,)
+        # The mask is made before EOS is looked for: an EOS counts, what follows it does not. Rows
+        # that have ended run on unseen, until all have.
         tokens.append(token.masked_fill(~alive, 0))
         mask.append(alive)
         logps.append(logp.gather(1, token[:, None]).squeeze(1).masked_fill(~alive, 0.0))
@@ -507,14 +526,17 @@ def generate(
 
 
 def draw(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Invert each row's distribution function: (n, V) log-probs, (n, 1) numbers -> (n,) tokens."""
+    """Invert each row's distribution function: (n, V) log-probs, (n, 1) numbers -> (n,) tokens.
+
+    By hand, so that a row draws the same token whatever else is in the batch.
+    """
     cdf = logp.double().exp().cumsum(-1)  # fp32 sums of a large vocabulary are too coarse
     token = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(1)
     return token.clamp(max=logp.shape[1] - 1)
 
 
 # -------------------------------------------------------------------------------------------------
-# 2. score: what the old policy thought of the answers, and how they compare. Fixed for all updates
+# 2. score: how probable the answers were before learning, and how they compare. Fixed from here on
 
 
 @dataclass
@@ -525,15 +547,15 @@ class Scored:
     batch: Batch  # as the old policy sees it: its logp is logp_old
     entropy: Tensor  # (N, T)
     advantages: Tensor  # (N,) A_i, before any credit rule
-    nodes: Tensor  # (N, T) of the groups' prefix trees
+    nodes: Tensor  # (N, T) equal where two answers of a group agree so far
     max_logp_gap: float  # how far a token's logp is from the sampler's, at most; nats
 
 
 @torch.no_grad()
 def score(policy: Policy, reference: Policy | None, answers: Answers, config: Config) -> Scored:
-    """Compare the answers of a group."""
+    """Old and reference log-probs, advantages, and the credit of each token."""
     method, G, mask = config.chosen_method, config.group_size, answers.mask
-    # Not the sampler's log-probs: they differ by rounding, and the first ratio must be exactly 1.
+    # Not the sampler's log-probs: they differ by rounding, and the first ratios are exactly 1.
     old, entropy = in_pieces(policy, answers, config)  # (N, T)
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)
@@ -563,7 +585,7 @@ def score(policy: Policy, reference: Policy | None, answers: Answers, config: Co
     return Scored(
         answers=answers,
         batch=Batch(
-            logp=old,
+            logp=old,  # until learn() puts those of a later policy here
             logp_old=old,
             adv=adv,
             mask=mask,
@@ -587,7 +609,7 @@ def log_probs(policy: Policy, answers: Answers, config: Config) -> tuple[Tensor,
     ids = torch.cat([answers.prompts.ids, answers.tokens], 1)  # (N, P + T)
     attention = torch.cat([answers.prompts.seen, answers.mask], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
-    keep = answers.tokens.shape[1] + 1  # the last token of the prompt predicts the first one
+    keep = answers.tokens.shape[1] + 1  # each position predicts the next: begin one before
     with bf16(ids.device):
         out = policy.model(
             ids, attention_mask=attention, position_ids=position, logits_to_keep=keep
@@ -623,7 +645,8 @@ def check_gap(gap: float, step: int, temperature: float, device: torch.device):
 
 
 def take(record, rows: Tensor):
-    """Some rows of a dataclass: of its tensors, its lists and the dataclasses in it."""
+    """Some rows of a dataclass: of its tensors, its lists and the dataclasses in it. Its numbers
+    stay those of the whole."""
     part = {}
     for f in fields(record):
         value = getattr(record, f.name)
@@ -646,7 +669,7 @@ class Update:
 
     rows: Tensor  # (n,) of the rollout batch
     coefficients: Tensor  # (n, T) how hard it pushed each token
-    live: Tensor  # (n, T) bool, the tokens that this loss pushes where all ratios are 1
+    live: Tensor  # (n, T) bool, pushed where all ratios are 1; if no more, a token is clipped
     loss: float
     grad_norm: float
 
@@ -667,7 +690,7 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
             for chosen in minibatches:
                 rows = groups[chosen].flatten()  # whole groups: a loss may look across one
                 part = take(scored, rows)
-                if updates:  # before the first one, the policy is the old one: ratios are exactly 1
+                if updates:  # the policy has moved: its log-probs anew. Before, ratios are 1
                     part.batch.logp, _ = in_pieces(policy, part.answers, config)
                 used_fn = projected(loss_fn, part) if config.project else loss_fn
                 loss, c, norm = update(policy, optimizer, used_fn, part, config)
@@ -690,11 +713,12 @@ def update(policy: Policy, optimizer, loss_fn, part: Scored, config: Config):
     optimizer.zero_grad()
     for piece in torch.arange(len(c)).split(config.micro_rows):
         logp, _ = log_probs(policy, take(part.answers, piece), config)  # (micro_rows, T)
+        # As dLoss/dlogp = -c / n, this sum has the loss's own gradient.
         (-(c[piece] * logp).sum() / len(c)).backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         what = f"loss {loss}, gradient norm {norm}; the update was not made"
-        sys.exit(f"error: step {part.answers.step}: {what}; the last checkpoint is intact")
+        sys.exit(f"error: step {part.answers.step}: {what}; what is saved is intact")
     if c.any():  # without a signal, the optimiser's momentum must not move the weights either
         optimizer.step()
     return loss, c, norm
@@ -703,13 +727,12 @@ def update(policy: Policy, optimizer, loss_fn, part: Scored, config: Config):
 def coefficients(loss_fn, batch: Batch) -> tuple[float, Tensor]:
     """A loss at batch.logp, and the coefficient that it gives to every token (n, T)."""
     logp = batch.logp.clone().requires_grad_()
-    with torch.enable_grad():
-        loss = loss_fn(replace(batch, logp=logp))
-        return loss.item(), token_coefficients(loss, logp)
+    loss = loss_fn(replace(batch, logp=logp))
+    return loss.item(), token_coefficients(loss, logp)
 
 
 def projected(loss_fn, part: Scored):
-    """The loss with the node mean of its weights (--project)."""
+    """The loss with the node mean of its weights (--project). Its value means nothing."""
     A, nodes = part.advantages, part.nodes
     return lambda batch: project(loss_fn(batch), batch.logp, A, nodes, batch.mask)
 
@@ -720,7 +743,10 @@ def projected(loss_fn, part: Scored):
 
 @torch.no_grad()
 def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Config) -> dict:
-    """A step's metrics, in nats, tokens and shares of 1. A KL term or cispo leave clip_share 0."""
+    """A step's metrics; log-probs, entropy and KL in nats.
+
+    clip_share counts coefficients of 0. So it misses clips beside a KL term, and cispo's.
+    """
     answers, batch = scored.answers, scored.batch
     mask, rewards, tokens = answers.mask, answers.rewards, answers.mask.sum()
     equal = (scored.advantages == 0).view(-1, config.group_size).all(1)  # (P,) groups: no signal
@@ -759,7 +785,10 @@ def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Conf
 
 @torch.no_grad()
 def evaluate(policy: Policy, task, config: Config) -> dict:
-    """Held-out greedy accuracy, sampled accuracy, pass@k, and three answers to read."""
+    """Held-out greedy accuracy, sampled accuracy, pass@k, and up to three answers to read.
+
+    Every evaluation has the same random numbers, so a policy that does not move has the same ones.
+    """
     items, k = task.test[: config.eval_items], config.eval_samples
     gen, greedy, sampled = rng(config.seed, "evaluate"), [], []
     at_once = max(1, config.prompts * config.group_size // k)
@@ -801,7 +830,7 @@ def warm_start(policy: Policy, task, config: Config):
         corrections = round(0.3 * config.warm_rows)
     optimizer = adamw(model, config.warm_lr)
     for step in tqdm(range(config.warm_steps), "warm start", disable=None):
-        for group in optimizer.param_groups:  # up in 20 steps, then down to 0
+        for group in optimizer.param_groups:  # up in 20 steps, and down on a line
             group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
         gen = rng(config.seed, "warm", step)
         picks = torch.randint(len(task.train), (config.warm_rows,), generator=gen).tolist()
@@ -832,13 +861,13 @@ def warm_start(policy: Policy, task, config: Config):
 
 # -------------------------------------------------------------------------------------------------
 # the files of a run. All randomness is made anew from (seed, use, step), so weights, optimiser and
-# step are all that a run needs to go on, bit for bit:
+# step are all that a run needs to go on, on a CPU bit for bit:
 #
 #     runs/NAME/config.json    flags and versions
 #               metrics.jsonl  a line a step
 #               start/         the policy that RL started from
 #               checkpoints/   the newest one: model, tokenizer, optimiser
-#               batches/       a rollout batch of each evaluation
+#               batches/       the rollout batch of each evaluated step
 #               lock           held by the process that writes here
 
 
@@ -867,8 +896,8 @@ def run_folder(config: Config):
         sys.exit(f"error: {reason}; what helps: {less}; --no-reference")
     finally:
         lock.release()
-        if not (folder / "metrics.jsonl").exists():
-            shutil.rmtree(folder)  # it ended before the first evaluation: there is nothing to keep
+        if not config.resume and not (folder / "metrics.jsonl").exists():
+            shutil.rmtree(folder)  # new, and ended before its first evaluation: nothing to keep
 
 
 class Interrupt:
@@ -897,7 +926,7 @@ def read_config(run: str) -> dict:
     except (OSError, ValueError, KeyError, TypeError):
         saved = {}
     if set(saved) != {f.name for f in fields(Config)}:
-        sys.exit(f"error: --resume {run}: no config.json of a run there; accepted: runs/NAME")
+        sys.exit(f"error: --resume {run}: no config.json of this version's runs there")
     return saved | {"resume": run}
 
 
@@ -916,7 +945,7 @@ def record(metrics: dict, folder: Path):
 def summarize(folder: Path):
     """What the first and the last training batch, and evaluation, say."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    before, after = lines[0] | lines[min(1, len(lines) - 1)], lines[-1]
+    before, after = lines[min(1, len(lines) - 1)] | lines[0], lines[-1]
     n = after["step"]
     print(f"\ntraining batches 1 and {n}; evaluations after steps 0 and {n}")
     ways = [key for key in after if key.startswith(("pass@", "opener ", "form "))]
@@ -955,6 +984,8 @@ def save_batch(policy: Policy, scored: Scored, config: Config, folder: Path):
 def save(policy: Policy, optimizer, step: int, folder: Path):
     """checkpoints/step-000020. Its name appears when all of it is on disk, and then the one before
     goes: a kill at any moment leaves a whole checkpoint."""
+    if not all(weight.isfinite().all() for weight in policy.model.parameters()):
+        sys.exit(f"error: step {step}: a weight is not finite; what is saved is intact")
     checkpoints = folder / "checkpoints"
     part, final = checkpoints / "unfinished", checkpoints / f"step-{step:06d}"
     with complaints(folder):

@@ -64,13 +64,10 @@ def random_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Ite
 
 
 class Groups:
-    """Every group of G independent answers, all of them in one batch. N rows = groups x G.
+    """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
 
-    With copies there are as many of each group, one after the other all.
-    """
-
-    def __init__(self, outcomes: list[Outcome], G: int, copies: int = 1):
-        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)] * copies
+    def __init__(self, outcomes: list[Outcome], G: int):
+        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)]
         self.picks = torch.tensor(picks).flatten()  # (N,) which outcome each row is
         rows = [outcomes[k] for pick in picks for k in pick]
         self.G = G

@@ -12,9 +12,9 @@ node, off-policy, with less bias.
 result.
 
 You are graded on two numbers, over a hundred small toys of which every group of three answers is
-counted. The learning tax (exercise 8) must be 0, also where only some answers share a token. The
-cosine between expected update and exact gradient must be larger than Min-Replace's. Both numbers of
-four known weights are printed beside yours.
+counted. The tax (exercise 8) of every two answers that share a token must be 0, also where the
+third lacks it. The cosine between expected update and exact gradient must be larger than
+Min-Replace's, in the mean over the toys: 0.9332.
 
 **Hint:** when is the covariance of exercise 8 zero for every subset of a group? What may w~ depend
 on, then? There is more than one solution, and one reaches the cosine 1.0000. What is its price?

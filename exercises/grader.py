@@ -1,7 +1,8 @@
 """Grade the exercises: PASS or NOT YET for every function, and what to look at.
 
-    python -m exercises.grader 6       grade exercise 6; the path of a copy of it works, too
-    python -m exercises.grader         how far you are
+    python -m exercises.grader 6            grade exercise 6
+    python -m exercises.grader 6 mine.py    grade a copy of it
+    python -m exercises.grader              how far you are
 
 Exit code 0: all functions pass. 1: some do not yet. 2: a wrong command line.
 """
@@ -23,26 +24,6 @@ def read_titles() -> dict[int, tuple[Path, str]]:
         heading = re.search(r"^# \d+\. (.*?)(?: \(.*)?$", path.read_text(errors="replace"), re.M)
         titles[int(path.name[:2])] = path, heading[1] if heading else path.stem
     return titles
-
-
-def find_exercise(argument: str, titles: dict) -> tuple[int, str]:
-    """The number and the file of an exercise, from either.
-
-    Raises ValueError and OSError, with a line for the user.
-    """
-    if re.fullmatch("[0-9]{1,2}", argument) and int(argument) in titles:
-        return int(argument), str(titles[int(argument)][0])
-    if not Path(argument).exists():
-        accepted = f"1 to {max(titles)}, or a file"
-        raise ValueError(f"there is no exercise {argument}; accepted: {accepted}")
-    names = set(re.findall(r"^(?:def )?(\w+)", Path(argument).read_text(errors="replace"), re.M))
-
-    from exercises.questions import EXERCISES
-
-    for number, exercise in EXERCISES.items():
-        if names & {question.function for question in exercise.questions}:
-            return number, argument
-    raise ValueError(f"{argument} defines none of the functions that the exercises ask for")
 
 
 def show_exercise(number: int, verdicts: list, titles: dict) -> None:
@@ -73,12 +54,9 @@ def show_progress(titles: dict) -> None:
     for number, (path, title) in titles.items():
         states = [verdict.state for verdict in grade_file(str(path), number)]
         state = states[0] if len({*states}) == 1 else "NOT YET"
-        note = ""
         if state != "PASS":
             todo.append(number)
-            if "PASS" in states:
-                note = f"{states.count('PASS')} of {len(states)} functions pass"
-        print(f"{number:3}  {title:45} {state:8} {note}".rstrip(), flush=True)
+        print(f"{number:3}  {title:45} {state}", flush=True)
     print(f"\n{len(titles) - len(todo)} of {len(titles)} pass.", end="")
     print(f" Next: make exercise N={todo[0]}" if todo else "")
 
@@ -87,22 +65,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("exercise", nargs="?", help="its number, or the path of a copy of it")
-    options = parser.parse_args(argv)
     titles = read_titles()
+    parser.add_argument("exercise", nargs="?", type=int, choices=titles, help="its number")
+    parser.add_argument("file", nargs="?", help="a copy of it (default: the file in exercises/)")
+    options = parser.parse_args(argv)
     print("grading ...", file=sys.stderr, flush=True)  # torch is imported below: it takes seconds
     if options.exercise is None:
         show_progress(titles)
         return 0
-    try:
-        number, file = find_exercise(options.exercise, titles)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    path = Path(options.file or titles[options.exercise][0])
+    if not path.is_file():
+        parser.error(f"there is no file {path}")
 
     from exercises.grading import grade_file
 
-    verdicts = grade_file(file, number)
-    show_exercise(number, verdicts, titles)
+    verdicts = grade_file(str(path), options.exercise)
+    show_exercise(options.exercise, verdicts, titles)
     return 0 if all(verdict.state == "PASS" for verdict in verdicts) else 1
 
 

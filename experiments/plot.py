@@ -17,20 +17,8 @@ from pathlib import Path
 
 from experiments.curves import SMOOTH, Run, group_runs, interval, mean, read_runs
 
-# A colour per method: Okabe and Ito's, safe for the colour-blind, and a grey. Methods that are
-# seldom drawn together share one; line style and marker tell them apart.
-PALETTE = {
-    "#000000": "reinforce ar-lopti",
-    "#E69F00": "grpo",
-    "#56B4E9": "grpo-symmetric advantage-reweighting",
-    "#009E73": "dr-grpo nthr",
-    "#F0E442": "dapo",
-    "#D55E00": "gspo lopti",
-    "#0072B2": "dfpo-min ibpo",
-    "#CC79A7": "dfpo-orthogonal nthr-random",
-    "#999999": "pos-only cispo",
-}
-COLOURS = {method: colour for colour, methods in PALETTE.items() for method in methods.split()}
+# Okabe and Ito's colours, safe for the colour-blind, and a grey.
+COLOURS = "#E69F00 #0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #000000 #999999".split()
 MARKERS, LINES = "osv^D<>pX", ("-", "-.", ":", (0, (6, 1)))
 Groups = dict[str, dict[int, Run]]  # label -> seed -> run, as curves.group_runs gives them
 Point = tuple[int, float, float]  # step, mean over seeds, half its interval (nan for one seed)
@@ -94,12 +82,13 @@ def find_panels(groups: Groups) -> list[Panel]:
 
 
 def choose_styles(groups: Groups) -> dict[str, dict]:
-    """Colour says the method; marker and line style tell lines apart without it. +proj is dashed
+    """A colour for each method. Marker and line style tell lines apart without it. +proj is dashed
     and hollow."""
+    configs = {label: next(iter(runs.values())).config for label, runs in groups.items()}
+    methods = list(dict.fromkeys(config["method"] for config in configs.values()))
     styles = {}
-    for i, (label, runs) in enumerate(groups.items()):
-        config = next(iter(runs.values())).config
-        colour = COLOURS[config["method"]]
+    for i, (label, config) in enumerate(configs.items()):
+        colour = COLOURS[methods.index(config["method"]) % len(COLOURS)]
         styles[label] = {
             "color": colour,
             "linestyle": "--" if config["project"] else LINES[i % len(LINES)],

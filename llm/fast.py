@@ -6,11 +6,12 @@ Nothing here changes a number by more than rounding; tests/test_fast.py says so.
 - Answers that have ended leave the batch.
 - The cache of sampled tokens grows in place.
 - Answers of like length are scored together, so that little padding is computed.
-- Logits are made a chunk at a time. 16 answers of 1,024 tokens have 10 GB of them where the
-  vocabulary has 152,000.
+- Logits are made a chunk at a time. With a vocabulary of 152,000, those of 16 answers of 1,024
+  tokens would need 10 GB.
 
-So it calls a model's trunk and its output layer itself, and keeps its cache. For a model in which
-more happens between the two, or to whose cache more belongs, that is wrong. `trial` asks.
+So it calls a model's trunk and its output layer itself, and copies its cache. This is wrong for a
+model that does more between the two (a soft cap), or keeps more in its cache. `trial` compares both
+ways before a run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-# Logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU.
+# Logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU. But at least those
+# of 512 tokens.
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
 # Padded positions that cost about as much as one more call of the model.
 PADDING = {"cpu": 2**9, "cuda": 2**12}

@@ -101,12 +101,13 @@ def hidden_states(policy, answers, config) -> Tensor:
 # ---------------- IBPO: the policy corrects its wrong answers
 
 
-def correct(answers, task, config, ask):
+def correct(answers, task, config, ask, eos: Tensor):
     """The second rollout: each wrong answer is shown beside siblings, and asked for again.
 
     Right siblings come first. Fills in which of all answers are repaired (N,), which of their
     tokens the correction kept (N, T), and adds the tokens of the corrections to `generated`.
-    ask(problems) returns the answers of the same policy.
+    ask(problems) returns the answers of the same policy. eos: (E,) the ids that end an answer, all
+    of which count as one.
     """
     rewards, G, problems = answers.rewards, config.group_size, []
     wrong = (rewards == 0).nonzero().flatten()
@@ -120,9 +121,11 @@ def correct(answers, task, config, ask):
     if problems:
         fixed = ask(problems)
         answers.repaired[wrong] = fixed.rewards == 1
-        answers.kept_mask[wrong] = kept_tokens(
-            answers.tokens[wrong], answers.mask[wrong], fixed.tokens, fixed.mask
+        before, after = (
+            torch.where(torch.isin(tokens, eos), eos[0], tokens)
+            for tokens in (answers.tokens[wrong], fixed.tokens)
         )
+        answers.kept_mask[wrong] = kept_tokens(before, answers.mask[wrong], after, fixed.mask)
         answers.generated += fixed.generated
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -105,10 +104,10 @@ def test_the_table_names_runs_left_out_and_compares_with_the_row_asked_for(tmp_p
 
 def test_outcomes_by_hand(tmp_path):
     last = {"opener so": 0.75, "opener ok": 0.15, "opener other": 0.1}
-    run = make_run(tmp_path / "r", [0.0] * 10 + [1.0] * 10, last=last)
+    run = make_run(tmp_path / "r", [0.0] * 11 + [1.0] * 9, last=last)
     o = curves.outcome(curves.read_run(run))
-    assert (o["reward"], o["final"], o["greedy"]) == (0.5, 1.0, 0.75)
-    assert o["Steps(0.8)"] == 14  # 4 of steps 10 to 14
+    assert (o["reward"], o["final"], o["greedy"]) == (0.45, 0.9, 0.75)
+    assert o["Steps(0.8)"] == 15  # 4 of steps 11 to 15
     assert o["drift opener"] == pytest.approx(0.35) and o["drift form"] == 0
     assert (o["entropy"], o["tax"], o["clipped"], o["k tokens"]) == (1, 0.25, 0.5, 10)
     assert o["jitter"] == pytest.approx(2 / 18)
@@ -125,16 +124,6 @@ def test_steps_to_a_score_and_jitter():
     assert curves.jitter([0.0, 1.0, 0.0, 0.0]) == pytest.approx((2 + 1) / 2)
     assert curves.jitter([0.1, 0.2, 0.3, 0.4]) == pytest.approx(0, abs=1e-12)
     assert math.isnan(curves.jitter([0.1, 0.2]))
-
-
-@pytest.mark.parametrize("n", [2, 5, 20])
-def test_students_interval_covers_the_true_mean_95_times_in_a_hundred(n):
-    rng = random.Random(n)
-    inside = 0
-    for _ in range(3000):
-        middle, half = curves.interval([rng.gauss(3, 2) for _ in range(n)])
-        inside += abs(middle - 3) <= half
-    assert inside / 3000 == pytest.approx(0.95, abs=0.012)  # three standard errors
 
 
 def test_students_quantiles_are_those_of_the_tables_and_intervals_know_what_is_no_number():

@@ -1,55 +1,465 @@
-"""toy/nthr.py and toy/lopti.py: a step and what is measured of it, beside a naive computation; and
-what all figures share."""
+"""The figures of toy/: a value of each by hand, in a naive loop; their rows, pairs and pictures."""
 
 import copy
-import importlib.util
+import itertools
 import math
+import random
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from helpers import float64
 
+import losses
 import train
-from losses import METHODS, Batch, token_grpo
-from toy import alike, drift, figure, ibpo, lopti, nthr, tax, tree
+from losses import METHODS, Batch, group_advantages, learning_tax, prefix_nodes, project
+from toy import alike, drift, gate, ibpo, lopti, nthr, tax
 from toy.arithmetic import Arithmetic
+from toy.policy import pad
 from train import Config
+
+
+def printed(capsys) -> list[str]:
+    """The lines, with one space between words."""
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+# ---------------- drift
+
+STAYS = {"reinforce", "grpo-symmetric", "cispo", "dfpo-min", "dfpo-min eps 0.2", "dfpo-orthogonal"}
+STAYS |= {"grpo+proj", "dr-grpo+proj", "gspo+proj", "dr-grpo", "dapo"}
+
+
+@pytest.fixture(scope="module")
+def curves():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drift, "STEPS", 5)
+        patch.setattr(drift, "SEEDS", 2)
+        yield drift.study()
+
+
+def test_drift_is_0_where_the_theory_says_so(curves):
+    for name in drift.NAMES:
+        assert (max(curves[name]["drift"]) < 1e-12) == (name in STAYS), name
+    assert all(curves[name]["tax"] == pytest.approx([0] * 6) for name in STAYS if "+" in name)
+
+
+def test_sampled_answers_follow_their_probabilities():
+    start = drift.start_policy(random.Random(0))
+    policy = replace(start, W=4 * start.W)
+    exact, n = dict(policy.answers(drift.PROMPT)), 2000
+    drawn = Counter(policy.sample(drift.PROMPT, n, torch.Generator().manual_seed(1)))
+    assert drawn.keys() <= exact.keys()
+    for y, p in exact.items():
+        assert abs(drawn[y] / n - p) < 5 * math.sqrt(p * abs(1 - p) / n) + 1e-9
+
+
+def measure_by_hand(policy, start) -> dict[str, float]:
+    """Of the probabilities of all answers, those that do not begin with the opener, too."""
+    p, q = Counter(), Counter()
+    for first, x in ((p, policy), (q, start)):
+        for y, chance in x.answers(drift.PROMPT):
+            first[y[0]] += chance
+    odds = [math.log(x[drift.OPENER] / (1 - x[drift.OPENER])) for x in (p, q)]
+    right = {y: chance for y, chance in policy.answers(drift.PROMPT) if y[0] == drift.OPENER}
+    right = {y: p for y, p in right.items() if y[1] != 3 and [a for a in y if a][-1] == 1}
+    share = sum(chance for y, chance in right.items() if y[1] == 1) / sum(right.values())
+    return {
+        "drift": abs(odds[0] - odds[1]),
+        "kl": sum(p[a] * math.log(p[a] / q[a]) for a in p),
+        "solutions": -share * math.log(share) - (1 - share) * math.log(1 - share),
+        "reward": sum(right.values()) / p[drift.OPENER],
+    }
+
+
+def drift_by_hand(loss, projected: bool, seed: int) -> list[dict[str, float]]:
+    """After 0 to 5 steps, off-policy after the first."""
+    policy, answers = start, _ = drift.draw(seed)
+    tokens, mask = pad(answers)
+    nodes, prompts = prefix_nodes(tokens, mask, 8), [drift.PROMPT] * 64
+    R = torch.tensor([y[1] != 3 and [a for a in y if a][-1] == 1 for y in answers]).double()
+    assert (R.view(8, 8).mean(1) % 1).all() and {y[0] for y in answers} == {drift.OPENER}
+    A, old, points, rate = group_advantages(R, 8), start.log_probs(prompts, answers)[0], [], None
+    for _ in range(6):
+        policy.W.requires_grad_()
+        logp = policy.log_probs(prompts, answers)[0]
+        value = loss(Batch(logp, old.detach(), A[:, None].expand(mask.shape), mask, 8, 5))
+        value = project(value, logp, A, nodes, mask) if projected else value
+        c = losses.token_coefficients(value, logp)
+        points.append(measure_by_hand(policy, start) | {"tax": learning_tax(c, A, nodes, mask)})
+        g = torch.autograd.grad(-value, policy.W)[0]
+        rate = rate or 0.6 / g.norm()  # the first step is equally long for all methods
+        policy = replace(policy, W=policy.W.detach() + rate * g)
+    return points
+
+
+def test_drift_prints_means_over_start_policies_of_what_is_measured_by_hand(
+    curves, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(drift, "study", lambda: curves)
+    drift.main(["--plot", str(tmp_path / "drift.svg")])
+    rows = printed(capsys)
+    clipped = partial(losses.dfpo_min, eps=0.2)
+    hand = {"grpo": losses.grpo, "grpo+proj": losses.grpo, "dfpo-min eps 0.2": clipped}
+    for name, loss in hand.items():
+        runs = [drift_by_hand(loss, "proj" in name, seed) for seed in (0, 1)]
+        steps = [*zip(*runs, strict=True)]
+        keys = runs[0][0]
+        mean = {key: [sum(point[key] for point in step) / 2 for step in steps] for key in keys}
+        for key in mean:
+            assert curves[name][key] == pytest.approx(mean[key], abs=1e-8), key
+        row = [mean[key][-1] for key in ("drift", "kl", "solutions", "reward")]
+        row = [f"{x:.4f}" if x > 1e-9 else "0" for x in [*row, sum(mean["tax"]) / 6]]
+        assert " ".join([name, *row]) in rows
+    assert sum(row.startswith((*drift.NAMES,)) for row in rows) == len(drift.NAMES)
+
+
+# ---------------- tax
+
+# Of a setting with unequal lengths: 1 on way A, 1 with a good plan, chance, reward, length.
+OUTCOMES = [(1, 1, 0.6, 1, 16), (1, 1, 0.4, 0, 7), (1, -1, 1, 0, 7), (-1, 0, 0.2, 1, 4)]
+OUTCOMES += [(-1, 0, 0.8, 0, 24)]
+
+
+def push_by_hand(name: str, old, new) -> tuple[torch.Tensor, float]:
+    """The expected gradient of J and the learning tax, from all 625 ordered groups."""
+    method = METHODS[name.partition("+")[0]]
+    rows = torch.tensor([*itertools.product(OUTCOMES, repeat=4)]).double().flatten(0, 1)  # (N, 5)
+    signs, (chance, reward, length) = rows[:, :2], rows[:, 2:].T
+    new, logps = new.clone().requires_grad_(), []
+    for logits in (new, old):  # the rest of an answer has no choice
+        choices = torch.nn.functional.logsigmoid(signs * logits) * (signs != 0)
+        logps.append(torch.nn.functional.pad(choices, (0, 22)))
+    p = (chance * logps[1].sum(1).exp()).view(-1, 4).prod(1).repeat_interleave(4)
+    A = group_advantages(reward, 4, method.scale) * p * 625
+    mask = torch.arange(24) < length[:, None]
+    tokens = torch.arange(9, 9 + mask.numel()).view(mask.shape)  # filler is nobody else's
+    tokens[:, :2] = torch.where(signs != 0, signs.long(), tokens[:, :2])
+    nodes = prefix_nodes(tokens, mask, 4)
+    clip = {"eps_low": 0.02, "eps_high": 0.02} if name == "gspo" else {}
+    loss = method.passes[0](Batch(*logps, A[:, None].expand(mask.shape), mask, 4, 24), **clip)
+    if name.endswith("+proj"):
+        loss = project(loss, logps[0], A, nodes, mask)
+    c = losses.token_coefficients(loss, logps[0])
+    push = torch.autograd.grad(logps[0], new, c / len(c))[0]
+    return push, learning_tax(c, A, nodes, mask)
+
+
+def test_tax_prints_where_the_push_of_all_ordered_groups_leads(capsys, monkeypatch):
+    short = dict(BATCHES=2, UPDATES=2, SIZE=0.7)
+    short["SETTINGS"] = {"6: unequal": ((16, 7), 0.2, (4, 24))}
+    for name, value in short.items():
+        monkeypatch.setattr(tax, name, value)
+    tax.main([])
+    rows = printed(capsys)
+    for name in tax.NAMES:
+        logits, rate, taxes = torch.tensor([2.0, 0.0], dtype=torch.float64), None, []
+        for _ in range(2):
+            old = logits
+            for _ in range(2):
+                push, part = push_by_hand(name, old, logits)
+                rate = rate or 0.7 / push.norm()
+                logits = logits + rate * push
+            taxes.append(part)  # of the last update
+        way, plan = map(sigmoid, logits.tolist())
+        reward = way * plan * 0.6 + (1 - way) * 0.2
+        assert f"{name} {reward:.3f} ({sum(taxes) / 2:.3f})" in rows
+
+
+def test_tax_says_where_grpo_ends_and_draws(capsys, monkeypatch, tmp_path):
+    share = (1 / 24) / (0.6 / 24 + 0.4 / 6 - 1 / 32)
+    ends = [tax.predict_reward(setting) for setting in tax.SETTINGS]
+    assert ends == pytest.approx([0.6, 0.6, 0.6 * share, 0.6, 0.2])
+    monkeypatch.setattr(tax, "train", lambda groups, name: (torch.zeros(3, 2), 0.0))
+    tax.main(["--plot", str(tmp_path / "tax.svg")])
+    assert "grpo, closed form 0.600 0.600 0.414 0.600 0.200" in printed(capsys)
+
+
+# ---------------- alike
+
+
+def alike_by_hand(kind, lengths, G, share, scale):
+    """The expected push on the first way's logit; sum |tax| over sum |c| at shared nodes."""
+    outcomes = [
+        (way, reward, 1 / lengths[way][1 - reward], p * chance)
+        for way, p in ((0, share), (1, 1 - share))
+        for reward, chance in ((1, 0.6), (0, 0.4))
+    ]
+    sums, tax, size = [0.0, 0.0], 0.0, 0.0
+    for group in itertools.product(outcomes, repeat=G):
+        chance = math.prod(answer[3] for answer in group)
+        mean = sum(answer[1] for answer in group) / G
+        std = math.sqrt(sum((answer[1] - mean) ** 2 for answer in group) / (G - 1)) + 1e-4
+        for way in (0, 1):
+            visitors = [answer for answer in group if answer[0] == way]
+            n = len(visitors)
+            A = [(answer[1] - mean) / (std if scale == "std" else 1) for answer in visitors]
+            w = [answer[2] for answer in visitors]
+            if kind == "node mean" and n:
+                w = [sum(w) / n] * n
+            if kind == "unbiased" and n > 1:
+                w = [sum(w) / n + (sum(w) / n - x) * (1 - n / G) / (n - 1) for x in w]
+            sums[way] += chance * sum(x * a for x, a in zip(w, A, strict=True)) / G
+            if n > 1:
+                tax += chance * abs(sum((x - sum(w) / n) * a for x, a in zip(w, A, strict=True)))
+                size += chance * sum(abs(x * a) for x, a in zip(w, A, strict=True))
+    return sums[0] - share * sum(sums), tax / size
+
+
+def test_alike_prints_pushes_and_shares_of_the_naive_loop(capsys, monkeypatch):
+    monkeypatch.setattr(alike, "SIZES", (2, 4))
+    monkeypatch.setattr(alike, "UPDATES", {3: 9})
+    alike.main([])
+    rows = [row.rsplit(" ", 2) for row in printed(capsys) if row]
+    rows = {name: numbers for name, *numbers in rows}
+    alike_ways, exchanged, unlike = ((24, 4),) * 2, ((4, 24),) * 2, ((16, 16), (4, 24))
+    for kind in ("grpo", "node mean", "unbiased"):
+        for name, lengths, start in (("alike", alike_ways, 0.7), ("unlike", unlike, 0.5)):
+            pushes = [alike_by_hand(kind, lengths, G, start, "mean")[0] for G in (2, 4)]
+            cells = [float(x) for x in rows[f"{name}, from {start} {kind}"]]
+            assert cells == pytest.approx(pushes, abs=5.1e-6)
+        for name, lengths in (("alike, from 0.7", alike_ways), ("lengths exchanged", exchanged)):
+            odds, taxes = math.log(0.7 / 0.3), []
+            for _ in range(9):
+                push, part = alike_by_hand(kind, lengths, 3, sigmoid(odds), "std")
+                odds += 2 * 4.0 * push  # both logits move, at the rate 4
+                taxes.append(part)
+            cells = [float(x) for x in rows[f"{name} G = 3, 9 updates {kind}"]]
+            assert cells == pytest.approx([sigmoid(odds), sum(taxes) / 9], abs=5.1e-4)
+
+
+# ---------------- gate
+
+
+def gate_by_hand(name, old, new):
+    """At these log-odds of the good tokens: the expected push on them, and sum c of winners and of
+    losers at the good token 1, over all ordered groups of 3."""
+    push, sums = [0.0, 0.0], [0.0, 0.0]
+
+    def chances(answer, odds):
+        return [sigmoid(z if good else -z) for good, z in zip(answer, odds, strict=True)]
+
+    outcomes = [*itertools.product((True, False), (True, False), (1.0, 0.0))]
+    for group in itertools.product(outcomes, repeat=3):
+        p, r = 1.0, []
+        for *answer, R in group:
+            before, after = chances(answer, old), chances(answer, new)
+            right = 0.3 + 0.1 * sum(answer)
+            p *= math.prod(before) * (right if R else 1 - right)
+            r.append([x / y for x, y in zip(after, before, strict=True)])
+        mean = sum(R for *_, R in group) / 3
+        std = math.sqrt(sum((R - mean) ** 2 for *_, R in group) / 2) + 1e-4
+        A = [(R - mean) / (1 if name == "recentred" else std) for *_, R in group]
+        s = [math.sqrt(a * b) for a, b in r]
+        for i, (*answer, _) in enumerate(group):
+            if name == "recentred":
+                c = [sum(s[i] ** 2 * s[j] ** 2 * (A[i] - A[j]) for j in range(3)) / 3] * 2
+            elif name == "dfpo-min":
+                c = [min(s) * A[i]] * 2
+            elif name == "gspo":
+                c = [A[i] * s[i] * (s[i] <= 1.02 if A[i] > 0 else s[i] >= 0.98)] * 2
+            else:
+                c = [A[i] * x * (x <= 1.2 if A[i] > 0 else x >= 0.8) for x in r[i]]
+            for t in (0, 1):
+                push[t] += p * c[t] * (answer[t] - sigmoid(new[t])) / 3 / 2
+            sums[A[i] < 0] += p * c[0] / 3 / 2 * answer[0]
+    return push, sums
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dfpo-min", "recentred"])
+def test_gate_climbs_the_push_of_all_ordered_groups_at_each_rate_alone(name, monkeypatch):
+    monkeypatch.setattr(gate, "G", 3)
+    world = gate.two_tokens(0.5, 0.05)
+    rates = torch.tensor([3.0, 50.0], dtype=torch.float64)
+    path = gate.train(gate.Setting(world, 2, 2), name, rates)
+    for k, rate in enumerate(rates.tolist()):
+        odds = old = [0.0, math.log(0.05 / 0.95)]
+        for step in range(4):
+            old = odds if step % 2 == 0 else old
+            push, _ = gate_by_hand(name, old, odds)
+            odds = [z + 2 * rate * x for z, x in zip(odds, push, strict=True)]  # two logits
+            logits = path[step + 1][k]
+            assert (logits[:, 0] - logits[:, 1]).tolist() == pytest.approx(odds, abs=1e-11)
+    good = torch.tensor(odds).double().sigmoid()
+    reward = float(gate.expected_reward(world, path[-1])[1])
+    assert reward == pytest.approx(0.3 + 0.1 * float(good.sum()))
+    sampled = gate.train(gate.Setting(world, 2, 1, sampled=100_000), name, rates[:1])[-1]
+    torch.testing.assert_close(sampled[0], path[2][0], atol=0.03, rtol=0)
+
+
+def test_gate_prints_a_row_for_each_method_and_its_limits_and_draws(capsys, tmp_path, monkeypatch):
+    small = dict(G=3, BATCHES=2, QUESTIONS=5, GROUPS=2, PAIRS=3, OTHERS=2)
+    for name, value in small.items():
+        monkeypatch.setattr(gate, name, value)
+    gate.main(["--limits", "--plot", str(tmp_path / "gate.svg")])
+    rows = printed(capsys)
+    world = gate.two_tokens(0.5, 0.001)
+    for name in gate.NAMES:
+        cells = []
+        for M in (1, 2):
+            end = gate.train(gate.Setting(world, M, 2), name, gate.RATES)[-1]
+            rewards = gate.expected_reward(world, end)
+            cells.append(f"{float(rewards.max()):.3f} ({int((rewards > 0.49).sum())})")
+        assert " ".join([name, *cells]) in rows
+    start = [0.0, math.log(0.001 / 0.999)]
+    push, sums = gate_by_hand("grpo", start, start)
+    moved = [z + 2 * 30 * x for z, x in zip(start, push, strict=True)]
+    for k, (x, y) in enumerate((sums, gate_by_hand("grpo", start, moved)[1]), 1):
+        assert f"grpo, update {k} {x:+.5f} {y:+.5f} {x + y:+.5f}" in rows
+    against_itself = [row for row in rows if row.startswith("grpo ") and "0.000 +- 0.000" in row]
+    assert len(against_itself) == 6
+
+
+# ---------------- ibpo
+
+DIGIT = [letter % 10 for letter in range(26)]
+
+
+def draw_by_hand(odds, gen):
+    """One digit for each place of each answer, from odds[answer][place][digit]."""
+    places = torch.tensor([place for row in odds for place in row], dtype=torch.float64)
+    return torch.multinomial(places, 1, generator=gen).view(len(odds), -1).tolist()
+
+
+def rollout_by_hand(W, groups, K, temperature, seed):
+    """Words, answers, corrections, and how many tokens the answers and corrections took."""
+    gen = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    words = torch.randint(26, (groups, K), generator=gen).tolist()
+    words, W = [word for word in words for _ in range(8)], W.tolist()
+    odds = [[[math.exp(x / temperature) for x in W[letter]] for letter in word] for word in words]
+    answers = draw_by_hand(odds, gen)
+    right = [[DIGIT[letter] for letter in word] for word in words]
+    for i, word in enumerate(words):
+        siblings = [i - i % 8 + (i + k) % 8 for k in range(1, 8)]
+        if answers[i] == right[i]:
+            siblings.append(i)  # its correction is drawn, too, and goes nowhere
+        shown = next((j for j in siblings if answers[j] == right[j]), siblings[0])
+        for t, (a, b) in enumerate(zip(answers[i], answers[shown], strict=True)):
+            for d in range(10):
+                x = W[word[t]][d] + math.log(6) * ((d == a) + (d == b))
+                odds[i][t][d] = math.exp(x / temperature)
+    wrong = sum(row != good for row, good in zip(answers, right, strict=True))
+    return words, answers, draw_by_hand(odds, gen), (K * len(answers), K * wrong)
+
+
+def ibpo_by_hand(W, temperature, reading, words, answers, fixed):
+    """The gradient of the mean of A'_i / K log pi over the tokens that a reading credits."""
+    W, rewards, repaired = W.detach().requires_grad_(), [], []
+    for word, answer, other in zip(words, answers, fixed, strict=True):
+        good = [DIGIT[letter] for letter in word]
+        repaired.append(answer != good and other == good and reading != "grpo")
+        rewards.append(1.0 if answer == good else 0.3 * repaired[-1])
+    J = 0.0
+    for i, word in enumerate(words):
+        group = torch.tensor(rewards[i - i % 8 : i - i % 8 + 8], dtype=torch.float64)
+        A = float((rewards[i] - group.mean()) / (group.std() + 1e-4))
+        for letter, digit, other in zip(word, answers[i], fixed[i], strict=True):
+            if repaired[i] and reading == "changed" and digit == other:
+                continue
+            if repaired[i] and reading == "sign" and (digit == other) == (A < 0):
+                continue
+            logp = (W[letter] / temperature).log_softmax(0)[digit]
+            J = J + A * logp / (len(word) * len(words))
+    return torch.autograd.grad(J, W)[0]
+
+
+@pytest.mark.parametrize("reading", ["grpo", "sign", "none", "changed"])
+def test_ibpos_step_on_all_wrong_groups_moves_what_the_naive_step_moves(reading):
+    W = ibpo.start_table().detach()
+    *rows, _ = rollout_by_hand(W, 64, 8, 1.0, 9)
+    groups = [[*zip(*(x[i : i + 8] for x in rows), strict=True)] for i in range(0, 64 * 8, 8)]
+
+    def right(word):
+        return [DIGIT[letter] for letter in word]
+
+    wrong = [g for g in groups if all(answer != right(word) for word, answer, _ in g)][:32]
+    words, answers, fixed = zip(*itertools.chain(*wrong), strict=True)
+    moved = (W + 50 * ibpo_by_hand(W, 1.0, reading, words, answers, fixed)).log_softmax(1)
+    moved -= W.log_softmax(1)
+    gain = sum(float(moved[letter, DIGIT[letter]]) for letter in range(26)) / 26 * 8
+    slips = [
+        float(moved[letter, a])
+        for word, row, other in zip(words, answers, fixed, strict=True)
+        if other == right(word)
+        for letter, a, b in zip(word, row, other, strict=True)
+        if a != b
+    ]
+    expected = gain, sum(slips) / len(slips)
+    assert ibpo.one_step(reading, 9) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("reading, temperature", [("grpo", 0.7), ("sign", 0.7), ("sign", 1.0)])
+def test_ibpo_counts_all_tokens_until_the_goal(reading, temperature):
+    W, gen, tokens = ibpo.start_table().detach(), torch.Generator().manual_seed(7), 0
+    while (W.softmax(1)[range(26), DIGIT].mean() ** 5) < 0.5:
+        *rollout, (first, second) = rollout_by_hand(W, 4, 5, temperature, gen)
+        W = W + 60 * ibpo_by_hand(W, temperature, reading, *rollout)
+        tokens += first + second * (reading != "grpo")
+    assert ibpo.tokens_to_goal(reading, 5, temperature, 60, 7) == tokens
+
+
+def test_ibpo_prints_means_over_seeds_at_the_rate_that_is_best_on_others(
+    capsys, tmp_path, monkeypatch
+):
+    def tokens_to_goal(reading, K, temperature, rate, seed):
+        excess = 0 if rate == 3200 else 9 if seed >= 100 else -9  # the best on the other seeds
+        return 1000 * (10 * K * temperature + (reading == "sign") + (-1) ** seed + excess)
+
+    monkeypatch.setattr(ibpo, "tokens_to_goal", tokens_to_goal)
+    monkeypatch.setattr(ibpo, "one_step", lambda reading, seed: (seed % 2, -1.0))
+    ibpo.main(["--plot", str(tmp_path / "ibpo.svg")])
+    rows = printed(capsys)
+    assert "none 0.50 +- 0.22 -1.00 +- 0.00" in rows
+    for name, first, second in [("grpo", 40, 80), ("ibpo", 41, 81), ("ibpo at 0.7", 29, 57)]:
+        found = [row for row in rows if row.startswith(f"{name} {first}.00 +- 0.43 {second}.00 +-")]
+        assert len(found) == 1
+
+
+# ---------------- nthr and lopti
 
 SMALL = dict(group_size=4, max_tokens=8, width=8)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group():
     """A policy, its answers to three problems with tokens in every quarter, and what score says."""
-    policy, task = train.load_policy(Config(**SMALL, seed=2), Arithmetic(), "scratch"), Arithmetic()
-    policy.model.get_input_embeddings().weight.data *= 3
-    policy.eos = torch.tensor([1, 5, 9])
-    answers = train.sample(policy, task, task.test[:3], 5, Config(**SMALL))
-    answers.rewards = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0])
-    scored = train.score(policy, None, answers, Config(**SMALL))
-    assert lopti.quarter_of(scored.batch)[answers.mask].bincount(minlength=4).amin() > 3
-    return policy, answers, scored
+    with float64():
+        task = Arithmetic()
+        policy = train.load_policy(Config(**SMALL, seed=2), task, "scratch")
+        policy.model.get_input_embeddings().weight.data *= 3
+        policy.eos = torch.tensor([1, 5, 9])
+        answers = train.sample(policy, task, task.test[:3], 5, Config(**SMALL))
+        answers.rewards = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0])
+        yield policy, answers, train.score(policy, None, answers, Config(**SMALL))
 
 
-def naive_log_probs(model, answers):
-    """log pi of every token, answer by answer, without padding."""
-    logps = []
+def log_probs_by_hand(model, answers, W=None) -> list:
+    """log pi of every token, by answer. With W, an output layer, hidden states are constants."""
+    found = []
     for i, keep in enumerate(answers.prompts.seen):
         prompt, answer = answers.prompts.ids[i][keep], answers.tokens[i][answers.mask[i]]
-        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
-        logps.append(logits.log_softmax(-1)[range(len(answer)), answer])
-    return logps
+        states = model.base_model(torch.cat([prompt, answer])[None]).last_hidden_state[0]
+        states = states[len(prompt) - 1 : -1]
+        logits = model.lm_head(states) if W is None else states.detach() @ W.T
+        found.append(logits.log_softmax(-1)[range(len(answer)), answer])
+    return found
 
 
-def naive_step(model, answers, weigh, rate):
-    """Climb sum weigh(i, logps[i]); returns the weights' gradient. No clipping."""
-    goal = sum(weigh(i, logp) for i, logp in enumerate(naive_log_probs(model, answers)))
+def step_by_hand(model, answers, weigh, rate) -> float:
+    """Climb sum weigh(i, log pi of answer i) without clipping; returns the gradient's norm."""
+    goal = sum(weigh(i, logp) for i, logp in enumerate(log_probs_by_hand(model, answers)))
     weights = list(model.parameters())
     gradient = torch.autograd.grad(goal, weights)
     with torch.no_grad():
         for weight, g in zip(weights, gradient, strict=True):
             weight += rate * g
-    return torch.cat([g.flatten() for g in gradient])
+    return float(torch.cat([g.flatten() for g in gradient]).norm())
 
 
 @pytest.mark.parametrize("kind", ["SGD", "SGD, one length"])
@@ -60,19 +470,17 @@ def test_delta_is_that_of_a_naive_step(group, kind, monkeypatch):
     monkeypatch.setattr(nthr, "Config", lambda **k: Config(**{**SMALL, "grad_clip": 1e9, **k}))
     measured = nthr.measure_delta(policy, answers, "grpo", kind)
     model = copy.deepcopy(policy.model)
-    before = naive_log_probs(model, answers)
+    before = log_probs_by_hand(model, answers)
     A = 0.5 / (3**-0.5 + 1e-4)
 
     def weigh(i, logp):
         return (A if i in (0, 3) else -A) * logp.sum() / answers.mask.sum()
 
-    rate = nthr.RATES[kind]
-    if "one length" in kind:
-        rate /= naive_step(copy.deepcopy(model), answers, weigh, 0.0).norm()
-    naive_step(model, answers, weigh, rate)
-    after = naive_log_probs(model, answers)
+    length = step_by_hand(copy.deepcopy(model), answers, weigh, 0.0)
+    step_by_hand(model, answers, weigh, 0.01 / length if "one length" in kind else 0.01)
+    after = log_probs_by_hand(model, answers)
     expected = sum((after[i] - before[i]).sum().item() for i in (0, 3)) / 2
-    assert measured == pytest.approx(expected, rel=2e-3) and abs(measured) > 1e-3
+    assert measured == pytest.approx(expected, rel=1e-4) and abs(measured) > 1e-3
 
 
 def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group):
@@ -81,264 +489,106 @@ def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group
     answers = train.take(answers, torch.arange(4, 8))
     answers.rewards = torch.tensor([1.0, 0, 1, 1])
     W = policy.model.get_output_embeddings().weight.detach().clone().requires_grad_()
-    logps = []
-    for i, keep in enumerate(answers.prompts.seen):
-        prompt, answer = answers.prompts.ids[i][keep], answers.tokens[i][answers.mask[i]]
-        states = policy.model.base_model(torch.cat([prompt, answer])[None]).last_hidden_state[0]
-        logits = states[len(prompt) - 1 : -1].detach() @ W.T
-        logps.append(logits.log_softmax(-1)[range(len(answer)), answer].sum())
-    right, sd = [0, 2, 3], 0.1875**0.5
-    ascent = sum((0.25 if i in right else -0.75) / sd * logp for i, logp in enumerate(logps))
-    mean = sum(logps[i] for i in right) / 3
+    logps = [logp.sum() for logp in log_probs_by_hand(policy.model, answers, W)]
+    A = [x / 0.1875**0.5 for x in (0.25, -0.75, 0.25, 0.25)]
+    ascent = sum(a * logp for a, logp in zip(A, logps, strict=True))
+    mean = (logps[0] + logps[2] + logps[3]) / 3
     slopes = [torch.autograd.grad(x, W, retain_graph=True)[0] for x in (ascent, mean)]
     expected = -float((slopes[0] * slopes[1]).sum())
-    assert nthr.measure_gwhes(policy, answers) == pytest.approx(expected, rel=1e-3)
+    assert nthr.measure_gwhes(policy, answers) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_laziest_are_compared_with_the_highest_scores(capsys):
+def test_nthrs_rows_have_their_differences_and_shares(capsys):
+    values = {"grpo": [1.0, 3.0], "nthr": [2.0, -1.0], "random": [0.0, 0.0]}
+    rows = {name: torch.tensor([values.get(name, [0.0, 0.0])] * 2) for name in nthr.METHODS}
+    nthr.show({(kind, name): row for kind in nthr.RATES for name, row in rows.items()})
+    row = "nthr 0.500 +- 0.000 -1.500 +- 0.000 +0.500 +- 0.000 50% 50%"
+    assert printed(capsys).count(row) == len(nthr.RATES)
+    for name in ("nthr", "nthr, eta 0"):  # a control has the eta of what it controls
+        assert nthr.METHODS[name][1] == nthr.METHODS[name.replace("nthr", "random")][1]
     delta = torch.arange(20.0).view(2, 10)
     deltas = {(kind, "grpo"): delta for kind in nthr.RATES}
     nthr.show_laziest(deltas, -delta + 100 * (delta == 19))  # 19 is scored highest, then 0 to 8
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-3:]] == ["9"] * 3
+    assert [row.split()[-1] for row in printed(capsys)[-3:]] == ["9"] * 3
 
 
-def test_the_control_has_the_eta_of_what_it_controls():
-    for name in ("nthr", "nthr, eta 0"):
-        method, hyper = nthr.METHODS[name]
-        random, same = nthr.METHODS[name.replace("nthr", "random")]
-        assert (method, random) == ("nthr", "nthr-random") and hyper == same
-    credit = Config(method="nthr-random", hyper=same).chosen_method.credit
-    assert credit.keywords == {"eta": 0.0}
-
-
-def test_questions_are_mixed_and_the_start_learns_from_worked_solutions(monkeypatch):
-    warmed = []
-    monkeypatch.setattr(Arithmetic, "reward", lambda self, text, item: text.count("1") % 2 * 1.0)
-    monkeypatch.setattr(nthr, "warm_start", lambda policy, task, config: warmed.append(task.train))
-    monkeypatch.setattr(nthr, "QUESTIONS", 3)
-    monkeypatch.setattr(nthr, "Config", lambda **k: Config(**k, width=8))
-    policy, task = nthr.make_start(0, direct=0)
-    nthr.make_start(0, direct=6)
-    whole = Arithmetic().train
-    nthr.make_start(0, direct=1)
-    assert warmed[0] == [item for item in whole if "+" in item.demo] and warmed[2] == whole
-    assert 2.2 < len(whole) / len(warmed[1]) < 3 and {*warmed[0]} < {*warmed[1]}
-    questions = nthr.find_questions(policy, task, 0)
-    assert [len({*answers.items}) for answers in questions] == [1, 1, 1]
-    assert len({answers.items[0] for answers in questions} & {*task.test}) == 3
-    assert all(0 < answers.rewards.sum() < 8 for answers in questions)
-    monkeypatch.setattr(Arithmetic, "reward", lambda *_: 1.0)
-    task.test = task.test[:5]
-    with pytest.raises(SystemExit, match="^error: start 4: only 0 of 3 questions"):
-        nthr.find_questions(policy, task, 4)
-
-
-def test_quarters_part_the_tokens(group):
-    _, answers, scored = group
-    p = torch.tensor([[0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1.0]]).expand(2, 7)
-    edges = Batch(p.log(), p.log(), p, p >= 0, group_size=2, max_tokens=7)
-    assert lopti.quarter_of(edges).tolist() == [[0, 0, 1, 2, 2, 3, 3]] * 2
-    batch = replace(scored.batch, logp=scored.batch.logp.clone().requires_grad_())
-    parts = []
-    for q in range(4):
-        parts += torch.autograd.grad(lopti.only(q)(batch), batch.logp)
-        assert not parts[q][lopti.quarter_of(batch) != q].any()
-    (whole,) = torch.autograd.grad(token_grpo(batch), batch.logp)
-    assert torch.allclose(sum(parts), whole) and whole.any()
-
-
-PASSES = METHODS["lopti"].passes
-ORDERS = {
-    "lopti": PASSES,
-    "reversed": PASSES[::-1],
-    "grpo twice": (lopti.half_grpo, lopti.half_grpo),
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_two_steps_of_sgd_are_those_made_by_hand(group, name, monkeypatch):
-    monkeypatch.setattr(lopti, "Config", lambda: Config(micro_rows=5))
-    policy, answers, scored = group
-    after, norm = lopti.climb(policy, scored, "SGD", ORDERS[name])
+def climb_by_hand(policy, answers, A, *passes) -> tuple[list, float]:
+    """Steps on a part of grpo's loss: its factor, and the range of the tokens' probabilities."""
     model = copy.deepcopy(policy.model)
-    before = [logp.detach() for logp in naive_log_probs(model, answers)]
-    sides = {"lopti": (True, False), "reversed": (False, True), "grpo twice": (None, None)}
+    before = [logp.detach() for logp in log_probs_by_hand(model, answers)]
     norms = []
-    for improbable in sides[name]:
+    for factor, low, high in passes:
 
-        def weigh(i, logp, improbable=improbable):
-            r, A = (logp - before[i]).exp(), scored.advantages[i]
-            goal = torch.minimum(r * A, r.clamp(0.8, 1.24) * A) / sum(map(len, before))
-            chosen = (before[i].exp() < 0.5) == improbable
-            return goal.sum() / 2 if improbable is None else goal[chosen].sum()
+        def weigh(i, logp, factor=factor, low=low, high=high):
+            r, p = (logp - before[i]).exp(), before[i].exp()
+            goal = torch.minimum(r * A[i], r.clamp(0.8, 1.24) * A[i]) / sum(map(len, before))
+            return factor * goal[(low <= p) & (p < high)].sum()
 
-        norms.append(float(naive_step(model, answers, weigh, rate=0.1).norm()))
-    assert norms[0] < 1  # so the gradient clip does not act
-    expected = torch.cat(naive_log_probs(model, answers))
-    assert torch.allclose(after[answers.mask], expected, atol=1e-4)
-    assert norm == pytest.approx(norms[0], rel=1e-3)
+        norms.append(step_by_hand(model, answers, weigh, rate=0.1))
+        assert norms[-1] < 1  # so the gradient clip does not act
+    return torch.cat(log_probs_by_hand(model, answers)).detach(), norms[0]
 
 
-def test_adamw_has_no_history_and_a_reset_takes_it_away_before_the_second_step(group, monkeypatch):
-    policy, _, scored = group
-    made = []
-
-    def make_optimizer(*args):
-        made.append(nthr.make_optimizer(*args))
-        return made[-1]
-
-    monkeypatch.setattr(lopti, "make_optimizer", make_optimizer)
-    for kind, count in {"AdamW": 1, "AdamW, reset": 2}.items():
-        made.clear()
-        lopti.climb(policy, scored, kind, PASSES)
-        assert [type(optimizer) for optimizer in made] == [torch.optim.AdamW] * count
-        steps = [{int(state["step"]) for state in o.state.values()} for o in made]
-        assert steps == [{3 - count}] * count and made[0].defaults["lr"] == lopti.RATES[kind]
-
-
-def count_tokens(scored, after):
-    """By quarter: tokens, their |move|, tokens with an advantage, those that move its way."""
-    counts = torch.zeros(4, 4, dtype=torch.float64)
-    for i, t in scored.answers.mask.nonzero().tolist():
-        old, new = float(scored.batch.logp_old[i, t]), float(after[i, t])
-        q = min(3, int(math.exp(old) // 0.25))
-        A = float(scored.advantages[i])
-        row = (1, abs(math.exp(new) - math.exp(old)), A != 0, (new > old) == (A > 0) and A != 0)
-        counts[:, q] += torch.tensor(row)
-    return counts
-
-
-def test_what_is_measured_is_counted_token_by_token(group):
-    policy, _, scored = group
+def test_lopti_measures_what_naive_steps_do(group):
+    policy, answers, scored = group
     measures = lopti.measure(policy, scored)
-    close = dict(rtol=1e-5, atol=1e-7, equal_nan=True)
-    after, whole = lopti.climb(policy, scored, "SGD", [token_grpo])
-    counts = count_tokens(scored, after)
-    shares = measures[lopti.GRADIENT, "share of the tokens"]
-    assert torch.allclose(shares.double(), counts[0] / counts[0].sum(), **close)
-    for q, part in enumerate(measures[lopti.GRADIENT, "gradient, of all = 1"].tolist()):
-        norm = lopti.climb(policy, scored, "SGD", [lopti.only(q)])[1]
-        assert part == pytest.approx(norm / whole, rel=1e-5)
-    for kind in ("SGD", "AdamW"):
-        for name, loss in (("all", token_grpo), ("only p > .75", lopti.only(3))):
-            counts = count_tokens(scored, lopti.climb(policy, scored, kind, [loss])[0])
-            moved = measures[lopti.MOVES + kind, name]
-            assert torch.allclose(moved, counts[1] / counts[0], **close)
-    for kind in lopti.RATES:
-        right = {}
-        for name, losses in ORDERS.items():
-            counts = count_tokens(scored, lopti.climb(policy, scored, kind, losses)[0])
-            right[name] = counts[3] / counts[2]
-        lines = {name: values for (table, name), values in measures.items() if table.endswith(kind)}
-        assert torch.allclose(lines["grpo twice"], right["grpo twice"], **close)
-        for line in ("lopti - grpo twice", "reversed - lopti"):
-            name, _, control = line.partition(" - ")
-            assert torch.allclose(lines[line], right[name] - right[control], **close)
+    old = torch.cat(log_probs_by_hand(policy.model, answers)).detach()
+    quarter = torch.tensor([min(3, int(4 * p)) for p in old.exp().tolist()])
+    A = scored.advantages.repeat_interleave(answers.mask.sum(1))
+
+    def by_quarter(values, among):
+        means = [float(values[among & (quarter == q)].double().mean()) for q in range(4)]
+        return pytest.approx(means, rel=1e-4, nan_ok=True)
+
+    def climb(*passes):
+        return climb_by_hand(policy, answers, scored.advantages, *passes)
+
+    whole = (1, 0, 2)
+    parts = [(1, 0, 0.25), (1, 0.25, 0.5), (1, 0.5, 0.75), (1, 0.75, 2)]
+    ratios = [climb(part)[1] / climb(whole)[1] for part in parts]
+    gradient = measures[lopti.GRADIENT, "gradient, of all = 1"].tolist()
+    assert gradient == pytest.approx(ratios, rel=1e-4)
+    shares = [float((quarter == q).double().mean()) for q in range(4)]
+    assert measures[lopti.GRADIENT, "share of the tokens"].tolist() == pytest.approx(shares)
+    for name, part in {"all": whole, "only p < .25": parts[0], "only p > .75": parts[3]}.items():
+        moved = (climb(part)[0].exp() - old.exp()).abs()
+        assert measures[lopti.MOVES + "SGD", name].tolist() == by_quarter(moved, A < 9)
+    right, halves = [], [(1, 0, 0.5), (1, 0.5, 2)]
+    for passes in ([(0.5, 0, 2)] * 2, halves, halves[::-1]):
+        right.append(((climb(*passes)[0] - old) * A > 0).double())
+    lines = {"grpo twice": right[0], "lopti - grpo twice": right[1] - right[0]}
+    for name, values in (lines | {"reversed - lopti": right[2] - right[1]}).items():
+        assert measures[lopti.RIGHT + "SGD", name].tolist() == by_quarter(values, A != 0)
 
 
-def test_the_commands_print_and_draw(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(Arithmetic, "reward", lambda self, text, item: text.count("1") % 2 * 1.0)
-    monkeypatch.setattr(nthr, "WARM", dict(warm_steps=2, warm_rows=4))
-    monkeypatch.setattr(nthr, "QUESTIONS", 1)
+def test_loptis_adamw_has_no_history_and_a_reset_takes_it_away_before_the_second_step(
+    group, monkeypatch
+):
+    made, real = [], nthr.make_optimizer
+    monkeypatch.setattr(lopti, "make_optimizer", lambda *args: made.append(real(*args)) or made[-1])
+    for kind in ("AdamW", "AdamW, reset"):
+        lopti.climb(group[0], group[2], kind, METHODS["lopti"].passes)
+    steps = [{int(state["step"]) for state in optimizer.state.values()} for optimizer in made]
+    assert steps == [{2}, {1}, {1}]
+
+
+def test_starts_learn_from_worked_solutions_and_every_start_has_its_row(
+    monkeypatch, capsys, tmp_path, easy
+):
+    seen = []
+    monkeypatch.setattr(nthr, "warm_start", lambda policy, task, config: seen.append(task.train))
+    monkeypatch.setattr(nthr, "QUESTIONS", 2)
     monkeypatch.setattr(nthr, "LAZIEST", 1)
     tiny = dict(width=8, prompts=2, max_tokens=6)
     for module, name in ((nthr, "nthr"), (lopti, "lopti")):
         monkeypatch.setattr(module, "STARTS", 2)
         monkeypatch.setattr(module, "Config", lambda **k: Config(**k, **tiny))
         module.main(["--plot", str(tmp_path / f"{name}.svg")])
-        assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
-        out = capsys.readouterr().out
-        lines = nthr.METHODS if module is nthr else ("all", "only p > .75")
-        times = len(nthr.RATES) if module is nthr else 2
-        assert all(out.count(f"\n{line} ") == times for line in lines if "," not in line)
-    lines = ("grpo twice", "lopti - grpo twice", "reversed - lopti")
-    assert all(out.count(f"\n{line} ") == len(lopti.RATES) for line in lines)
-
-
-def test_studies_have_a_row_for_each_start_and_take_unseen_problems(monkeypatch):
-    task, made = Arithmetic(), []
-
-    def make_start(seed, direct):
-        made.append(direct)
-        return float(seed), task
-
-    def sample(policy, task, items, step, config):
-        assert items == task.test[:32] and config.seed == policy
-        return policy
-
-    for module in (nthr, lopti):
-        monkeypatch.setattr(module, "STARTS", 2)
-        monkeypatch.setattr(module, "make_start", make_start)
-    monkeypatch.setattr(nthr, "QUESTIONS", 2)
-    monkeypatch.setattr(nthr, "find_questions", lambda policy, task, seed: [seed + 2, seed + 4])
-    monkeypatch.setattr(nthr, "measure_gwhes", lambda policy, answers: policy + answers)
-    monkeypatch.setattr(nthr, "measure_delta", lambda policy, answers, *_: 10 * answers)
+        rows = printed(capsys)
+        names = nthr.METHODS if module is nthr else ("grpo twice", "lopti - grpo twice")
+        assert all(sum(row.startswith(f"{name} ") for row in rows) >= 3 for name in names)
+    whole = Arithmetic().train
+    assert seen[0] == seen[1] == [item for item in whole if "+" in item.demo]
+    assert 2.2 < len(whole) / len(seen[2]) < 3 and {*seen[0]} < {*seen[2]} < {*whole}
     deltas, gwhes = nthr.study()
-    assert gwhes.tolist() == [[2, 4], [4, 6]]
-    assert deltas["SGD", "nthr"].tolist() == [[20, 40], [30, 50]] and len(deltas) == 21
-    monkeypatch.setattr(lopti, "sample", sample)
-    monkeypatch.setattr(lopti, "score", lambda policy, reference, answers, config: answers)
-    monkeypatch.setattr(lopti, "measure", lambda policy, x: {("a", "b"): torch.full((4,), x)})
-    assert lopti.study()["a", "b"].tolist() == [[0] * 4, [1] * 4] and made == [0, 0, 6, 6]
-
-
-def test_a_row_of_nthr_has_its_differences_and_shares(capsys):
-    values = {"grpo": [1.0, 3.0], "nthr": [2.0, -1.0], "random": [0.0, 0.0]}
-    rows = {name: torch.tensor([values.get(name, [0.0, 0.0])] * 2) for name in nthr.METHODS}
-    nthr.show({(kind, name): row for kind in nthr.RATES for name, row in rows.items()})
-    out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    row = "nthr 0.500 +- 0.000 -1.500 +- 0.000 +0.500 +- 0.000 50% 50%"
-    assert out.count(row) == len(nthr.RATES)
-
-
-def test_the_last_panel_of_lopti_has_the_probable_tokens(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(lopti, "draw_differences", lambda axis, x: drawn.append(x))
-    line = (lopti.RIGHT + "SGD", "lopti - grpo twice")
-    tables = {(lopti.GRADIENT, "a"): 1.0, (lopti.MOVES + "SGD", "b"): 1.0, line: 1.0}
-    measures = {key: torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]) for key in tables}
-    lopti.plot(measures, tmp_path / "a.svg")
-    assert drawn == [{"SGD:\nlopti - grpo twice": [4.0, 8.0]}]
-
-
-# ---------------- what all figures share
-
-
-@pytest.mark.parametrize("module", [alike, drift, ibpo, lopti, nthr, tax, tree])
-def test_a_wrong_flag_is_one_line_before_anything_is_computed(module):
-    for flags in ("--stats 3", "--plot", "--plot a.pdf", "--plot no/a.png"):
-        with pytest.raises(SystemExit, match="^error: [^\n]+$"):
-            module.main(flags.split())
-
-
-def test_a_picture_is_drawn_or_says_in_one_line_why_not(monkeypatch, tmp_path):
-    (tmp_path / "a.png").mkdir()
-    axis = figure.make_figure("what was found", 2)
-    with pytest.raises(SystemExit, match="^error: .*a.png cannot be written[^\n]+$"):
-        figure.save_picture(axis.savefig, path=tmp_path / "a.png")
-    figure.save_picture(axis.savefig, path=None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="^error: .*matplotlib[^\n]+$"):
-        figure.parse_plot("doc", ["--plot", "a.png"])
-
-
-def test_names_stand_at_the_ends_of_their_lines_and_keep_a_distance():
-    axis = figure.make_figure("", 2).subplots()
-    ends = {"grpo": 0.0, "cispo": 1.0, "dfpo-min": 0.99, "dfpo-min eps 0.2": 0.98, "gspo": 0.5}
-    figure.draw_lines(axis, {name: [0.5, end] for name, end in ends.items()})
-    places = {text.get_text(): text.xy[1] for text in axis.texts}
-    assert sorted(places, key=places.get) == sorted(ends, key=ends.get)
-    assert places["grpo"] == 0.0 and places["gspo"] == 0.5
-    crowd = sorted(places.values())[2:]
-    assert crowd[1] - crowd[0] == pytest.approx(crowd[2] - crowd[1]) and crowd[1] > crowd[0] + 0.05
-    assert crowd[2] <= axis.get_ylim()[1]
-
-
-def test_a_difference_is_drawn_as_its_mean_and_interval():
-    axis = figure.make_figure("", 2).subplots()
-    figure.draw_differences(axis, {"a": [1.0, 2.0, 0.0], "b": [4.0, 4.0]})
-    (first, second) = (container[2][0].get_segments()[0] for container in axis.containers)
-    half = 4.303 / 3**0.5  # of three values with a deviation of 1
-    assert first.tolist() == [pytest.approx([x, 0], abs=1e-3) for x in (1 - half, 1 + half)]
-    assert second.tolist() == [[4, -1], [4, -1]]
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["a", "b"]
+    assert gwhes.shape == (2, 2) and len({*deltas["SGD", "grpo"].flatten().tolist()}) == 4

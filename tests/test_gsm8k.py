@@ -72,6 +72,7 @@ READS["42"] += [r"\boxed{7} and #### 42", r"first \boxed{7}, then \boxed{42} aft
 READS["42"] += [r"\boxed{\text{about {all} of }42} of 50", r"\boxed{42", "7 and 35 make 42."]
 READS["42"] += ["42, in other digits ٤٣", "#### 42 dollars", "#### USD 42", "#### €42", "####42."]
 READS["42"] += ["#### 42kg", "#### **42**", "#### 42<|im_end|>", r"\boxed{42\text{ apples}}"]
+READS["42"] += [r"\boxed{42} and }, a 7}"]
 READS["-7"] += [r"#### -\$7", "#### -(7)"]
 READS[None] += ["#### 4\x002", r"42 \boxed{}", "", "forty-two"]
 READS[None] += [r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}"]

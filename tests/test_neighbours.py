@@ -7,6 +7,7 @@ I3.
 import math
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import losses
 from claims.readout import Readout
 from claims.trees import Draw
-from llm.neighbours import kept_tokens, nthr_scores
+from llm.neighbours import correct, kept_tokens, nthr_scores
 from losses import OldPolicy, nthr, nthr_random, nthr_selected
 
 REWARDS = [1, 0, 0, 1] + [0, 0, 0, 0] + [1, 1, 1, 1]  # groups: mixed, all wrong, all right
@@ -133,3 +134,27 @@ def test_kept_tokens_are_those_of_a_shortest_edit_of_rows_of_any_length():
             x, y = a[i, : la[i]].tolist(), b[i, : lb[i]].tolist()
             ours = distance(x, y, {*kept[i].nonzero().flatten().tolist()})
             assert ours == pytest.approx(distance(x, y))
+
+
+def test_a_correction_that_ends_with_another_eos_keeps_the_end():
+    """3 5 and then an end, 1 or 2, are corrected to 4 5 and the other end."""
+
+    def ends(*tokens, rewards):
+        tokens = torch.tensor(tokens)
+        return SimpleNamespace(
+            tokens=tokens,
+            mask=tokens > 0,
+            rewards=torch.tensor(rewards),
+            items=["a"] * len(tokens),
+            texts=["t"] * len(tokens),
+            generated=int((tokens > 0).sum()),
+        )
+
+    answers = ends([3, 5, 1], [4, 5, 2], [3, 5, 2], rewards=[0.0, 1.0, 0.0])
+    task = SimpleNamespace(repair=lambda item, text, shown: shown)
+    config = SimpleNamespace(group_size=3, repair_references=1)
+    fixed = ends([4, 5, 2], [4, 5, 1], rewards=[1.0, 0.0])
+    correct(answers, task, config, ask=lambda problems: fixed, eos=torch.tensor([1, 2]))
+    assert answers.repaired.tolist() == [True, False, False] and answers.generated == 15
+    same = [[False, True, True], [False] * 3, [False, True, True]]
+    assert answers.kept_mask.tolist() == same

@@ -8,7 +8,6 @@ from matplotlib.image import imread
 from test_compare import make_run, says
 
 from experiments import curves, plot
-from losses import METHODS
 
 
 def read(folders):
@@ -69,7 +68,6 @@ def test_the_figure_shows_these_lines_and_bands_in_styles_that_grey_print_tells_
         assert len({getattr(line, look)() for line in lines.values()}) == 4
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == [*(f"{m} (seeds: 2)" for m in methods), "grpo+proj (seeds: 1)"]
-    assert METHODS.keys() == plot.COLOURS.keys()
 
 
 def test_the_command_writes_the_file_asked_for_or_ends_in_one_line(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,37 @@ def test_ctrl_c_before_the_first_evaluation_leaves_nothing_and_a_second_one_does
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
 
 
+def test_a_run_that_is_resumed_is_never_removed(tmp_path, monkeypatch, whole):
+    """Not even where it begins anew, and is interrupted in its warm start again."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(whole[0] / "config.json", folder)
+    (folder / "notes.txt").write_text("mine")
+    interrupt_at(monkeypatch, "warm_start")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(folder)])
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
 # ---------------- what else may go wrong
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, scratch):
+    (tmp_path / "metrics.jsonl").touch()
+    optimizer = train.adamw(scratch.model, 0.1)
+    train.save(scratch, optimizer, 1, tmp_path)
+    weight = next(scratch.model.parameters())
+    kept = weight.data[0, 0].item()
+    weight.data[0, 0] = math.inf
+    assert "step 2" in refused(train.save, scratch, optimizer, 2, tmp_path)
+    weight.data[0, 0] = kept
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_context_too_small_is_said_before_the_warm_start(tmp_path, monkeypatch):
+    starts = spy(monkeypatch, "warm_start")
+    refused(run, tmp_path / "run", "--max-tokens", "2000")
+    assert not starts and not (tmp_path / "run").exists()
 
 
 def limit_files(size):
@@ -221,43 +252,32 @@ def test_a_run_directory_belongs_to_one_process(cut):
     assert contents(cut) == before
 
 
-def bad_loss(bad):
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_before_saved(tmp_path, monkeypatch):
+    good, calls, folder = METHODS["grpo"].passes[0], [], tmp_path / "run"
+
     def loss(batch):
-        loss.calls += 1
-        return METHODS["reinforce"].passes[0](batch) * (bad if loss.calls > 12 else 1)
+        calls.append(batch)
+        return good(batch) * (math.inf if len(calls) > 12 else 1)
 
-    loss.calls = 0
-    return loss
-
-
-def bad_gap(bad):
-    real = train.score
-
-    def score(policy, reference, answers, config):
-        if answers.step == 3:
-            answers.logp += bad
-        return real(policy, reference, answers, config)
-
-    return score
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["loss", "gap"])
-def test_bad_numbers_end_in_one_line_and_the_run_can_go_on(tmp_path, monkeypatch, where, bad):
-    """A loss that is not finite, and a sampler that disagrees with the scorer."""
-    whole, folder = run(tmp_path / "whole", "--eval-every", "1"), tmp_path / "run"
-    with monkeypatch.context() as broken:
-        if where == "gap":
-            broken.setattr(train, "score", bad_gap(bad))
-        else:
-            broken.setitem(METHODS, "grpo", Method((bad_loss(bad),)))
-        said = refused(run, folder, "--eval-every", "1")
+    monkeypatch.setitem(METHODS, "grpo", Method((loss,)))
+    said = refused(train.main, [*BUSY, "--out", str(folder)])
     step = len(metrics(folder))
     assert step > 1 and f"step {step}" in said
     assert (folder / "checkpoints" / f"step-{step - 1:06d}").is_dir()
-    if where == "gap":
-        train.main(["--resume", str(folder)])
-        assert_same_run(folder, whole)
+
+
+def test_where_sampler_and_scorer_disagree_the_run_ends_and_can_go_on(tmp_path, monkeypatch, whole):
+    real, folder = train.score, tmp_path / "run"
+
+    def score(policy, reference, answers, config):
+        wrong = replace(answers, logp=answers.logp + (math.nan if answers.step == 3 else 0))
+        return real(policy, reference, wrong, config)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(train, "score", score)
+        assert "step 3" in refused(train.main, [*BUSY, "--out", str(folder)])
+    train.main(["--resume", str(folder)])
+    assert_same_run(folder, whole[0])
 
 
 # ---------------- resuming with other flags

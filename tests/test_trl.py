@@ -288,7 +288,7 @@ def assert_tax(path, steps, taxes, loss_type, on_policy=False):
         A = group_advantages(answers.rewards, G) * torch.tensor([row[2] for row in rows])
         adv = A[:, None].expand_as(logp)
         loss = OWN[loss_type](Batch(logp, old, adv, answers.mask, G, L), NARROW, NARROW)
-        c = losses.token_coefficients(loss, logp)
+        c = losses.token_coefficients(loss, logp).tolist()
         expected = naive.tax(c, [row[1] for row in rows], A.tolist(), G)
         assert tax == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
@@ -458,7 +458,7 @@ def test_two_processes(qwen_path, tmp_path):
 
 
 OWN_RUNS = [f"TRL's {name}" for name in OWN]
-SHARDED_RUNS = ["sharded dfpo-orthogonal", "sharded pos-only"]
+SHARDED_RUNS = ["sharded grpo", "sharded pos-only"]  # L is in neither
 RUNS = list(itertools.product([*HONOURED, *OWN_RUNS, *SHARDED_RUNS], (1, 2)))
 
 
@@ -469,7 +469,9 @@ def one_process(path: str, out: Path):
         if name in OWN_RUNS:
             result = run_trls_own(path, method, **pieces)
         elif name in SHARDED_RUNS:
-            steps, model = run_sharded(path, method, **pieces)
+            # Few and long answers: one process has its last token long before the other.
+            pieces = split(2 // accumulate, accumulate, accumulate)
+            steps, model = run_sharded(path, method, max_completion_length=40, **pieces)
             result = steps, None
         else:
             result = run(path, method, **pieces)[0], None

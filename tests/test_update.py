@@ -65,6 +65,14 @@ def test_the_budget_is_the_configs_however_short_the_answers_are(policy):
     assert answers.batch.max_tokens == 11 > answers.batch.logp.shape[1]
 
 
+def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
+    scored, config = prepare(policy, lr=0.0)
+    scored.answers.rewards = torch.tensor([1.0, 0.5, 0.0] * 2 + [0.5] * 6)  # 0.5 is a mean, twice
+    scored = train.score(policy, None, scored.answers, config)
+    updates = train.learn(policy, train.adamw(policy.model, 0.0), scored, config)
+    assert train.diagnose(policy, scored, updates, config)["equal_groups"] == 0.5
+
+
 def test_no_more_than_micro_rows_answers_are_in_the_model_at_once(policy):
     sizes = []
     policy.model.base_model.register_forward_pre_hook(

@@ -50,7 +50,8 @@ def corrected(policy, task, rows, gen):
     repaired, kept = [False] * len(items), [[False] * len(answer) for answer in answers]
     for i, correction in zip(wrong, fixed, strict=True):
         repaired[i] = task.reward(naive.decode(policy, correction), items[i]) == 1
-        a, b = torch.tensor([answers[i]]), torch.tensor([correction])
+        rows = ([1 if t in (1, 5, 9) else t for t in row] for row in (answers[i], correction))
+        a, b = (torch.tensor([row]) for row in rows)  # one end is like another
         kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
     return repaired, kept, sum(map(len, fixed))
 

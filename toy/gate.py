@@ -28,8 +28,9 @@ but for gspo at most rates. Sampled groups show none at the rate that is best fo
 
 from __future__ import annotations
 
-import argparse
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +48,7 @@ from losses import (
     project,
     token_coefficients,
 )
-from toy.figure import interval, picture, save_picture
+from toy.figure import interval, make_figure, parse_arguments, picture, save_picture
 from toy.policy import count_orders
 
 G = 4
@@ -56,6 +57,7 @@ NAMES = (
     *("dfpo-min eps 0.2", "reinforce", "recentred"),
 )
 HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}, "dfpo-min eps 0.2": {"eps": 0.2}}
+ADAM = functools.partial(AdamW, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 class World(NamedTuple):
@@ -72,7 +74,7 @@ class Setting(NamedTuple):
     world: World
     updates: int  # M, on each batch
     batches: int
-    optimizer: type = SGD
+    optimizer: Callable = SGD
     sampled: int = 0  # groups in a batch; 0: all that there are, each as often as it is probable
     seed: int = 0  # of the sampling
 
@@ -122,12 +124,17 @@ class Groups:
         p = probabilities(self.world, logits)[:, self.answers]
         return (p * chance).prod(2) * self.orders
 
-    def batch(self, name: str, logits: Tensor, drawn: Tensor, weight: Tensor):
-        """The groups `drawn` under the old policies. (policies, m) both.
+    def batch(self, name: str, logits: Tensor, sampled: int = 0, generator=None):
+        """All groups, or a sample of m, under the old policies: tokens (policies, rows, T), Batch.
 
         Losses are homogeneous in A, so each group's A carries its weight. It also carries the
         number of groups, over which a loss takes the mean.
         """
+        weight = self.probabilities(logits)  # (policies, n)
+        drawn = torch.arange(weight.shape[1]).expand_as(weight)
+        if sampled:
+            drawn = torch.multinomial(weight, sampled, replacement=True, generator=generator)
+            weight = torch.full(drawn.shape, 1 / sampled, dtype=weight.dtype)  # (policies, m)
         A = group_advantages(self.rewards[drawn].flatten(), G, find(name).scale)
         A = A * (weight * weight.numel()).flatten().repeat_interleave(G)
         tokens = self.world.answers[self.answers[drawn].flatten(1)]  # (policies, rows, T)
@@ -140,34 +147,30 @@ def find(name: str) -> Method:
     return METHODS[name.partition("+")[0].split()[0]]
 
 
-def push(name: str, tokens: Tensor, batch: Batch, logits: Tensor) -> Tensor:
-    """The gradient of a method's J. (policies, T, V)."""
+def compute_push(name: str, tokens: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a method's J, (policies, T, V), and the token coefficients, (N, T)."""
     logits = logits.detach().requires_grad_()
     logp = log_probs(logits, tokens).flatten(0, 1)
     loss = find(name).passes[0](replace(batch, logp=logp), **HYPER.get(name, {}))
     if name.endswith("+proj"):
         nodes = prefix_nodes(tokens.flatten(0, 1), batch.mask, G)
         loss = project(loss, logp, batch.adv[:, 0], nodes, batch.mask)
-    return -torch.autograd.grad(loss, logits)[0]
+    c = token_coefficients(loss, logp)
+    return torch.autograd.grad(logp, logits, c / len(c))[0], c
 
 
-def train(setting: Setting, name: str, rates: Tensor, **options) -> list[Tensor]:
+def train(setting: Setting, name: str, rates: Tensor) -> list[Tensor]:
     """The logits after every update, of one policy per rate. (policies, T, V) each."""
-    world, groups = setting.world, Groups(setting.world)
-    start = world.start.expand(len(rates), -1, -1)
+    groups = Groups(setting.world)
+    start = setting.world.start.expand(len(rates), -1, -1)
     moved = torch.zeros_like(start)  # at the rate 1; policies do not influence each other
-    optimizer = setting.optimizer([moved], lr=1.0, **options)
+    optimizer = setting.optimizer([moved], lr=1.0)
     generator = torch.Generator().manual_seed(setting.seed)
     path = [start]
     for _ in range(setting.batches):
-        p = groups.probabilities(path[-1])
-        drawn, weight = torch.arange(p.shape[1]).expand_as(p), p
-        if setting.sampled:
-            drawn = torch.multinomial(p, setting.sampled, replacement=True, generator=generator)
-            weight = torch.full(drawn.shape, 1 / setting.sampled, dtype=p.dtype)
-        tokens, batch = groups.batch(name, path[-1], drawn, weight)
+        tokens, batch = groups.batch(name, path[-1], setting.sampled, generator)
         for _ in range(setting.updates):
-            moved.grad = -push(name, tokens, batch, path[-1])
+            moved.grad = -compute_push(name, tokens, batch, path[-1])[0]
             optimizer.step()
             path.append(start + rates.view(-1, 1, 1) * moved)
     return path
@@ -180,9 +183,9 @@ RATES = 10 ** torch.linspace(0, 3, 41, dtype=torch.float64)
 TOO_LARGE = 30.0  # a rate to show the mechanism at
 BATCHES = 120
 STYLES = {
-    "grpo": dict(color="#E69F00", marker="s"),
+    "grpo": dict(color="#B07600", marker="s"),
     "gspo": dict(color="#D55E00", marker="v"),
-    "grpo+proj": dict(color="#E69F00", marker="s", linestyle="--", markerfacecolor="white"),
+    "grpo+proj": dict(color="#B07600", marker="s", linestyle="--", markerfacecolor="white"),
     "grpo-symmetric": dict(color="#009E73", marker="^"),
     "dfpo-min": dict(color="#0072B2", marker="D"),
     "recentred": dict(color="#000000", marker="o"),
@@ -190,9 +193,10 @@ STYLES = {
 
 
 def sweep(setting: Setting, name: str, rates: Tensor = RATES) -> Tensor:
-    """The expected reward at the end of a run at each rate."""
-    options = ADAM if setting.optimizer is AdamW else {}
-    return expected_reward(setting.world, train(setting, name, rates, **options)[-1])
+    """The expected reward at the end of a run at each rate. Of sampled groups, which leave noise,
+    the mean at the ends of the last batches."""
+    ends = train(setting, name, rates)[:: -setting.updates][: LAST if setting.sampled else 1]
+    return torch.stack([expected_reward(setting.world, logits) for logits in ends]).mean(0)
 
 
 def format_sweep(rewards: Tensor) -> str:
@@ -207,15 +211,12 @@ def sum_by_sign(name: str) -> list[tuple[float, float]]:
     """
     world, rate = two_tokens(*GOOD), torch.tensor([TOO_LARGE], dtype=torch.float64)
     path = train(Setting(world, 2, 1), name, rate)
-    groups, p = Groups(world), Groups(world).probabilities(path[0])
-    tokens, batch = groups.batch(name, path[0], torch.arange(p.shape[1])[None], p)
+    tokens, batch = Groups(world).batch(name, path[0])
+    good, winner = tokens[0, :, 0] == 0, batch.adv[:, 0] > 0
     sums = []
     for logits in path[:2]:
-        logp = log_probs(logits, tokens)[0].requires_grad_()
-        loss = find(name).passes[0](replace(batch, logp=logp), **HYPER.get(name, {}))
-        c = token_coefficients(loss, logp)[:, 0] / len(logp)
-        good, adv = tokens[0, :, 0] == 0, batch.adv[:, 0]
-        sums.append(tuple(float(c[good & sign].sum()) for sign in (adv > 0, adv < 0)))
+        c = compute_push(name, tokens, batch, logits)[1][:, 0] / len(good)
+        sums.append((float(c[good & winner].sum()), float(c[good & ~winner].sum())))
     return sums
 
 
@@ -234,46 +235,29 @@ def compare_exactly(columns: dict[str, Setting], rates: Tensor = RATES) -> dict:
     return rewards
 
 
-def plot(rewards: dict, sums: list[tuple[float, float]], file: Path):
-    """The mechanism, its path, and the end at every rate."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 2.9), layout="constrained")
-    bars, path, ends = figure.subplots(1, 3)
+def plot(rewards: dict, sums: list[tuple[float, float]], path: Path):
+    """The mechanism, and the end at every rate."""
+    figure = make_figure("GRPO's min undoes a first update. So no rate suits both tokens.", 3.4)
+    bars, ends = figure.subplots(1, 2)
     for k, (winners, losers) in enumerate(sums):
         heights = (winners, losers, winners + losers)
         bars.bar([4 * k + x for x in range(3)], heights, color=["#56B4E9", "#CC79A7", "#000000"])
     bars.axhline(0, color="#999999", linewidth=0.8)
-    names = ["winners", "losers", "sum"]
-    bars.set_xticks([0, 1, 2, 4, 5, 6], names * 2, rotation=45)
+    bars.set_xticks([0, 1, 2, 4, 5, 6], ["winners", "losers", "sum"] * 2, rotation=45)
     bars.set_title("grpo: sum c at the good token 1, updates 1 and 2")
-    rate = torch.tensor([TOO_LARGE], dtype=torch.float64)
-    for name in ("grpo", "grpo-symmetric"):
-        logits = train(Setting(two_tokens(*GOOD), 2, 8), name, rate)
-        path.plot([float(z[0, 0].softmax(0)[0]) for z in logits], label=name, **STYLES[name])
-    path.set_title(f"share of the good token 1, rate {TOO_LARGE:g}")
-    path.set_xlabel("updates, 2 to a batch")
     for name, style in STYLES.items():
         ends.plot(RATES, rewards["M = 2", name], label=name, markevery=5, **style)
-    ends.plot(
-        RATES,
-        rewards["M = 1", "grpo"],
-        label="grpo, M = 1",
-        marker="",
-        linestyle=":",
-        color="#666666",
-    )
+    control = dict(label="grpo, M = 1", color="#666666", linestyle=":", marker="")
+    ends.plot(RATES, rewards["M = 1", "grpo"], **control)
     ends.set_xscale("log")
     ends.set_title(f"reward after {BATCHES} batches, M = 2")
     ends.set_xlabel("learning rate")
     figure.legend(*ends.get_legend_handles_labels(), loc="outside lower center", ncols=7)
-    figure.savefig(file, dpi=110)
-    print(f"\npicture: {file}")
+    figure.savefig(path)
 
 
 # ---------------- its limits
 
-ADAM = dict(betas=(0.9, 0.95), weight_decay=0.0)
 ADAM_RATES = 10 ** torch.linspace(-2.5, 0.5, 25, dtype=torch.float64)
 QUESTIONS = 150
 GROUPS, LAST = 16, 20  # sampled groups in a batch; batches whose reward counts
@@ -294,20 +278,13 @@ def compare_on_random_questions(ways: int, updates: int, questions: int):
         show(f"{name}, {ways} ways, M = {updates}", [f"{x:.4f}" for x in cells])
 
 
-def final_rewards(setting: Setting, name: str, rates: Tensor) -> Tensor:
-    """The mean reward of the last batches of a run at each rate."""
-    options = ADAM if setting.optimizer is AdamW else {}
-    ends = train(setting, name, rates, **options)[-LAST * setting.updates :: setting.updates]
-    return torch.stack([expected_reward(setting.world, logits) for logits in ends]).mean(0)
-
-
 def compare_sampled(setting: Setting, rates: Tensor):
     """With sampled groups: each method at the best of these rates on other seeds."""
     first = None
     for name in FEWER:
-        before = final_rewards(setting._replace(seed=1), name, rates.repeat_interleave(OTHERS))
+        before = sweep(setting._replace(seed=1), name, rates.repeat_interleave(OTHERS))
         best = rates[before.view(-1, OTHERS).mean(1).argmax()]
-        rewards = final_rewards(setting, name, best.repeat(PAIRS))
+        rewards = sweep(setting, name, best.repeat(PAIRS))
         first = rewards if first is None else first
         cells = [interval(x.tolist()) for x in (rewards, rewards - first)]
         show(name, [f"{best:.3g}", *(f"{mean:.3f} +- {half:.3f}" for mean, half in cells)], 18)
@@ -316,31 +293,31 @@ def compare_sampled(setting: Setting, rates: Tensor):
 def show_limits():
     world, easier = two_tokens(*GOOD), two_tokens(GOOD[0], 0.01)
     print(f"\nThe best reward of {len(RATES[::2])} rates, B = 120 if not said\n")
-    columns = {"M = 2, B = 480": Setting(world, 2, 480), "M = 8": Setting(world, 8, BATCHES)}
+    columns = {
+        "M = 2, B = 480": Setting(world, 2, 4 * BATCHES),
+        "M = 8": Setting(world, 8, BATCHES),
+    }
     compare_exactly(columns | {"M = 2, start .01": Setting(easier, 2, BATCHES)}, RATES[::2])
     print(f"\nThe same with AdamW in expectation, {len(ADAM_RATES)} rates from .003 to 3.2\n")
-    columns = {f"M = {M}": Setting(world, M, BATCHES, AdamW) for M in (2, 8)}
+    columns = {f"M = {M}": Setting(world, M, BATCHES, ADAM) for M in (2, 8)}
     compare_exactly(columns, ADAM_RATES)
     print("\nRandom questions, answers of one token: mean regret\n")
     show("", ["one rate for all", "a rate for each"])
     compare_on_random_questions(2, 2, QUESTIONS)
     compare_on_random_questions(3, 8, QUESTIONS // 5)
+    optimizers = {"SGD": (SGD, 2.0 ** torch.arange(9)), "AdamW": (ADAM, ADAM_RATES[::4])}
     for start, M in ((GOOD[1], 2), (GOOD[1], 8), (0.05, 2)):
-        for optimizer, rates in (
-            (SGD, 2.0 ** torch.arange(9)),
-            (AdamW, 10 ** torch.linspace(-2.5, 0.5, 7)),
-        ):
-            print(f"\nSampled groups, token 2 starts at {start}, M = {M}, {optimizer.__name__}\n")
+        for title, (optimizer, rates) in optimizers.items():
+            print(f"\nSampled groups, token 2 starts at {start}, M = {M}, {title}\n")
             show("", ["rate", "reward", "minus grpo"], 18)
             setting = Setting(two_tokens(GOOD[0], start), M, BATCHES, optimizer, GROUPS)
             compare_sampled(setting, rates.double())
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m toy.gate", description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw it, as .svg or .png")
-    parser.add_argument("--limits", action="store_true", help="other settings: ten minutes")
-    options = parser.parse_args(argv)
+    file = dict(type=picture, metavar="FILE", help="draw it, as .svg or .png")
+    limits = dict(action="store_true", help="other settings: ten minutes")
+    options = parse_arguments(__doc__, argv, {"--plot": file, "--limits": limits})
     torch.set_num_threads(1)
     world = two_tokens(*GOOD)
     print(f"The best reward of {len(RATES)} rates; in brackets, how many end above .49\n")

@@ -76,12 +76,11 @@ class Policy:
         """grad_W log pi(y) = sum_t grad_W log pi(y_t|h_t). (V, D)"""
         return sum(self.grad_log_prob(prompt + y[:t], a) for t, a in enumerate(y))
 
-    def expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> float:
-        """J = sum_y pi(y) R(y), over every possible answer."""
-        return sum(p * reward(y) for y, p in self.answers(prompt))
-
     def grad_expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> Tensor:
-        """grad_W J = sum_y pi(y) R(y) grad_W log pi(y), which every method estimates. (V, D)"""
+        """grad_W of J = sum_y pi(y) R(y), which every method estimates. (V, D)
+
+        sum_y pi(y) R(y) grad_W log pi(y), over every possible answer.
+        """
         answers = self.answers(prompt)
         return sum(p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in answers)
 

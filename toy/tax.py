@@ -27,7 +27,7 @@ from losses import METHODS, Batch, learning_tax, project, token_coefficients
 from toy.figure import draw_lines, line_style, make_figure, parse_plot, save_picture
 
 G, BATCHES, UPDATES = 4, 120, 8
-START = ((2.0, 0.0),)  # one policy: the logits of way A and of a good plan
+START = (2.0, 0.0)  # the logits of way A and of a good plan
 SIZE = 0.1  # the length of the first update
 RIGHT = 0.6  # with a good plan
 # lengths of right and wrong answers on A; chance to be right on B, and lengths there
@@ -48,8 +48,7 @@ PANELS = {  # what happens to the reward in some settings
 }
 
 
-def make_groups(setting: str, copies: int = 1) -> Groups:
-    """All groups, or as many copies of them as there are policies."""
+def make_groups(setting: str) -> Groups:
     (right, wrong), chance, (right_b, wrong_b) = SETTINGS[setting]
     outcomes = [
         Outcome(0, RIGHT, 1.0, right, plan=0),
@@ -58,13 +57,12 @@ def make_groups(setting: str, copies: int = 1) -> Groups:
         Outcome(1, chance, 1.0, right_b),
         Outcome(1, 1 - chance, 0.0, wrong_b),
     ]
-    return Groups([outcome for outcome in outcomes if outcome.chance], G, copies)
+    return Groups([outcome for outcome in outcomes if outcome.chance], G)
 
 
 def log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """Of the way and of the plan, and 0 for filler. (policies, 2) -> (N, T)."""
+    """Of the way and of the plan, and 0 for filler. (2,) -> (N, T)."""
     choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0 for A, 0 for good, -1 for none
-    logits = logits.repeat_interleave(len(choices) // len(logits), 0)  # (N, 2)
     logp = logsigmoid((1 - 2 * choices) * logits).masked_fill(choices < 0, 0.0)
     return pad(logp, (0, groups.mask.shape[1] - 2))
 
@@ -75,7 +73,7 @@ def start_batch(groups: Groups, logits: Tensor, scale: str) -> Batch:
 
 
 def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a method's J, (policies, 2), and the token coefficients, (N, T)."""
+    """The gradient of a method's J, (2,), and the token coefficients, (N, T)."""
     plain, _, projected = name.partition("+")
     logits = logits.detach().requires_grad_()
     logp = log_probs(groups, logits)
@@ -87,7 +85,7 @@ def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tup
 
 
 def train(groups: Groups, name: str) -> tuple[Tensor, float]:
-    """The logits before each batch and after the last, (BATCHES + 1, 1, 2).
+    """The logits before each batch and after the last, (BATCHES + 1, 2).
 
     And the mean learning tax of the last updates of the batches.
     """
@@ -137,7 +135,7 @@ def plot(curves: dict[tuple[str, str], Tensor], path: Path):
     axes[0].set_ylim(0.15, 0.68)
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
-        draw_lines(axis, {name: curves[setting, name][:, 0].tolist() for name in LINES})
+        draw_lines(axis, {name: curves[setting, name].tolist() for name in LINES})
         axis.axhline(predict_reward(setting), **line_style("grpo") | dict(linestyle=":"))
         axis.set_title(title)
         axis.set_xlabel("batches; dotted: C18's forecast")

@@ -40,14 +40,12 @@ from llm.fast import CHUNK, PromptStates
 
 
 def count_kept(case: Case, rows: int, fake: bool = True) -> tuple[int, int]:
-    """Bytes that autograd keeps of scoring `rows` full answers, beside the parameters; and the
-    number of parameters."""
+    """Bytes that autograd keeps of scoring `rows` full answers, and the number of parameters."""
     with FakeTensorMode() if fake else nullcontext(), torch.autocast("cpu", torch.bfloat16):
         model = architecture(case).eval()
-        own = {p.untyped_storage()._cdata for p in model.parameters()}
         hidden, kept = saved_storages(lambda: read(model, case, rows))
         kept[hidden.untyped_storage()._cdata] = hidden  # the output layer keeps it
-        size = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
+        size = sum(x.untyped_storage().nbytes() for x in kept.values())
         return size, sum(p.numel() for p in model.parameters())
 
 
