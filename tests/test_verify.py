@@ -1,7 +1,6 @@
 """verify.py: what its verdicts stand on, and the command line."""
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -75,14 +74,6 @@ def test_the_verdicts_do_not_depend_on_the_seed():
             assert examine(losses, claim, name, draws).message == "", (claim.id, name)
 
 
-def test_each_claim_says_what_it_shows_where_it_is_from_and_why():
-    assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
-    for claim in CLAIMS:
-        statement, source, proof = claim.text
-        assert statement.endswith(".") and set("PSD") & set(source) and proof, claim.id
-        assert bool(claim.condition) == (claim.verdict != "HOLDS"), claim.id
-
-
 # ---------------- the random trees
 
 
@@ -97,11 +88,11 @@ def test_the_draws_are_as_varied_as_verify_says():
     for part in (shared > 1.28, shared < 0.8, (shared > 0.8) & (shared < 1.2)):
         assert part.sum() > 5
     for draw in draws:
-        assert sum(draw.adv) == pytest.approx(0, abs=1e-12) and not draw.mask[:, -1].any()
-        batch = draw.batch(losses, 0.6)
-        assert (batch.logp[~draw.mask] == 1e4).all() and (batch.adv[~draw.mask] == 1e4).all()
-        gap = (batch.logp - batch.logp_old - draw.log_ratio(0.6))[draw.mask]
-        assert gap.abs().max() < 1e-14
+        batch = draw.batch(losses)
+        padding = torch.stack([batch.logp, batch.logp_old, batch.logp_ref, batch.adv])[
+            :, ~draw.mask
+        ]
+        assert padding.numel() and (padding.abs() >= 1e4).all()
 
 
 def test_extreme_draws_reach_where_users_are():
@@ -222,11 +213,3 @@ def test_with_its_formula_a_method_is_proved_and_a_fault_is_seen(
     monkeypatch.setitem(formulas.FORMULAS, "luspo", (luspo, "answer"))
     found, out = grade(capsys, tmp_path, LUSPO.replace("* 1 + 0", fault), "--only", "M1", "M2")
     assert found == code and ("luspo: expected" in out) == bool(code)
-
-
-def test_losses_and_claims_import_nothing_of_the_trainer_or_the_figures():
-    code = "import verify, sys; print(*sys.modules)"
-    root = Path(verify.__file__).parent
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    ours = {name for name in loaded.stdout.split() if name.split(".")[0] in ("toy", "train", "llm")}
-    assert ours <= {"toy", "toy.policy", "llm", "llm.neighbours"}
