@@ -238,22 +238,24 @@ def test_alike_prints_pushes_and_shares_of_the_naive_loop(capsys, monkeypatch):
 
 
 def gate_by_hand(name, old, new):
-    """At these log-odds of the good tokens, from all 4,096 ordered groups: the expected gradient of
+    """At these log-odds of the good tokens, from all ordered groups: the expected gradient of
     J, and sum c of winners and of losers at the good token 1."""
     outcomes = itertools.product((1, -1), (1, -1), (1, 0))  # token 1 good, token 2 good, reward
-    rows = torch.tensor([*itertools.product(outcomes, repeat=4)]).double().flatten(0, 1)  # (N, 3)
+    rows = (
+        torch.tensor([*itertools.product(outcomes, repeat=gate.G)]).double().flatten(0, 1)
+    )  # (N, 3)
     signs, reward, new = rows[:, :2], rows[:, 2], new.clone().requires_grad_()
     logp, logp_old = (torch.nn.functional.logsigmoid(signs * z) for z in (new, old))
     right = 0.4 + 0.05 * signs.sum(1)
     chance = torch.where(reward > 0, right, 1 - right) * logp_old.sum(1).exp()
-    p = chance.view(-1, 4).prod(1).repeat_interleave(4)
+    p = chance.view(-1, gate.G).prod(1).repeat_interleave(gate.G)
     method = METHODS[name.split("+")[0].split()[0]]
-    A = group_advantages(reward, 4, method.scale) * p * 4096
+    A = group_advantages(reward, gate.G, method.scale) * p * 8**gate.G
     hyper = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}, "dfpo-min eps 0.2": {"eps": 0.2}}
-    batch = Batch(logp, logp_old, A[:, None].expand(signs.shape), signs < 9, 4, max_tokens=2)
+    batch = Batch(logp, logp_old, A[:, None].expand(signs.shape), signs < 9, gate.G, max_tokens=2)
     loss = method.passes[0](batch, **hyper.get(name, {}))
     if name.endswith("+proj"):
-        nodes = prefix_nodes(signs.long() + 1, batch.mask, 4)
+        nodes = prefix_nodes(signs.long() + 1, batch.mask, gate.G)
         loss = project(loss, logp, A, nodes, batch.mask)
     c = losses.token_coefficients(loss, logp) / len(rows)
     good = c[:, 0] * (signs[:, 0] > 0)
@@ -285,7 +287,7 @@ def test_gates_many_sampled_groups_are_the_expectation():
 
 
 def test_gate_prints_a_row_for_each_method_and_its_limits_and_draws(capsys, tmp_path, monkeypatch):
-    small = dict(BATCHES=1, QUESTIONS=5, GROUPS=2, PAIRS=3, OTHERS=2)
+    small = dict(G=3, BATCHES=1, QUESTIONS=5, GROUPS=2, PAIRS=3, OTHERS=2)
     small |= dict(NAMES=[*gate.STYLES], FEWER=["grpo", "recentred"])
     for name, value in small.items():
         monkeypatch.setattr(gate, name, value)
