@@ -241,9 +241,8 @@ def gate_by_hand(name, old, new):
     """At these log-odds of the good tokens, from all ordered groups: the expected gradient of
     J, and sum c of winners and of losers at the good token 1."""
     outcomes = itertools.product((1, -1), (1, -1), (1, 0))  # token 1 good, token 2 good, reward
-    rows = (
-        torch.tensor([*itertools.product(outcomes, repeat=gate.G)]).double().flatten(0, 1)
-    )  # (N, 3)
+    groups = [*itertools.product(outcomes, repeat=gate.G)]
+    rows = torch.tensor(groups).double().flatten(0, 1)  # (N, 3)
     signs, reward, new = rows[:, :2], rows[:, 2], new.clone().requires_grad_()
     logp, logp_old = (torch.nn.functional.logsigmoid(signs * z) for z in (new, old))
     right = 0.4 + 0.05 * signs.sum(1)
