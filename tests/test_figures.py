@@ -552,6 +552,12 @@ def test_lopti_measures_what_naive_steps_do(group):
     lines = {"grpo twice": right[0], "lopti - grpo twice": right[1] - right[0]}
     for name, values in (lines | {"reversed - lopti": right[2] - right[1]}).items():
         assert measures[lopti.RIGHT + "SGD", name].tolist() == by_quarter(values, A != 0)
+    right, (low, high) = [], METHODS["lopti"].passes
+    for passes in ((low, high), (high, low)):  # with SGD the order hardly matters
+        after = lopti.climb(policy, scored, "AdamW", passes)[0][answers.mask]
+        right.append(((after - old) * A > 0).double())
+    reversed_order = measures[lopti.RIGHT + "AdamW", "reversed - lopti"].tolist()
+    assert reversed_order == by_quarter(right[1] - right[0], A != 0)
 
 
 def test_loptis_adamw_has_no_history_and_a_reset_takes_it_away_before_the_second_step(
