@@ -241,9 +241,8 @@ def gate_by_hand(name, old, new):
     """At these log-odds of the good tokens, from all ordered groups: the expected gradient of
     J, and sum c of winners and of losers at the good token 1."""
     outcomes = itertools.product((1, -1), (1, -1), (1, 0))  # token 1 good, token 2 good, reward
-    rows = (
-        torch.tensor([*itertools.product(outcomes, repeat=gate.G)]).double().flatten(0, 1)
-    )  # (N, 3)
+    groups = [*itertools.product(outcomes, repeat=gate.G)]
+    rows = torch.tensor(groups).double().flatten(0, 1)  # (N, 3)
     signs, reward, new = rows[:, :2], rows[:, 2], new.clone().requires_grad_()
     logp, logp_old = (torch.nn.functional.logsigmoid(signs * z) for z in (new, old))
     right = 0.4 + 0.05 * signs.sum(1)
@@ -553,6 +552,12 @@ def test_lopti_measures_what_naive_steps_do(group):
     lines = {"grpo twice": right[0], "lopti - grpo twice": right[1] - right[0]}
     for name, values in (lines | {"reversed - lopti": right[2] - right[1]}).items():
         assert measures[lopti.RIGHT + "SGD", name].tolist() == by_quarter(values, A != 0)
+    right, (low, high) = [], METHODS["lopti"].passes
+    for passes in ((low, high), (high, low)):  # with SGD the order hardly matters
+        after = lopti.climb(policy, scored, "AdamW", passes)[0][answers.mask]
+        right.append(((after - old) * A > 0).double())
+    reversed_order = measures[lopti.RIGHT + "AdamW", "reversed - lopti"].tolist()
+    assert reversed_order == by_quarter(right[1] - right[0], A != 0)
 
 
 def test_loptis_adamw_has_no_history_and_a_reset_takes_it_away_before_the_second_step(
