@@ -41,7 +41,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -73,12 +73,6 @@ class Batch:
         if self.logp.dim() != 2 or self.mask.dtype != torch.bool or self.max_tokens < 1:
             raise ValueError("logp must be (N, T), mask bool, and max_tokens at least 1")
         check_groups(len(self.logp), self.group_size)
-
-    def __getitem__(self, rows) -> Batch:
-        """The same batch restricted to some rows (an index or a slice of whole groups)."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        part = {name: x[rows] for name, x in values.items() if isinstance(x, Tensor)}
-        return replace(self, **part)
 
 
 def check_groups(rows: int, group_size: int):

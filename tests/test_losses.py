@@ -134,14 +134,6 @@ def test_answers_that_differ_256_times_share_no_node_again():
     assert (nodes[0] != nodes[1]).all()
 
 
-def test_a_part_of_a_batch_keeps_every_field():
-    b = make_batch()
-    part = b[torch.arange(4, 12)]
-    for name, x in vars(b).items():
-        kept = getattr(part, name)
-        assert kept.equal(x[4:12]) if torch.is_tensor(x) else kept == x
-
-
 # ---------------- METHODS
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
