@@ -389,6 +389,9 @@ def test_ibpos_step_on_all_wrong_groups_moves_what_the_naive_step_moves(reading)
 
 @pytest.mark.parametrize("reading, temperature", [("grpo", 0.7), ("sign", 0.7), ("sign", 1.0)])
 def test_ibpo_counts_all_tokens_until_the_goal(reading, temperature):
+    table, gen = ibpo.start_table(), torch.Generator().manual_seed(1)
+    rollout = [x.tolist() for x in ibpo.sample(table, 20, 3, temperature, gen)]
+    assert rollout == [*rollout_by_hand(table.detach(), 20, 3, temperature, 1)[:3]]
     W, gen, tokens = ibpo.start_table().detach(), torch.Generator().manual_seed(7), 0
     while (W.softmax(1)[range(26), DIGIT].mean() ** 5) < 0.5:
         *rollout, (first, second) = rollout_by_hand(W, 4, 5, temperature, gen)
@@ -589,5 +592,9 @@ def test_starts_learn_from_worked_solutions_and_every_start_has_its_row(
     whole = Arithmetic().train
     assert seen[0] == seen[1] == [item for item in whole if "+" in item.demo]
     assert 2.2 < len(whole) / len(seen[2]) < 3 and {*seen[0]} < {*seen[2]} < {*whole}
+    (first, task), (second, _) = nthr.make_start(0, 0), nthr.make_start(1, 0)
+    assert not torch.equal(*(next(x.model.parameters()) for x in (first, second)))
+    questions = [answers.items for answers in nthr.find_questions(first, task, 0)]
+    assert len({item for items in questions for item in items} & {*task.test}) == 2
     deltas, gwhes = nthr.study()
     assert gwhes.shape == (2, 2) and len({*deltas["SGD", "grpo"].flatten().tolist()}) == 4
