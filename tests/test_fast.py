@@ -304,6 +304,20 @@ def test_the_trial_sees_prompts_that_are_read_with_their_padding(policy, monkeyp
     refused(fast.trial, quick, Letters(), train.Config(), train.ask, train.log_probs)
 
 
+@pytest.mark.parametrize("name", ["read_prompts", "generate", "log_probs"])
+def test_the_trial_sees_what_fails_or_differs(policy, monkeypatch, name):
+    real = getattr(fast, name)
+
+    def wrong(*args):
+        made = [*real(*args)] if name != "read_prompts" else []
+        made[0 if name == "log_probs" else 2] += 0.01  # an IndexError for read_prompts
+        return made
+
+    monkeypatch.setattr(fast, name, wrong)
+    quick = replace(policy, fast=True)
+    refused(fast.trial, quick, Letters(), train.Config(), train.ask, train.log_probs)
+
+
 def test_the_trial_is_done_where_fast_is_asked_for(scratch, monkeypatch):
     trials = []
     monkeypatch.setattr(fast, "trial", lambda *args: trials.append(args[0]))
