@@ -49,6 +49,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys, easy):
     about = json.loads((folder / "config.json").read_text())
     assert about["config"]["method"] == "grpo" and about["versions"]["torch"] == torch.__version__
     assert about["config"]["out"] == str(folder)
+    names = {"config.json", "metrics.jsonl", "start", "checkpoints", "batches"}
+    assert {path.name for path in folder.iterdir()} - {"lock"} == names
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     seconds = last["rollout_s"] + last["score_s"] + last["update_s"]
     assert last["tokens_per_s"] == pytest.approx(last["generated"] / seconds, rel=1e-6)
