@@ -18,7 +18,6 @@ import naive
 import pytest
 import torch
 import torch.distributed.checkpoint
-from accelerate.utils import merge_fsdp_weights
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +30,7 @@ from losses import METHODS, Batch, OldPolicy, group_advantages, prefix_nodes, pr
 from train import Answers, Config, Prompts, load_policy, log_probs
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
+from accelerate.utils import merge_fsdp_weights  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from engines import gsm8k_trl  # noqa: E402
