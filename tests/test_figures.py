@@ -32,7 +32,15 @@ def sigmoid(x):
 
 # ---------------- drift
 
-STAYS = {"reinforce", "grpo-symmetric", "cispo", "dfpo-min", "dfpo-min eps 0.2", "dfpo-orthogonal"}
+STAYS = {
+    "reinforce",
+    "grpo-symmetric",
+    "cispo",
+    "dfpo-min",
+    "dfpo-min eps 0.2",
+    "dfpo-orthogonal",
+    "recentred",
+}
 STAYS |= {"grpo+proj", "dr-grpo+proj", "gspo+proj", "dr-grpo", "dapo"}
 
 

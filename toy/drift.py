@@ -43,7 +43,8 @@ GROUPS, G, STEPS = 8, 8, 32
 SIZE = 0.6  # the length of the first step
 NAMES = (
     *("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "cispo", "gspo", "dfpo-min"),
-    *("dfpo-min eps 0.2", "dfpo-orthogonal", "pos-only", "grpo+proj", "dr-grpo+proj", "gspo+proj"),
+    *("dfpo-min eps 0.2", "dfpo-orthogonal", "recentred", "pos-only"),
+    *("grpo+proj", "dr-grpo+proj", "gspo+proj"),
 )
 # gspo's own clip range is made for long answers; eps is our clip for dfpo-min.
 HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}, "dfpo-min eps 0.2": {"eps": 0.2}}

@@ -38,7 +38,7 @@ SETTINGS = {
     "4: as 3, B is shorter": ((24, 6), 0.0, (4, 4)),
     "5: B right is short": ((16, 16), 0.2, (4, 24)),
 }
-NAMES = ("grpo", "gspo", "grpo+proj", "dr-grpo", "cispo", "dfpo-min")
+NAMES = ("grpo", "gspo", "grpo+proj", "dr-grpo", "cispo", "dfpo-min", "recentred")
 HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}}
 LINES = ("grpo", "gspo", "grpo+proj", "dr-grpo")  # cispo and dfpo-min lie on dr-grpo
 PANELS = {  # what happens to the reward in some settings
