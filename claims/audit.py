@@ -82,9 +82,9 @@ def audit(module, name, draws, evidence):
             if name == "project":
                 loss = apply_projection(module, "node mean", batch, loss, draw.nodes)
             c = coefficients(loss, batch)
-            for _, rows, t in draw.at_shared():
-                size = float(c[list(rows), t].abs().sum())
-                left += [abs(float(c[list(rows), t].sum())) / size] if size else []
+            c = draw.at_shared(c)
+            size = c.abs().sum(1)
+            left += (c.sum(1).abs() / size)[size > 0].tolist()
         cells.append(sum(left) / len(left) if left else 0.0)
         if what == "0":
             evidence.equal([0] * len(left), left)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from claims.trees import Draw, coefficients
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
-SELF_TERM = False  # nthr's default
 
 
 def name_of(function) -> str:
@@ -181,22 +181,25 @@ def average_of(name: str) -> str:
     return FORMULAS[name][1]
 
 
-def share(name: str, T: list[int], mixed: list[bool], max_tokens: int, i: int) -> float:
-    """N times the weight of one token of answer i in the average that the method takes.
+def shares(name: str, T: list[int], mixed: list[bool], max_tokens: int) -> list[float]:
+    """N times the weight of one token of each answer in the average that the method takes.
 
     mixed: for each answer, whether the advantages of its group are not all 0.
     """
     average = average_of(name)
     if average == "answer":
-        return 1 / T[i]
+        return [1 / max(1, t) for t in T]
     if average == "budget":
-        return 1 / max_tokens
-    counted = [t for t, is_mixed in zip(T, mixed, strict=True) if is_mixed or average == "tokens"]
-    return len(T) / sum(counted) if mixed[i] or average == "tokens" else 0.0
+        return [1 / max_tokens for _ in T]
+    counted = [is_mixed or average == "tokens" for is_mixed in mixed]
+    tokens = sum(t for t, yes in zip(T, counted, strict=True) if yes)
+    return [len(T) / max(1, tokens) if yes else 0.0 for yes in counted]
 
 
-def share_in(name: str, draw: Draw, i: int) -> float:
-    return share(name, draw.T, draw.mixed, draw.max_tokens, i)
+def shares_in(name: str, draw: Draw) -> Tensor:
+    """The same for the answers of a draw. (N,)."""
+    mixed = draw.adv.view(-1, draw.G).any(1).repeat_interleave(draw.G).tolist()
+    return torch.tensor(shares(name, draw.T, mixed, draw.max_tokens), dtype=torch.float64)
 
 
 def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
@@ -206,19 +209,18 @@ def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
     Raises LookupError for a loss that has no formula.
     """
     average_of(name)
-    given = SimpleNamespace(**(defaults(getattr(losses, name)) if hasattr(losses, name) else {}))
-    vars(given).update(hyper)
-    n, G = len(rows.logp), rows.group_size
-    answers = [Answer(rows, i, getattr(given, "ratio", "geometric")) for i in range(n)]
+    given = defaults(getattr(losses, name)) if hasattr(losses, name) else {}
+    given = SimpleNamespace(**given | hyper)
+    N, G = len(rows.logp), rows.group_size
+    answers = [Answer(rows, i, getattr(given, "ratio", "geometric")) for i in range(N)]
     for i, y in enumerate(answers):
         y.group = answers[i - i % G : i - i % G + G]
-    T = [y.T for y in answers]
     mixed = [any(any(x.adv) for x in y.group) for y in answers]
+    weights = shares(name, [y.T for y in answers], mixed, rows.max_tokens)
     value, c = 0.0, []
-    for i, y in enumerate(answers):
-        weight = share(name, T, mixed, rows.max_tokens, i) if y.T else 0.0
+    for y, weight in zip(answers, weights, strict=True):
         terms = [FORMULAS[name][0](y, t, given) for t in range(y.T)]
-        value -= sum(weight * term for term, _ in terms) / n
+        value -= sum(weight * term for term, _ in terms) / N
         c.append([weight * slope for _, slope in terms])
     return value, c
 
@@ -309,7 +311,7 @@ def m2(module, name, draws, evidence):
     for draw in draws:
         empty = draw.batch(module, 0.6)
         empty.mask = torch.zeros_like(empty.mask)
-        equal = draw.batch(module, 0.6, adv=[0.0] * draw.N)
+        equal = draw.batch(module, 0.6, adv=0 * draw.adv)
         for batch in (empty, equal):
             loss = getattr(module, name)(batch)
             evidence.equal(torch.zeros(draw.mask.shape), coefficients(loss, batch))
@@ -333,21 +335,17 @@ def m3(module, name, draws, evidence):
     largest reward is compared with the smallest.
     """
     for draw in draws:
-        values = draw.randn(draw.N + 2 * draw.G).tolist()
-        rewards = [round(x, 1) if draw.equal_lengths else float(x > 0) for x in values]
+        x = draw.randn(draw.N + 2 * draw.G)
+        rewards = (10 * x).round() / 10 if draw.equal_lengths else (x > 0).double()
         if draw.kind:  # real-valued, and nearly equal where the advantages are small
-            rewards = [0.7 + draw.size * x for x in values]
-        rewards[: draw.G] = [0.1] * draw.G
+            rewards = 0.7 + draw.size * x
+        rewards[: draw.G] = 0.1
         for scale in ("mean", "std"):
             predicted = []
-            for i, reward in enumerate(rewards):
-                R = [rewards[j] for j in draw.group(i)]
-                mean = sum(R) / draw.G
-                std = math.sqrt(sum((x - mean) ** 2 for x in R) / (draw.G - 1))
-                divisor = std + 1e-4 if scale == "std" else 1
-                predicted.append(0 if min(R) == max(R) else (reward - mean) / divisor)
-            rewards_tensor = torch.tensor(rewards, dtype=torch.float64)
-            measured = module.group_advantages(rewards_tensor, draw.G, scale)
+            for R in rewards.view(-1, draw.G).tolist():
+                divisor = stdev(R) + 1e-4 if scale == "std" else 1
+                predicted += [(x - fmean(R)) / divisor if min(R) < max(R) else 0 for x in R]
+            measured = module.group_advantages(rewards, draw.G, scale)
             evidence.equal(predicted, measured)
             evidence.equal([0] * draw.G, measured[: draw.G], tolerance=1e-300)
 
@@ -379,22 +377,21 @@ def m6(module, name, draws, evidence):
     options += [{"self_term": True, "beta": 0.5}, {"beta": -1.0}]
     for draw, hyper in itertools.product(draws, options):
         readout = Readout(draw)
+        scores, own_scores = map(draw.fill, readout.scores())
+        gen = torch.Generator().manual_seed(draw.seed)
+        old = module.OldPolicy(**readout.facts, gen=gen, scores=scores, own_scores=own_scores)
         adv = torch.where(draw.mask, draw.randn(*draw.mask.shape), -1)
-        measured = getattr(module, name)(adv, readout.old(module), **hyper)
-        reading = {"beta": 1.0, "self_term": SELF_TERM} | hyper
-        reading.pop("eta", None)
-        softened = {at for at in readout.selected(**reading) if adv[at] < 0}
+        measured = getattr(module, name)(adv, old, **hyper)
+        reading = {key: value for key, value in hyper.items() if key != "eta"}
+        softened = readout.selected(**reading) & (adv < 0)
         if name == "nthr_random":
-            counts = [sum(i == j for j, _ in softened) for i in range(draw.N)]
-            evidence.equal(torch.tensor(counts), (measured != adv).sum(1))
-            evidence.equal(False, bool(((measured != adv) & ~draw.mask).any()))
-            softened = {(i, t) for i, t in (measured != adv).nonzero().tolist()}
-        predicted = adv.clone()
-        for rows, correct in readout.groups():
-            eta = hyper.get("eta", 2 * abs(0.5 - len(correct) / draw.G))
-            for at in readout.visits(rows):
-                predicted[at] *= eta if at in softened else 1
-        evidence.equal(predicted, measured)
+            by_chance = measured != adv
+            evidence.equal(softened.sum(1), by_chance.sum(1))
+            evidence.equal(False, (by_chance & ~draw.mask).any())
+            softened = by_chance
+        p = readout.correct.double().view(-1, draw.G).mean(1).repeat_interleave(draw.G)
+        eta = hyper.get("eta", 2 * draw.rows((0.5 - p).abs()))
+        evidence.equal(torch.where(softened, eta * adv, adv), measured)
         batch = draw.batch(module, 0.3, adv=measured)
         loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
         _, c = formula_of(module, "nthr_grpo", draw, 0.3, measured)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from claims.evidence import claim
-from claims.formulas import average_of, defaults, every_loss, share_in
+from claims.formulas import average_of, defaults, every_loss, shares_in
 from claims.trees import ascent, coefficients
 from claims.worlds import Toy
 from toy.policy import Policy
@@ -42,9 +42,9 @@ def q1(module, name, draws, evidence):
     for draw in draws:
         batch = draw.batch(module)
         loss = getattr(module, name)(batch)
-        A = [max(a, 0) if name == "pos_only" else a for a in draw.adv]
-        predicted = -sum(share_in(name, draw, i) * draw.T[i] * A[i] for i in range(draw.N)) / draw.N
-        evidence.equal(predicted, loss)
+        A = draw.adv.clamp(min=0) if name == "pos_only" else draw.adv
+        terms = shares_in(name, draw) * torch.tensor(draw.T) * A
+        evidence.equal(-terms.mean(), loss)
         if average_of(name) == "answer":
             evidence.equal(0, loss)
         evidence.record_left(coefficients(loss, batch)[draw.mask] / draw.size)

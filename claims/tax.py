@@ -31,14 +31,14 @@ def tax(w: list[float], A: list[float]) -> float:
     return sum((x - sum(w) / len(w)) * (a - sum(A) / len(A)) for x, a in zip(w, A, strict=True))
 
 
-def visitors(draw: Draw, *cs: Tensor) -> Iterator[tuple[list, ...]]:
-    """For every node: the visits (i, t) with A_i != 0, their A_i, and for each c their w = c/A."""
-    numbers = [c.tolist() for c in cs]
+def visitors(draw: Draw, c: Tensor) -> Iterator[tuple[list[tuple[int, int]], list, list]]:
+    """For every node: the visits (i, t) with A_i != 0, their A_i, and their w = c/A."""
+    c, adv = c.tolist(), draw.adv.tolist()
     for visits in draw.tree.values():
-        used = [(i, t) for i, t in visits if draw.adv[i]]
+        used = [(i, t) for i, t in visits if adv[i]]
         if used:
-            weights = ([c[i][t] / draw.adv[i] for i, t in used] for c in numbers)
-            yield used, [draw.adv[i] for i, _ in used], *weights
+            A = [adv[i] for i, _ in used]
+            yield used, A, [c[i][t] / a for (i, t), a in zip(used, A, strict=True)]
 
 
 # ---------------- C15: the tax is a covariance
@@ -96,20 +96,18 @@ def check_prefix_nodes(module, draw: Draw, evidence) -> None:
 
 def check_learning_tax(module, draw: Draw, evidence) -> None:
     c = draw.fill(draw.randn(*draw.mask.shape))
-    A = torch.tensor(draw.adv, dtype=torch.float64)
     nodes = [node for node in visitors(draw, c) if len(node[0]) > 1]
-    sizes = [sum(abs(x * a) for x, a in zip(w, A_v, strict=True)) for _, A_v, w in nodes]
-    whole = sum(abs(tax(w, A_v)) for _, A_v, w in nodes) / sum(sizes) if nodes else 0
-    evidence.equal(whole, module.learning_tax(c, A, draw.nodes, draw.mask))
-    evidence.equal(0, module.learning_tax(0 * c, A, draw.nodes, draw.mask))
-    constant = draw.fill((2 + draw.noise) * draw.rows(A))
-    evidence.equal(0, module.learning_tax(constant, A, draw.nodes, draw.mask))
+    sizes = [sum(abs(x * a) for x, a in zip(w, A, strict=True)) for _, A, w in nodes]
+    whole = sum(abs(tax(w, A)) for _, A, w in nodes) / sum(sizes) if nodes else 0
+    evidence.equal(whole, module.learning_tax(c, draw.adv, draw.nodes, draw.mask))
+    for constant in (0 * c, draw.fill((2 + draw.noise) * draw.rows(draw.adv))):
+        evidence.equal(0, module.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
     w = draw.randn(draw.N)
     by_group = w.view(-1, draw.G)
     worst = (by_group - by_group.mean(1, keepdim=True)).flatten()
     # the first token, which the whole group shares
     first = torch.arange(draw.mask.shape[1]).expand(draw.mask.shape) == 0
-    predicted = sum(x * x for x in worst.tolist()) / sum(abs(x) for x in (w * worst).tolist())
+    predicted = worst.square().sum() / (w * worst).abs().sum()
     c = draw.fill(draw.rows(w * worst))
     evidence.equal(predicted, module.learning_tax(c, worst, draw.nodes, first))
     evidence.record_left(predicted)
@@ -208,8 +206,8 @@ def apply_projection(module, kind: str, batch, loss: Tensor, nodes: Tensor) -> T
     return loss
 
 
-def projections(module, draws, kind: str = "node mean") -> Iterator[tuple]:
-    """Method after method, each on its own tree: (draw, c before, c after).
+def check_batches(module, draws, evidence, kind: str) -> None:
+    """Each coefficient after a kind of projection. Method after method, each on its own tree.
 
     The losses are the reference's: these claims are about the projection alone.
     """
@@ -217,8 +215,15 @@ def projections(module, draws, kind: str = "node mean") -> Iterator[tuple]:
     for draw, (name, hyper) in zip(draws, itertools.cycle(methods), strict=False):
         batch = draw.batch(losses, 0.6)
         loss = getattr(losses, name)(batch, **hyper)
-        after = coefficients(apply_projection(module, kind, batch, loss, draw.nodes), batch)
-        yield draw, coefficients(loss, batch), after
+        predicted = coefficients(loss, batch)
+        for visits, A, w in visitors(draw, predicted):
+            n, wbar = len(visits), sum(w) / len(w)
+            G = (draw.adv[draw.group(visits[0][0])] != 0).sum()
+            k = (1 - n / G) / (n - 1) if kind == "unbiased" and n > 1 else 0
+            for at, a, x in zip(visits, A, w, strict=True):
+                predicted[at] = (wbar + (wbar - x) * k) * a
+        projected = apply_projection(module, kind, batch, loss, draw.nodes)
+        evidence.equal(predicted, coefficients(projected, batch))
 
 
 @claim("C17", "project")
@@ -250,23 +255,14 @@ def c17(module, name, draws, evidence):
     All this is about one batch. In expectation a part of the tax stays, because wbar_v depends on
     the rewards of the visitors that A_i is made of (C17h).
 
-    Measured: every coefficient after the projection is wbar_v A_i, from which (a) to (f) follow;
-    and the tax and the credit of every node. With no advantages at all nothing changes.
+    Measured: every coefficient after the projection is wbar_v A_i, from which (a) to (f) follow.
+    With no advantages at all nothing changes.
     """
-    for draw, before, after in projections(module, draws):
-        predicted = before.clone()
-        for visits, A, w, w_after in visitors(draw, before, after):
-            wbar = sum(w) / len(w)
-            predicted[tuple(zip(*visits, strict=True))] = torch.tensor(
-                [wbar * a for a in A], dtype=torch.float64
-            )
-            evidence.equal(0, tax(w_after, A))
-            evidence.equal(wbar * sum(A), sum(x * a for x, a in zip(w_after, A, strict=True)))
-        evidence.equal(predicted, after)
+    check_batches(module, draws, evidence, "node mean")
+    for draw in draws:
         batch = draw.batch(losses, 0.6)
         loss = losses.grpo(batch)
-        zero = torch.zeros(draw.N, dtype=torch.float64)
-        nothing = module.project(loss, batch.logp, zero, draw.nodes, draw.mask)
+        nothing = module.project(loss, batch.logp, 0 * draw.adv, draw.nodes, draw.mask)
         evidence.equal(coefficients(loss, batch), coefficients(nothing, batch))
 
 
@@ -429,13 +425,4 @@ def c17i(module, name, draws, evidence):
         in_all = [(1 - p) ** (world.G - 1) for p in world.shares]
         check_what_stays(module, evidence, world, "unbiased", by_n, in_all)
         evidence.record_left(in_all)
-    for draw, before, after in projections(module, draws, "unbiased"):
-        predicted = before.clone()
-        for visits, A, w in visitors(draw, before):
-            n = len(visits)
-            G = sum(draw.adv[j] != 0 for j in draw.group(visits[0][0]))
-            k = (1 - n / G) / (n - 1) if n > 1 else 0.0
-            wbar = sum(w) / n
-            for (i, t), a, x in zip(visits, A, w, strict=True):
-                predicted[i, t] = (wbar + (wbar - x) * k) * a
-        evidence.equal(predicted, after)
+    check_batches(module, draws, evidence, "unbiased")
