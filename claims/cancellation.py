@@ -163,7 +163,7 @@ def c5(module, name, draws, evidence):
     evidence.equal(0, (left.abs() < 1e-12 * size).sum())
     A, u = torch.tensor([[[1, 1, -2]], [[1, 3, 2]]], dtype=torch.float64)
     rho = torch.full_like(u, 1.7)
-    evidence.equal(0, sum_coupled(module, A, torch.stack([rho, u], -1).log())[0])
+    evidence.equal([0], sum_coupled(module, A, torch.stack([rho, u], -1).log())[0])
     evidence.record_left(u.max() - u.min())
 
 

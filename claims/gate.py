@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from functools import partial
-from statistics import stdev
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from claims.cost import factor, measure_push
 from claims.evidence import claim
 from claims.trees import ascent, coefficients
 from claims.worlds import Outcome, Toy, World
-from toy.policy import count_orders
 
 # ---------------- C19: what the min costs
 
@@ -99,21 +96,6 @@ def c19(module, name, draws, evidence):
 # ---------------- C20: graded rewards
 
 
-def push_by_loop(world: World, scale: str, winners_only: bool) -> float:
-    """On the first logit, on-policy, group by group."""
-    total = 0.0
-    for group in itertools.combinations_with_replacement(world.outcomes, world.G):
-        chance = math.prod(o.chance * world.shares[o.way] for o in group) * count_orders(group)
-        R = [o.reward for o in group]
-        mean = sum(R) / world.G
-        divisor = stdev(R) + 1e-4 if scale == "std" else 1.0
-        for o in group if max(R) > min(R) else ():
-            A = (o.reward - mean) / divisor
-            if A > 0 or not winners_only:
-                total += chance * A * ((o.way == 0) - world.shares[0]) / world.G
-    return total
-
-
 @claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
 def c20(module, name, draws, evidence):
     """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
@@ -138,7 +120,7 @@ def c20(module, name, draws, evidence):
     f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
     tax is the largest of all methods here, each sibling pays alike, and it costs nothing.
 
-    Measured: the push, against a loop over all groups; and that of binary rewards with the same Q.
+    Measured: the sign of the push on A, and the value of that for binary rewards with the same Q.
     "left": the size of the push over reinforce's with the mean scale.
     """
     winners_only = name == "pos_only"
@@ -150,8 +132,7 @@ def c20(module, name, draws, evidence):
             outcomes, Q = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4)
         outcomes += [Outcome(1, Q[1], 1.0, 1), Outcome(1, 1 - Q[1], 0.0, 1)]
         world = World(G, outcomes, [share, 1 - share])
-        push = push_by_loop(world, scale, winners_only)
-        evidence.equal([push, -push], measure_push(module, name, world, scale))
+        push = float(measure_push(module, name, world, scale)[0])
         evidence.equal(True, push < 0)
         plain = (1 - 1 / G) * share * (1 - share) * (Q[0] - Q[1])
         evidence.equal([plain, -plain], measure_push(module, "reinforce", world, "mean"))
@@ -179,15 +160,13 @@ def bias_and_variance(loss_fn, toy: Toy) -> list[float]:
 
     The loss weighs all tokens of an answer alike.
     """
-    groups = toy.groups
-    odds = groups.probabilities(toy.logp_old)[:, None]  # (groups, 1)
-    batch = replace(groups.batch(toy.logp, torch.ones(len(odds)), "mean"), logp_old=toy.logp_old)
-    batch.adv = batch.adv / len(odds)  # each group counts once
-    c = coefficients(loss_fn(batch), batch)[:, :1] * 2  # (N, 1)
+    odds = toy.groups.probabilities(toy.logp_old)[:, None]  # (groups, 1)
+    batch = toy.batch(off_policy=True)
+    c = coefficients(loss_fn(batch), batch)[:, :1] * 2 / len(odds)  # (N, 1), times the odds
     scores = [toy.policy.grad_log_prob_answer((), y).flatten() for y in toy.rows]
-    g = (c * torch.stack(scores)).view(len(odds), groups.G, -1).mean(1)  # (groups, parameters)
-    mean, unbiased = (odds * g).sum(0), 2 * toy.unbiased.flatten()
-    variance = (odds * (g - mean).square()).sum() / toy.exact.square().sum()
+    g = (c * torch.stack(scores)).view(len(odds), toy.groups.G, -1).mean(1)  # times the odds
+    mean, unbiased = g.sum(0), 2 * toy.unbiased.flatten()
+    variance = ((g * g / odds).sum() - mean.square().sum()) / toy.exact.square().sum()
     return [float((mean - unbiased).norm() / unbiased.norm()), float(variance)]
 
 
@@ -255,10 +234,11 @@ def c21(module, name, draws, evidence):
     for draw, kind in itertools.product(draws, ("product", "geometric")):
         batch, s = draw.batch(module, 0.6), draw.sequence_ratios(0.6, kind)
         c = coefficients(module.recentred(batch, kind), batch) * draw.max_tokens
+        pairs = s[:, None] * s * (draw.adv[:, None] - draw.adv)  # (N, N), antisymmetric
         for visits in draw.tree.values():
             inside = [i for i, _ in visits]
             outside = [j for j in draw.group(inside[0]) if j not in inside]
-            terms = [s[i] * s[j] * (draw.adv[i] - draw.adv[j]) for i in inside for j in outside]
+            predicted = pairs[inside][:, outside].sum() / draw.G
             at = c[tuple(zip(*visits, strict=True))]
             size = 1 + at.abs().sum()  # steep trees have large s_i s_j
-            evidence.equal(sum(terms) / draw.G / size, at.sum() / size)
+            evidence.equal(predicted / size, at.sum() / size)

@@ -23,8 +23,6 @@ from claims.formulas import average_of, fitting, single_losses
 from claims.trees import Draw, ascent, coefficients
 from claims.worlds import Toy, World, random_worlds
 
-OWN_ANSWER = "A is R minus the group's mean, and w depends on its own answer alone"
-
 
 def tax(w: list[float], A: list[float]) -> float:
     """|S_v| Cov(w, A) over the visitors of one node."""
@@ -218,7 +216,7 @@ def check_batches(module, draws, evidence, kind: str) -> None:
         predicted = coefficients(loss, batch)
         for visits, A, w in visitors(draw, predicted):
             n, wbar = len(visits), sum(w) / len(w)
-            G = (draw.adv[draw.group(visits[0][0])] != 0).sum()
+            G = int((draw.adv[draw.group(visits[0][0])] != 0).sum())
             k = (1 - n / G) / (n - 1) if kind == "unbiased" and n > 1 else 0
             for at, a, x in zip(visits, A, w, strict=True):
                 predicted[at] = (wbar + (wbar - x) * k) * a
@@ -312,7 +310,12 @@ def check_what_stays(module, evidence, world: World, kind: str, by_n: list, in_a
         evidence.equal(sum(credit) + share_in_all * sum(tax), after[way].sum())
 
 
-@claim("C17h", "project", only_if=OWN_ANSWER, extremes=False)
+@claim(
+    "C17h",
+    "project",
+    only_if="A is R minus the group's mean, and w depends on its own answer alone",
+    extremes=False,
+)
 def c17h(module, name, draws, evidence):
     """In expectation the node mean leaves (G - n)/(n (G - 1)) of the tax at a node with n visitors:
     0 if all share it.
