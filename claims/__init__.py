@@ -7,7 +7,7 @@
     cost.py             C18        what a tax costs
     gate.py             C19..C21   the min, graded rewards, a baseline that cancels without bias
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             N1..N4     negative gradients
+    nthr.py             N3, N4     negative gradients
     low_probability.py  A1..A4     Advantage Reweighting and Lopti
     ibpo.py             I1..I3     comparing and correcting
     questions.py        Q1..Q5     what people ask about the numbers of a run

@@ -323,7 +323,7 @@ def m3(module, name, draws, evidence):
     """Advantages are centred per group; "std" divides by the unbiased deviation + 1e-4; equal
     rewards give exactly 0.
 
-    Source: GRPO sec. 4.1.2, Dr. GRPO (P)
+    Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P)
 
     The advantage says how much better an answer is than its siblings. With scale "mean" it is
     A_i = R_i - mean(R). With scale "std" that is divided by the group's standard deviation,
@@ -333,6 +333,12 @@ def m3(module, name, draws, evidence):
     A group whose rewards are all equal must get exactly 0. Three rewards of 0.1 have a float mean
     that is not 0.1, and a deviation of 1e-17, so the epsilon of the division is not enough: the
     largest reward is compared with the smallest.
+
+    Let rewards be 0 and 1, and p the share of right answers. The mean is p, and the variance with
+    the divisor G is p(1-p). With that deviation a right answer has p+ = (1-p)/sqrt(p(1-p)), and a
+    wrong one -p- with p- = p/sqrt(p(1-p)). Ours shrinks both by sqrt((G-1)/G), nearly. sum_i A_i =
+    0 reads p+ N+ = p- N- for N+ right and N- wrong answers: both sides weigh the same. That counts
+    answers. With the budget mean a side weighs by its tokens.
     """
     for draw in draws:
         x = draw.randn(draw.N + 2 * draw.G)

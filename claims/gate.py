@@ -48,7 +48,7 @@ def c19(module, name, draws, evidence):
     One choice of two ways, right with the chances q_u and q_d, no difference in length, rewards 0
     and 1. The old policy takes the first way with probability p and is right with chance
     b = p q_u + (1-p) q_d. Updates on its groups have moved p up to p', so far that both ratios,
-    p'/p and (1-p')/(1-p), have left the clip range. By C18b the mean advantage of a right answer is
+    p'/p and (1-p')/(1-p), have left the clip range. By C18 the mean advantage of a right answer is
     K (1-b), of a wrong one -K b. Each answer pushes the first logit with r A (1-p') or -r A p', and
     r (1-p') = p'(1-p')/p on the first way, r p' = p'(1-p')/(1-p) on the second. So without a clip
     the expected push is
@@ -105,7 +105,7 @@ def c20(module, name, draws, evidence):
 
     Way A gives .5 or 1 evenly, so Q = .75. Way B gives 1 with chance .72 and else 0, so Q = .72.
     All answers are equally long and the weight is one constant: every node's tax is 0. With the
-    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18a). The std
+    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18). The std
     multiplies a group by 1 / std, a number of its own. Groups with a 0 in them, which came from B,
     have a large std. So B's failures count for less than they cost. That is enough for the push to
     be negative: at G = 4 and 8, from the shares .05, .5 and .95 alike. So B takes all, .720 in
@@ -115,8 +115,8 @@ def c20(module, name, draws, evidence):
     group are mostly lucky B's, and pos-only sees nothing else. With the mean scale it pushes
     towards B from the same shares, so it ends at .400 in place of .500.
 
-    With rewards 0 and 1 neither can be. By C18b the std multiplies the whole push by one K > 0, the
-    same for both ways. And pos-only has the first of C18b's two terms, f = K q (1 - b). So f_A -
+    With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
+    same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -
     f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
     tax is the largest of all methods here, each sibling pays alike, and it costs nothing.
 
