@@ -35,7 +35,7 @@ from types import ModuleType
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, Claim, Draws, Result, examine
+from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, examine
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 from claims.formulas import name_of
@@ -95,13 +95,13 @@ def format_number(x: float) -> str:
     return f"{x:.4f}" if 1e-3 <= abs(x) < 1e4 else f"{x:.0e}"
 
 
-def summarise(claim: Claim, results: list[Result]) -> tuple[str, list[str]]:
+def summarise(claim: Claim, results: list[Evidence]) -> tuple[str, list[str]]:
     """A claim's verdict, and its numbers: predicted, measured, error, left.
 
     The function and the draw with the largest error speak for it.
     """
-    worst = max((result.evidence for result in results), key=lambda evidence: evidence.excess)
-    left = [result.evidence.mean_left for result in results if result.evidence.left]
+    worst = max(results, key=lambda result: result.excess)
+    left = [result.mean_left for result in results if result.left]
     states = {result.state for result in results}
     verdict = claim.verdict
     if "wrong" in states:
@@ -116,7 +116,7 @@ def summarise(claim: Claim, results: list[Result]) -> tuple[str, list[str]]:
 # ---------------- printing
 
 
-def show(claims: list[Claim], results: list[Result]) -> None:
+def show(claims: list[Claim], results: list[Evidence]) -> None:
     columns = f"{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}"
     print(f"{'claim':6}{'verdict':17}{columns}   source")
     for claim in claims:
@@ -130,7 +130,7 @@ def show(claims: list[Claim], results: list[Result]) -> None:
             print(f"      {claim.verdict.capitalize()}: {claim.condition}.")
         print(f"      of {' '.join(result.function for result in own)}")
     for id_, (title, head) in TABLES.items():
-        rows = [row for result in results if result.claim == id_ for row in result.evidence.rows]
+        rows = [row for result in results if result.claim == id_ for row in result.rows]
         if rows:
             print(f"\n{title}:\n")
             show_table([head, ["---"] * len(head), *rows])
@@ -230,12 +230,10 @@ def main(argv: list[str] | None = None) -> int:
     claims = [claim for claim in claims if any(claim is other for other, _ in pairs)]
     results = [examine(module, claim, name, draws) for claim, name in pairs]
     show(claims, results)
-    failed = [result for result in results if result.state != "ok"]
-    lines = [f"! {result.claim}: {result.function}: {result.message}" for result in failed]
-    lines += [f"! {line}" for line in missed]
-    if lines:
-        print("", *lines, sep="\n")
-    return 1 if lines else 0
+    missed += [f"{x.claim}: {x.function}: {x.message}" for x in results if x.state != "ok"]
+    if missed:
+        print("", *(f"! {line}" for line in missed), sep="\n")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401
 from claims import ibpo  # noqa: F401
 from claims import questions  # noqa: F401
-from claims.evidence import CLAIMS, Claim, Draws, Evidence, Missing, Result, examine
+from claims.evidence import CLAIMS, Claim, Draws, Evidence, examine
 
-__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "Missing", "Result", "examine"]
+__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "examine"]
 
 NOTATION = """\
 Notation

@@ -225,16 +225,15 @@ def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
     return value, c
 
 
-def formula_of(module, name: str, draw: Draw, spread: float, adv: Tensor, **hyper):
-    """The same for a draw: the value, and the coefficients (N, T), 0 on padding."""
-    if not hasattr(losses, name):  # a new loss of the file under test
-        hyper = defaults(getattr(module, name)) | hyper
-    logp = draw.logp.detach()
-    tensors = (logp, logp - draw.log_ratio(spread), adv, draw.logp_ref)
-    lists = [[row[:T_i] for row, T_i in zip(x.tolist(), draw.T, strict=True)] for x in tensors]
-    value, c = formula(name, Rows(*lists, draw.G, draw.max_tokens), **hyper)
-    padded = torch.zeros(draw.mask.shape, dtype=torch.float64)
-    padded[draw.mask] = torch.tensor(sum(c, []), dtype=torch.float64)
+def formula_of(name: str, batch, **hyper) -> tuple[float, Tensor]:
+    """The same for a Batch: the value, and the coefficients (N, T), 0 on padding."""
+    T = batch.mask.sum(1).tolist()
+    tensors = (batch.logp, batch.logp_old, batch.adv, batch.logp_ref)
+    parts = [x.detach()[batch.mask].split(T) for x in tensors]
+    lists = [[row.tolist() for row in rows] for rows in parts]
+    value, c = formula(name, Rows(*lists, batch.group_size, batch.max_tokens), **hyper)
+    padded = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    padded[batch.mask] = torch.tensor(sum(c, []), dtype=torch.float64)
     return value, padded
 
 
@@ -291,7 +290,9 @@ def m1(module, name, draws, evidence):
         adv = draw.rows(draw.adv) * (1 + 0.5 * draw.noise if reshaped else 1)
         batch = draw.batch(module, spread, adv=adv)
         loss = getattr(module, name)(batch, **hyper)
-        value, c = formula_of(module, name, draw, spread, adv, **hyper)
+        if not hasattr(losses, name):  # a new loss of the file under test
+            hyper = known | hyper
+        value, c = formula_of(name, batch, **hyper)
         evidence.equal(c, coefficients(loss, batch))
         evidence.equal(value, loss)
 
@@ -400,5 +401,5 @@ def m6(module, name, draws, evidence):
         evidence.equal(torch.where(softened, eta * adv, adv), measured)
         batch = draw.batch(module, 0.3, adv=measured)
         loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
-        _, c = formula_of(module, "nthr_grpo", draw, 0.3, measured)
+        _, c = formula_of("nthr_grpo", batch)
         evidence.equal(c, coefficients(loss, batch))

@@ -30,22 +30,18 @@ def a1(module, name, draws, evidence):
     """
     for draw in draws:
         V = draw.vocabulary
-        sharp, flat = torch.zeros(2, V, dtype=torch.float64)
-        sharp[1] = draw.randn(1)
+        flat, sharp = torch.zeros(2, V, dtype=torch.float64)
+        flat[0], sharp[1] = draw.randn(2)
         sharp[2:] = -800.0
-        flat[0] = draw.randn(1)
-        for case, z in (("", draw.randn(V)), ("flat", flat), ("sharp", sharp)):
+        for z, end in ((draw.randn(V), None), (flat, V / (V - 1)), (sharp, 2)):
             z.requires_grad_()
             logp = z.log_softmax(-1)[:1].expand(2, 1)  # two answers that are the same token
             adv = torch.tensor([[1.5], [0.0]], dtype=torch.float64)
             batch = module.Batch(logp, logp.detach(), adv, logp < 1, 2, draw.max_tokens)
-            norm = float(ascent(module.reinforce(batch), z).norm()) * 2 * draw.max_tokens / 1.5
-            rest = 1 - math.exp(logp[0].item())
-            low = math.sqrt(V / (V - 1)) * rest
-            high = math.sqrt(2) * rest
-            evidence.equal(min(max(norm, low), high), norm)
-            if case:
-                evidence.equal({"flat": low, "sharp": high}[case], norm)
+            norm = ascent(module.reinforce(batch), z).norm() * 2 * draw.max_tokens / 1.5
+            size = float(norm) / (1 - math.exp(logp[0].item()))
+            low, high = math.sqrt(V / (V - 1)), math.sqrt(2)
+            evidence.equal(math.sqrt(end) if end else min(max(size, low), high), size)
 
 
 @claim("A2", "advantage_reweighting", extremes=False)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from claims.evidence import claim, find
+from claims.evidence import claim
 from claims.readout import Readout
 from claims.trees import ascent
+from llm import neighbours
 
 
 @claim("N3", "reinforce", extremes=False)
@@ -109,7 +110,7 @@ def n4(module, name, draws, evidence):
     """
     for draw in draws:
         readout = Readout(draw)
-        scores = find(module, name)
+        scores = getattr(module, name, neighbours.nthr_scores)
         for full_vocab in (False, True):
             measured = scores(**readout.facts, **readout.reading, full_vocab=full_vocab)
             for x, y in zip(readout.scores(full_vocab), measured, strict=True):
