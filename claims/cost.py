@@ -138,7 +138,7 @@ def c18(module, name, draws, evidence):
     both scales, where with a constant weight the better way must grow. "left": how far the std
     turns the vector of pushes if rewards are graded, because it ties w_i A_i to the whole group.
     """
-    for world in random_worlds(draws, ways=3, kinds=2, binary=False):
+    for world in random_worlds(draws, ways=3, kinds=2):
         push = measure_push(module, name, world, "mean")
         evidence.equal(predict_push(name, world, 1 - 1 / world.G), push)
         other = measure_push(module, name, world, "std")
@@ -146,7 +146,7 @@ def c18(module, name, draws, evidence):
         alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
         push = measure_push(module, name, world._replace(outcomes=alike), "mean")
         evidence.equal([0.0] * 3, push)
-    for world in random_worlds(draws, ways=2, kinds=4, binary=True):
+    for world in random_worlds(draws, ways=2, kinds=4, rewards=(0.0, 1.0, 0.0, 1.0)):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = world.mean(lambda o: o.reward, 0, 1)
         for scale in ("mean", "std"):

@@ -100,7 +100,6 @@ def a4(module, name, draws, evidence):
         p_old = draw.logp.detach().exp() * (-draw.log_ratio(spread)).exp()
         evidence.equal(torch.where(draw.mask & (p_old < eta), joint, 0), low)
         evidence.equal(torch.where(draw.mask & (p_old >= eta), joint, 0), high)
-        evidence.equal(joint, low + high)
     half = torch.full((2, 1), 0.5, dtype=torch.float64).log()
     adv = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     batch = module.Batch(half.clone().requires_grad_(), half, adv, half < 0, 2, 1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from claims.cost import factor
 from claims.evidence import claim
 from claims.formulas import average_of, defaults, every_loss, shares_in
 from claims.trees import ascent, coefficients
@@ -60,7 +61,7 @@ def q2(module, name, draws, evidence):
     Let E[A | right] = u and E[A | wrong] = -v. Then the expected update is u grad p - v grad (1-p)
     = (u + v) grad p. Advantages sum to 0, so p u = (1-p) v and u + v = p u / (p (1-p)). With k of G
     answers right and m = k/G, the mean of A_i R_i over the group is m (1-m) without the division,
-    and m (1-m) / (std + 1e-4) with it, where std = sqrt(G/(G-1) m (1-m)). So
+    and m (1-m) / (std + 1e-4) with it, where std = sqrt(G/(G-1) m (1-m)). So K is C18's:
 
       K = E[m (1-m)] / (p (1-p)) = 1 - 1/G                            scale "mean",
       K = sqrt((G-1)/G) E[sqrt(m (1-m))] / (p (1-p)), nearly          scale "std",
@@ -75,18 +76,16 @@ def q2(module, name, draws, evidence):
     for p in (0.05, 0.1, 0.25, 0.5):
         chances = [math.comb(G, k) * p**k * (1 - p) ** (G - k) for k in range(G + 1)]
         for scale in ("mean", "std"):
-            K = measured = 0.0
+            K = 0.0
             for k, chance in enumerate(chances):
                 rewards = torch.tensor([1.0] * k + [0.0] * (G - k), dtype=torch.float64)
                 A = module.group_advantages(rewards, G, scale)
-                measured += chance * float((A * rewards).mean()) / (p * (1 - p))
-                m = k / G
-                std = math.sqrt(G / (G - 1) * m * (1 - m)) + 1e-4 if scale == "std" else 1
-                K += chance * m * (1 - m) / std / (p * (1 - p))
-            evidence.equal(K, measured)
-            rows[f"K, {scale}"].append(measured)
-        evidence.equal(True, measured < 1 / math.sqrt(p * (1 - p)))
-        rows["folklore"].append(1 / math.sqrt(p * (1 - p)))
+                K += chance * float((A * rewards).mean()) / (p * (1 - p))
+            evidence.equal(factor(G, p, scale), K)
+            rows[f"K, {scale}"].append(K)
+        folklore = 1 / math.sqrt(p * (1 - p))
+        evidence.equal(True, K < folklore)
+        rows["folklore"].append(folklore)
         rows["no signal"].append(chances[0] + chances[-1])
     evidence.rows += rows.values()
 

@@ -48,17 +48,15 @@ class World(NamedTuple):
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
 
 
-def random_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
-    """Each way may end in as many kinds of answers as that, right and wrong by turns if binary."""
+def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
+    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
     for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
         outcomes = []
         for way in range(ways):
             chances = draw.randn(kinds).softmax(0).tolist()
             lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
-            rewards = draw.randn(kinds).tolist()
-            if binary:
-                rewards = [float(k % 2) for k in range(kinds)]
-            kinds_of_way = zip(chances, rewards, lengths, strict=True)
+            random_rewards = draw.randn(kinds).tolist()
+            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
             outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
         yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
