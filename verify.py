@@ -179,7 +179,7 @@ def questions(word: str) -> list[str]:
 
 
 def is_meant(claim: Claim, id_: str) -> bool:
-    """C18 stands for C18a and C18b, "all" for every claim."""
+    """C17 stands for C17h and C17i, too, and "all" for every claim."""
     family = claim.id.rstrip(string.ascii_lowercase)
     return id_.lower() in (claim.id.lower(), family.lower(), "all")
 

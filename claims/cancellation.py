@@ -349,7 +349,8 @@ def c11(module, name, draws, evidence):
 
     On-policy all ratios are 1, so all s_i = 1. The minimum of the group is then 1. And A.s = sum_i
     A_i = 0, so Adv-Orthogonal has nothing to project away. recentred has the mean of A_i - A_j over
-    j, which is A_i. So every token gets c = A_i / L, which is REINFORCE. "left" is the mean |c - A_i / L| once the ratios differ.
+    j, which is A_i. So every token gets c = A_i / L, which is REINFORCE. "left" is the mean
+    |c - A_i / L| once the ratios differ.
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
         batch = draw.batch(module, spread)

@@ -91,8 +91,8 @@ def c14(module, name, draws, evidence):
 
     Over several softmaxes this survives at one of them: where the two answers part, if the whole
     group is still together there. Before it they share all tokens, and nothing differs. After it
-    each walks alone through softmaxes of its own, and log pi of the rest grows by
-    eta A k times the squared norms of its scores. These differ from answer to answer, by length
+    they share no softmax. Where an answer walks alone, log pi of the rest grows by eta A k times
+    the squared norms of its scores, to first order. These differ from answer to answer, by length
     if by nothing else. So equal k still drives two whole answers apart, also where all
     coefficients cancel ("left": that part, per eta). A split that only a part of the group reaches
     has S = what its node gets, not 0.

@@ -258,16 +258,18 @@ def m1(module, name, draws, evidence):
       cispo            sg[clip(r, 1-e_low, 1+e_high)] A log pi      token mean    P
       dfpo-min         sg[min_j s_j] A log pi                       budget mean   S, loss D
       dfpo-orthogonal  sg[s - (A.s / ||A||^2) A] A log pi           budget mean   S, loss D
+      recentred        sg[mean_j s_i s_j (A_i - A_j)] log pi        budget mean   D, ours
       pos-only         as grpo, with max(A, 0) for A                token mean    P
       nthr-grpo        as grpo; for NTHR                            token mean    P
-      token-grpo       as grpo; e_high = 0.24; for AR and Lopti     token mean    P
+      token-grpo       as grpo; e_high = 0.24; for AR               token mean    P
+      lopti-low, high  as token-grpo, if pi_old < 0.5; if not       token mean    P
 
     seq mean: (1/N) sum_i (1/T_i) sum_t. budget mean: (1/(N L)) sum_i sum_t. token mean: the sum
     over the number of tokens in the whole batch; DAPO leaves out the groups with equal rewards.
-    e = 0.2 and kl = 0 unless the table says more. gspo takes the geometric s, e_low = 3e-4 and
-    e_high = 4e-4. cispo takes e_low = 1 and e_high = 4, so that r is cut at 5. The KL estimator is
-    k3 = q - log q - 1 with q = pi_ref/pi; its slope in log pi is 1 - q. A DFPO group whose
-    advantages are all 0 contributes nothing.
+    e = 0.2 and kl = 0 unless the table says more. s is geometric, but in recentred it is the plain
+    product. gspo takes e_low = 3e-4 and e_high = 4e-4. cispo takes e_low = 1 and e_high = 4, so
+    that r is cut at 5. The KL estimator is k3 = q - log q - 1 with q = pi_ref/pi; its slope in
+    log pi is 1 - q. A DFPO group whose advantages are all 0 contributes nothing.
 
     The predicted coefficients come from the definition, with two nested loops over plain numbers.
     The min becomes a gate: the slope of min(r A, clip(r) A) in log pi is r A, but it is 0 for a

@@ -62,8 +62,8 @@ def c19(module, name, draws, evidence):
 
     This is negative for all q. It pulls the choice back to the old policy whichever way is better.
     And it is a sum, where the credit is a difference: at q_u = .6, q_d = .5, p = .5 it is 4.45
-    times the credit. So where a first update leaves the clip range, a second one undoes more than
-    the first has done, unless the rate is small. A clip that is blind to the sign stops all four
+    times the credit. So after a first update that leaves the clip range, a second one may undo more
+    than the first has done. A clip that is blind to the sign stops all four
     terms: 0. cispo keeps all four up to a ratio of 5. reinforce has p (1-p) K (q_u - q_d): its
     weight is 1. recentred has exactly the gradient at p', p'(1-p') (1 - 1/G) (q_u - q_d).
 

@@ -157,9 +157,9 @@ def q5(module, name, draws, evidence):
 
     Answers are drawn from pi_tau = softmax(z / tau). C16's derivation needs E grad log pi = 0 under
     the distribution that sampled. For log pi_tau it holds. For log pi at temperature 1 it does not:
-    in the logits, sum_a pi_tau(a) grad log pi(a) = pi_tau - pi. A node gets this error times the
-    sum of its visitors' advantages. So it cancels where the whole group visits the node, and stays
-    at all others. All groups of C16's toy are enumerated at tau = 0.6. "left" is how far the
+    in the logits, sum_a pi_tau(a) grad log pi(a) = pi_tau - pi. A history gets this error times the
+    summed advantages of the answers through it. So it cancels where the whole group is together,
+    and stays elsewhere. All groups of C16's toy are enumerated at tau = 0.6. "left" is how far the
     direction is off with log pi at 1.
     """
     for toy in (Toy(draw.seed) for draw in draws[::4]):

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 import losses
 from claims.evidence import TOLERANCE, claim
@@ -264,12 +265,10 @@ def expected_sums(module, world: World, kind: str) -> Tensor:
     groups = world.groups()
     batch = groups.expected_batch(world.logits(), "mean")
     loss = apply_projection(module, kind, batch, losses.grpo(batch), groups.nodes)
-    c = coefficients(loss, batch)[:, 0].view(-1, world.G) / len(groups.orders)  # (groups, G)
-    sums = torch.zeros(len(world.shares), world.G, dtype=torch.float64)
-    for way, row in enumerate(sums):
-        visits = groups.way.view(c.shape) == way
-        row.index_add_(0, visits.sum(1).clamp(min=1) - 1, (c * visits).sum(1))
-    return sums
+    c = coefficients(loss, batch)[:, 0].view(-1, world.G, 1) / len(groups.orders)
+    visits = one_hot(groups.way).view(-1, world.G, len(world.shares))  # (groups, G, ways)
+    n, total = visits.sum(1), (c * visits).sum(1)  # (groups, ways)
+    return torch.stack([(total * (n == k)).sum(0) for k in range(1, world.G + 1)], 1)
 
 
 def expected_parts(world: World, way: int) -> tuple[list[float], list[float]]:

@@ -7,7 +7,6 @@ gradient's part at a node belongs to that node alone. Padding holds garbage on p
 
 from __future__ import annotations
 
-import math
 import random
 from collections import defaultdict
 
@@ -142,7 +141,7 @@ class Draw:
         return range(i - i % self.G, i - i % self.G + self.G)
 
     def at_shared(self, x: Tensor) -> Tensor:
-        """x where a whole group shares a token: a column for each answer. (N,) or (N, T) -> (K, G)."""
+        """x at the K tokens that a whole group shares. (N, T), or (N,) for each answer -> (K, G)."""
         return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
 
     def sequence_ratios(self, spread: float, kind: str = "geometric") -> Tensor:
