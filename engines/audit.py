@@ -60,9 +60,9 @@ def left_over(row: Row, draws: list[Draw], regime: Regime) -> float:
         micro_batches = [take(whole, torch.arange(k, d.N, every)) for k in range(every)]
         loss = sum(row.loss(micro_batch, whole) for micro_batch in micro_batches)
         c = token_coefficients(loss, whole.logp)
-        for _, rows, t in d.at_shared():
-            if size := c[list(rows), t].abs().sum().item():
-                left.append(abs(c[list(rows), t].sum().item()) / size)
+        c = d.at_shared(c)
+        size = c.abs().sum(1)
+        left += (c.sum(1).abs() / size)[size > 0].tolist()
     return sum(left) / max(1, len(left))
 
 
