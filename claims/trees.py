@@ -141,7 +141,7 @@ class Draw:
         return range(i - i % self.G, i - i % self.G + self.G)
 
     def at_shared(self, x: Tensor) -> Tensor:
-        """x at the K tokens that a whole group shares. (N, T), or (N,) for each answer -> (K, G)."""
+        """x at the K tokens that a whole group shares. (N,) or (N, T) -> (K, G)."""
         return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
 
     def sequence_ratios(self, spread: float, kind: str = "geometric") -> Tensor:
