@@ -3,8 +3,8 @@
 A claim is a function `check(module, name, draws, evidence)`. It takes a module that keeps the
 contract of losses.py and the name of a function in it. It takes random prefix trees (`Draw`) and
 adds what it finds to the evidence. It compares two numbers. The *measured* one is autograd's,
-through the real functions of that module. The *predicted* one is a formula in plain Python that
-shares no code with them.
+through the real functions of that module. The *predicted* one is a formula that shares no code with
+them.
 
 The docstring of a claim has paragraphs. The first is the statement, one sentence or two. The second
 begins with "Source: " and says where the statement comes from, with its grades. The others are the

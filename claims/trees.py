@@ -144,6 +144,12 @@ class Draw:
         """x at the K tokens that a whole group shares. (N,) or (N, T) -> (K, G)."""
         return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
 
+    def left_shared(self, c: Tensor) -> list[float]:
+        """|sum c| / sum |c| at the tokens that a whole group shares, if it has any c there."""
+        c = self.at_shared(c)
+        size = c.abs().sum(1)
+        return (c.sum(1).abs() / size)[size > 0].tolist()
+
     def sequence_ratios(self, spread: float, kind: str = "geometric") -> Tensor:
         """s_i of every answer. (N,)."""
         log_s = self.log_ratio(spread).sum(1)  # 0 on padding
