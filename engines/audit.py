@@ -59,10 +59,7 @@ def left_over(row: Row, draws: list[Draw], regime: Regime) -> float:
         every = regime.micro_batches
         micro_batches = [take(whole, torch.arange(k, d.N, every)) for k in range(every)]
         loss = sum(row.loss(micro_batch, whole) for micro_batch in micro_batches)
-        c = token_coefficients(loss, whole.logp)
-        c = d.at_shared(c)
-        size = c.abs().sum(1)
-        left += (c.sum(1).abs() / size)[size > 0].tolist()
+        left += d.left_shared(token_coefficients(loss, whole.logp))
     return sum(left) / max(1, len(left))
 
 
