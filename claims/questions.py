@@ -13,7 +13,7 @@ import torch
 
 from claims.cost import factor
 from claims.evidence import claim
-from claims.formulas import average_of, defaults, every_loss, shares_in
+from claims.formulas import average_of, shares_in
 from claims.trees import ascent, coefficients
 from claims.worlds import Toy
 from toy.policy import Policy
@@ -21,15 +21,17 @@ from toy.policy import Policy
 SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
 
 
-@claim("Q1", *SURROGATES)
+@claim("Q1", *SURROGATES, only_if="the ratios are exactly 1")
 def q1(module, name, draws, evidence):
-    """On-policy the value of grpo and gspo is 0, whatever was sampled; their gradient is not.
+    """In the first update of a batch the value of grpo and gspo is 0, whatever was sampled, and no
+    clip acts. The gradient is not 0.
 
     Source: questions of users (D)
 
-    On-policy all ratios are 1, so a surrogate's term is A_i at every token. The value of the loss
-    is minus the average of the A_i. With a mean per answer it is -(1/N) sum_i A_i = 0, because
-    advantages are centred. Other averages weigh an answer by its length:
+    The first update starts at the policy that sampled the batch, so all ratios are 1. A surrogate's
+    term is then A_i at every token, and the value of the loss is minus the average of the A_i. With
+    a mean per answer it is -(1/N) sum_i A_i = 0, because advantages are centred. Other averages
+    weigh an answer by its length:
 
       dr-grpo, grpo-symmetric   -sum_i A_i T_i / (N L)
       dapo                      -sum_i A_i T_i / sum_i T_i, over mixed groups
@@ -37,18 +39,28 @@ def q1(module, name, draws, evidence):
 
     These are 0 where all answers are equally long, but for pos-only. reinforce, cispo and DFPO have
     log pi in their value, which is a weighted -A log pi and says as little. What moves the policy
-    is the derivative, c_{i,t} = A_i times a weight. It is 0 everywhere only if all advantages are:
-    if every group has equal rewards. "left" is the mean |c| where the value is as stated.
+    is the derivative, c_{i,t} = A_i times a weight (M1). It is 0 everywhere only if all advantages
+    are: if every group has equal rewards.
+
+    A ratio of 1 is inside any clip range with eps > 0. The clip acts from the second update on:
+    with several minibatches or epochs, in Lopti's second pass, or if the sampler's log-probs differ
+    from the trainer's, by numerics or by temperature. "left" is how much the coefficients change
+    with the range once the ratios differ.
     """
-    for draw in draws:
-        batch = draw.batch(module)
-        loss = getattr(module, name)(batch)
+    narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
+    loss_fn = getattr(module, name)
+    for draw, spread in itertools.product(draws, (0.0, 0.6)):
+        batch = draw.batch(module, spread)
+        one, other = (coefficients(loss_fn(batch, **eps), batch) for eps in (narrow, wide))
+        if spread:
+            evidence.record_left((one - other)[draw.mask] / draw.size)
+            continue
+        evidence.equal(one, other)
         A = draw.adv.clamp(min=0) if name == "pos_only" else draw.adv
         terms = shares_in(name, draw) * torch.tensor(draw.T) * A
-        evidence.equal(-terms.mean(), loss)
+        evidence.equal(-terms.mean(), loss_fn(batch))
         if average_of(name) == "answer":
-            evidence.equal(0, loss)
-        evidence.record_left(coefficients(loss, batch)[draw.mask] / draw.size)
+            evidence.equal(0, loss_fn(batch))
 
 
 @claim("Q2", "group_advantages", extremes=False)
@@ -88,34 +100,6 @@ def q2(module, name, draws, evidence):
         rows["folklore"].append(folklore)
         rows["no signal"].append(chances[0] + chances[-1])
     evidence.rows += rows.values()
-
-
-def clipping_losses(module) -> list[str]:
-    losses = [name for name in every_loss(module) if hasattr(module, name)]
-    return [name for name in losses if "eps_low" in defaults(getattr(module, name))]
-
-
-@claim("Q3", clipping_losses, only_if="the ratios are exactly 1")
-def q3(module, name, draws, evidence):
-    """With one update a batch the clip never acts: the coefficients do not depend on its range.
-
-    Source: questions of users (D)
-
-    The first update of a batch starts at the policy that sampled it. So all ratios are 1, inside
-    any range with eps > 0. The clip acts from the second update on: with several minibatches or
-    epochs, in Lopti's second pass, or if the sampler's log-probs differ from the trainer's, by
-    numerics or by temperature. "left" is how much the coefficients change with the range once the
-    ratios differ.
-    """
-    narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
-    for draw, spread in itertools.product(draws, (0.0, 0.6)):
-        batch = draw.batch(module, spread)
-        loss = getattr(module, name)
-        one, other = (coefficients(loss(batch, **eps), batch) for eps in (narrow, wide))
-        if spread:
-            evidence.record_left((one - other)[draw.mask] / draw.size)
-        else:
-            evidence.equal(one, other)
 
 
 @claim("Q4", "k3", extremes=False)
