@@ -25,7 +25,7 @@ OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 def measure_push(module, name: str, world: World, scale: str) -> Tensor:
     """On the logit of each way. (ways,)."""
     logits = world.logits()
-    return ascent(getattr(module, name)(world.groups().expected_batch(logits, scale)), logits)
+    return ascent(getattr(module, name)(world.expected_batch(logits, scale)), logits)
 
 
 def predict_push(name: str, world: World, K: float) -> list[float]:
@@ -144,7 +144,7 @@ def c18(module, name, draws, evidence):
         other = measure_push(module, name, world, "std")
         evidence.record_left((other / other.norm() - push / push.norm()).norm())
         alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
-        push = measure_push(module, name, world._replace(outcomes=alike), "mean")
+        push = measure_push(module, name, World(world.G, alike, world.shares), "mean")
         evidence.equal([0.0] * 3, push)
     for world in random_worlds(draws, ways=2, kinds=4, rewards=(0.0, 1.0, 0.0, 1.0)):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]

@@ -30,10 +30,9 @@ def binary_world(G: int, q: tuple[float, float], share: float) -> World:
 
 def push_off_policy(module, name: str, world: World, share: float, scale: str) -> Tensor:
     """On both logits, from groups of the old policy, where way 0 has that share by now. (2,)."""
-    groups = world.groups()
-    old = groups.expected_batch(world.logits(), scale)
+    old = world.expected_batch(world.logits(), scale)
     logits = torch.tensor([share, 1 - share], dtype=torch.float64).log().requires_grad_()
-    logp = logits.log_softmax(0)[groups.way][:, None]
+    logp = logits.log_softmax(0)[world.way][:, None]
     hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
     return ascent(getattr(module, name)(replace(old, logp=logp), **hyper), logits)
 

@@ -262,11 +262,10 @@ def expected_sums(module, world: World, kind: str) -> Tensor:
 
     Measured over all groups, on-policy, through grpo and a kind of projection.
     """
-    groups = world.groups()
-    batch = groups.expected_batch(world.logits(), "mean")
-    loss = apply_projection(module, kind, batch, losses.grpo(batch), groups.nodes)
-    c = coefficients(loss, batch)[:, 0].view(-1, world.G, 1) / len(groups.orders)
-    visits = one_hot(groups.way).view(-1, world.G, len(world.shares))  # (groups, G, ways)
+    batch = world.expected_batch(world.logits(), "mean")
+    loss = apply_projection(module, kind, batch, losses.grpo(batch), world.nodes)
+    c = coefficients(loss, batch)[:, 0].view(-1, world.G, 1) / len(world.orders)
+    visits = one_hot(world.way).view(-1, world.G, len(world.shares))  # (groups, G, ways)
     n, total = visits.sum(1), (c * visits).sum(1)  # (groups, ways)
     return torch.stack([(total * (n == k)).sum(0) for k in range(1, world.G + 1)], 1)
 
