@@ -8,7 +8,6 @@ known exactly.
     python verify.py --explain symbols  what the letters mean
     python verify.py --explain all      everything, in order
     python verify.py --losses FILE      with FILE's functions in place of those of losses.py
-    python verify.py --markdown         the tables of claims/README.md
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
 to 3 prompts with 2 to 16 answers each, on-policy and off-policy, inside and outside the clip range.
@@ -36,11 +35,10 @@ from types import ModuleType
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, Result, examine
+from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, examine
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 from claims.formulas import name_of
-from llm import neighbours
 
 QUESTIONS = Path(__file__).parent / "claims" / "README.md"
 WHEN = ("on-policy", "off-policy", "projected")
@@ -97,16 +95,13 @@ def format_number(x: float) -> str:
     return f"{x:.4f}" if 1e-3 <= abs(x) < 1e4 else f"{x:.0e}"
 
 
-def summarise(claim: Claim, results: list[Result]) -> tuple[str, list[str]]:
+def summarise(claim: Claim, results: list[Evidence]) -> tuple[str, list[str]]:
     """A claim's verdict, and its numbers: predicted, measured, error, left.
 
-    The function and the draw with the largest error speak for it. A function that is wrong in
-    another way than by its numbers has none.
+    The function and the draw with the largest error speak for it.
     """
-    worst = max((result.evidence for result in results), key=lambda evidence: evidence.excess)
-    if worst.excess <= 1 and any(result.state == "wrong" for result in results):
-        worst = Evidence()
-    left = [result.evidence.mean_left for result in results if result.evidence.left]
+    worst = max(results, key=lambda result: result.excess)
+    left = [result.mean_left for result in results if result.left]
     states = {result.state for result in results}
     verdict = claim.verdict
     if "wrong" in states:
@@ -118,35 +113,10 @@ def summarise(claim: Claim, results: list[Result]) -> tuple[str, list[str]]:
     return verdict, [format_number(x) for x in (*worst.pair, error, mean_left)]
 
 
-def collect_tables(results: list[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The tables below the claims: title, head, rows."""
-
-    def format_cell(x) -> str:
-        if isinstance(x, str):
-            return x
-        return "0" if abs(x) < TOLERANCE else f"{x:.3f}"
-
-    found = []
-    for id_, (title, head) in TABLES.items():
-        rows = [row for result in results if result.claim == id_ for row in result.evidence.rows]
-        if rows:
-            found.append((title, head, [[format_cell(x) for x in row] for row in rows]))
-    return found
-
-
 # ---------------- printing
 
 
-def locate(module, name: str) -> str:
-    """A function's name and its line."""
-    for place in (module, neighbours):
-        code = getattr(getattr(place, name, None), "__code__", None)
-        if code:
-            return f"{name}:{code.co_firstlineno}"
-    return name
-
-
-def show(module, claims: list[Claim], results: list[Result]) -> None:
+def show(claims: list[Claim], results: list[Evidence]) -> None:
     columns = f"{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}"
     print(f"{'claim':6}{'verdict':17}{columns}   source")
     for claim in claims:
@@ -158,29 +128,27 @@ def show(module, claims: list[Claim], results: list[Result]) -> None:
         print(f"      {statement}")
         if claim.condition:
             print(f"      {claim.verdict.capitalize()}: {claim.condition}.")
-        print(f"      of {' '.join(locate(module, result.function) for result in own)}")
-    for title, head, rows in collect_tables(results):
-        print(f"\n{title}")
-        width = max(map(len, head)) + 2
-        for name, *cells in [head, *rows]:
-            print(f"{name:16}" + "".join(f"{cell:>{width}}" for cell in cells))
+        print(f"      of {' '.join(result.function for result in own)}")
+    for id_, (title, head) in TABLES.items():
+        rows = [row for result in results if result.claim == id_ for row in result.rows]
+        if rows:
+            print(f"\n{title}:\n")
+            show_table([head, ["---"] * len(head), *rows])
 
 
-def show_markdown(claims: list[Claim], results: list[Result]) -> None:
-    rows = []
-    for claim in claims:
-        verdict, numbers = summarise(
-            claim, [result for result in results if result.claim == claim.id]
-        )
-        verdict = f"**{verdict}** {claim.condition}".strip()
-        rows.append([claim.id, claim.text[0], *numbers[2:], verdict])
-    head = ["claim", "what it says", "error", "left", "verdict"]
-    tables = [("", head, rows), *collect_tables(results)]
-    for title, head, rows in tables:
-        print(f"\n{title}:\n" if title else "")
-        lines = [head, ["---"] * len(head), *rows]
-        for line in lines:
-            print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
+def show_table(lines: list[list]) -> None:
+    """A table in Markdown, its columns aligned."""
+
+    def format_cell(x) -> str:
+        if isinstance(x, str):
+            return x
+        return "0" if abs(x) < TOLERANCE else f"{x:.3f}"
+
+    lines = [[format_cell(x) for x in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(f"| {' | '.join(cells)} |")
 
 
 def explain(claims: list[Claim]) -> None:
@@ -211,7 +179,7 @@ def questions(word: str) -> list[str]:
 
 
 def is_meant(claim: Claim, id_: str) -> bool:
-    """C18 stands for C18a and C18b, "all" for every claim."""
+    """C17 stands for C17h and C17i, too, and "all" for every claim."""
     family = claim.id.rstrip(string.ascii_lowercase)
     return id_.lower() in (claim.id.lower(), family.lower(), "all")
 
@@ -234,7 +202,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", nargs="+", default=["all"], metavar="ID", help="these claims: C9 C17 or C9,C17")
     add("--explain", nargs="+", metavar="ID", help="print proofs; or symbols, all, a topic word")
     add("--losses", metavar="FILE", help="its functions in place of those of losses.py")
-    add("--markdown", action="store_true", help="print markdown, for claims/")
     add("--seed", type=int, default=0, help="of the random trees (default 0)")
     options = parser.parse_args(argv)
     if options.explain:
@@ -262,19 +229,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(f"error: {options.losses} defines no function that these claims speak of")
     claims = [claim for claim in claims if any(claim is other for other, _ in pairs)]
     results = [examine(module, claim, name, draws) for claim, name in pairs]
-    if options.markdown:
-        show_markdown(claims, results)
-    else:
-        show(module, claims, results)
-    failed = [result for result in results if result.state != "ok"]
-    if failed or missed:
-        print()
-    for line in [
-        *(f"{result.claim}: {result.function}: {result.message}" for result in failed),
-        *missed,
-    ]:
-        print(f"! {line}")
-    return 1 if failed or missed else 0
+    show(claims, results)
+    missed += [f"{x.claim}: {x.function}: {x.message}" for x in results if x.state != "ok"]
+    if missed:
+        print("", *(f"! {line}" for line in missed), sep="\n")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     cost.py             C18        what a tax costs
     gate.py             C19..C21   the min, graded rewards, a baseline that cancels without bias
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             N1..N4     negative gradients
+    nthr.py             N3, N4     negative gradients
     low_probability.py  A1..A4     Advantage Reweighting and Lopti
     ibpo.py             I1..I3     comparing and correcting
     questions.py        Q1..Q5     what people ask about the numbers of a run
@@ -28,9 +28,9 @@ from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401
 from claims import ibpo  # noqa: F401
 from claims import questions  # noqa: F401
-from claims.evidence import CLAIMS, Claim, Draws, Evidence, Missing, Result, examine
+from claims.evidence import CLAIMS, Claim, Draws, Evidence, examine
 
-__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "Missing", "Result", "examine"]
+__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "examine"]
 
 NOTATION = """\
 Notation
@@ -44,11 +44,17 @@ h, a       a history (prompt and answer so far), and the token taken there
 r_{i,t}    pi_theta(a|h) / pi_old(a|h), the ratio of token t of answer i; rho where it is shared
 s_i        the sequence ratio: (prod_t r_{i,t})^(1/T_i), or the plain product where that is said
 R_i, A_i   reward at the end of answer i, and its advantage; sum_i A_i = 0 in each group
-J          what a method maximises; its loss is -J
+J          what a method maximises: its loss is -J; from C16 on also the expected reward
 c_{i,t}    token coefficient, -N dLoss/dlogp_{i,t}: what the loss really does to a token
 w_{i,t}    effective weight: c_{i,t} = w_{i,t} A_i; w~ is a weight that DFPO has transformed
 v, S_v     a node (h, a) of the group's prefix tree, and the answers that pass through it;
            the node is fully shared if S_v is the whole group
+u_i        the product of answer i's ratios without the shared token's: s_i = rho u_i (C4, C5)
+k_a, k_b   the weights that a method gives to two answers y_a and y_b of equal reward (C14)
+Q_a, q, b  of the answers that go a way: the mean reward, Q_a, or the chance to be right, q; b is
+           that chance for all answers (C18 to C20). q_u, q_d: of the way whose ratio went up, down
+f_a, K     what pushes way a's logit, pi_a (f_a - fbar), and the factor in it (C18, C19, Q2)
+eta        the length of a step (C13, C14); NTHR's factor (M6); Lopti's threshold (A4)
 sg         stop-gradient: no derivative is taken through it; such a tensor is called detached
 W, phi     the toy's policy: pi(.|h) = softmax(W phi(h)), with fixed features phi and a matrix W
 <x, y>     inner product; x.y is the same for vectors over a group; e_a is a unit vector

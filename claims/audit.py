@@ -81,10 +81,7 @@ def audit(module, name, draws, evidence):
             loss = loss(batch, **fitting(loss))
             if name == "project":
                 loss = apply_projection(module, "node mean", batch, loss, draw.nodes)
-            c = coefficients(loss, batch)
-            for _, rows, t in draw.at_shared():
-                size = float(c[list(rows), t].abs().sum())
-                left += [abs(float(c[list(rows), t].sum())) / size] if size else []
+            left += draw.left_shared(coefficients(loss, batch))
         cells.append(sum(left) / len(left) if left else 0.0)
         if what == "0":
             evidence.equal([0] * len(left), left)

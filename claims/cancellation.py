@@ -16,11 +16,21 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
 from claims.evidence import claim
-from claims.formulas import DFPO, UNCLIPPED, average_of, defaults, share_in
+from claims.formulas import DFPO, UNCLIPPED, average_of, defaults, shares_in
 from claims.trees import Draw, ascent, coefficients
 from toy.policy import Policy
 
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
+
+
+def push_shared(module, name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, Tensor]:
+    """At the K tokens that a whole group shares: their ratio, each A_i times a token's share of
+    the average, (K, G) both, and the measured sum of the coefficients, (K,)."""
+    adv = draw.adv if adv is None else adv
+    batch = draw.batch(module, spread, adv=adv)
+    c = coefficients(getattr(module, name)(batch, **hyper), batch)
+    rho = draw.at_shared(draw.log_ratio(spread).exp())
+    return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
 
 
 @claim("C1", "token_coefficients")
@@ -87,13 +97,9 @@ def c2(module, name, draws, evidence):
     """
     hyper = {} if name == "reinforce" else UNCLIPPED
     for draw, shift in itertools.product(draws, (0, 0.7)):
-        adv = [a + shift * (a != 0) for a in draw.adv]
-        predicted = []
-        for rho, rows, _ in draw.at_shared(0.9):
-            weight = 1 if name == "reinforce" else rho
-            predicted.append(weight * sum(adv[i] for i in rows) * share_in(name, draw, rows[0]))
-        loss = getattr(module, name)(draw.batch(module, 0.9, adv=adv), **hyper)
-        evidence.equal(predicted, draw.node_sums(loss))
+        adv = draw.adv + shift * (draw.adv != 0)
+        rho, A, measured = push_shared(module, name, draw, 0.9, adv, **hyper)
+        evidence.equal((A if name == "reinforce" else rho * A).sum(1), measured)
 
 
 @claim("C4", "sequence_ratio", "gspo")
@@ -116,19 +122,16 @@ def c4(module, name, draws, evidence):
     T_i. The values of both ratios are checked as well.
     """
     for draw in draws:
-        batch = draw.batch(module, 0.6)
-        geometric = draw.sequence_ratios(0.6)
-        product = draw.sequence_ratios(0.6, "product")
-        groups = [rows for _, rows, _ in draw.at_shared()]
+        geometric, product = (draw.sequence_ratios(0.6, kind) for kind in ("geometric", "product"))
         if name == "gspo":
-            left = [sum(draw.adv[i] * geometric[i] / draw.T[i] for i in rows) for rows in groups]
-            evidence.equal(left, draw.node_sums(module.gspo(batch, **UNCLIPPED)))
+            _, A, measured = push_shared(module, name, draw, 0.6, **UNCLIPPED)
+            evidence.equal((draw.at_shared(geometric) * A).sum(1), measured)
             continue
+        batch = draw.batch(module, 0.6)
         evidence.equal(geometric, module.sequence_ratio(batch))
         evidence.equal(product, module.sequence_ratio(batch, "product"))
-        left = [sum(draw.adv[i] * product[i] for i in rows) for rows in groups]
-        loss = -(module.sequence_ratio(batch, "product") * batch.adv[:, 0]).mean()
-        evidence.equal(left, draw.node_sums(loss))
+        c = coefficients(-(module.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
+        evidence.equal(draw.at_shared(product * draw.adv).sum(1), draw.at_shared(c).sum(1))
 
 
 @claim(
@@ -154,23 +157,23 @@ def c5(module, name, draws, evidence):
     Public notes on the paper (Memory4ever/AI-System-Design) have the same example.
     "left" is how far apart the u_i are although the token cancels.
     """
-    groups, G = 100_000, 4
-    log_r = 0.5 * draws[0].randn(groups * G, 2)
-    A = draws[0].randn(groups, G)
+    A = draws[0].randn(100_000, 4)
     A -= A.mean(1, keepdim=True)
-    adv = A.view(-1, 1).expand(-1, 2)
-    mask = torch.ones_like(log_r) > 0
-    batch = module.Batch(log_r, torch.zeros_like(log_r), adv, mask, G, 2)
-    s = module.sequence_ratio(batch, "product").view(groups, G)
-    cancels = (A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1)
-    evidence.equal(0, cancels.sum())
-    A, u = torch.tensor([[1, 1, -2], [1, 3, 2]], dtype=torch.float64)
-    logp = torch.zeros(3, 2, dtype=torch.float64).requires_grad_()
-    log_r = torch.stack([torch.full_like(u, 1.7).log(), u.log()], 1)
-    batch = module.Batch(logp, -log_r, A[:, None].expand(3, 2), torch.ones(3, 2) > 0, 3, 2)
-    loss = -(module.sequence_ratio(batch, "product") * A).mean()
-    evidence.equal(0, coefficients(loss, batch)[:, 0].sum())
+    left, size = sum_coupled(module, A, 0.5 * draws[0].randn(*A.shape, 2))
+    evidence.equal(0, (left.abs() < 1e-12 * size).sum())
+    A, u = torch.tensor([[[1, 1, -2]], [[1, 3, 2]]], dtype=torch.float64)
+    rho = torch.full_like(u, 1.7)
+    evidence.equal([0], sum_coupled(module, A, torch.stack([rho, u], -1).log())[0])
     evidence.record_left(u.max() - u.min())
+
+
+def sum_coupled(module, A: Tensor, log_r: Tensor) -> tuple[Tensor, Tensor]:
+    """A.s, what a shared token of each group gets by C4, and |A| |s|. (P, G), (P, G, T) -> (P,)."""
+    log_r = log_r.flatten(0, 1)  # (N, T)
+    adv = A.view(-1, 1).expand(log_r.shape)
+    batch = module.Batch(log_r, 0 * log_r, adv, adv == adv, A.shape[1], log_r.shape[1])
+    s = module.sequence_ratio(batch, "product").view(A.shape)
+    return (A * s).sum(1), A.norm(dim=1) * s.norm(dim=1)
 
 
 @claim("C6", "grpo", "dr_grpo", "dapo")
@@ -200,11 +203,11 @@ def c6(module, name, draws, evidence):
     for draw in draws:
         if name == "grpo" and not draw.equal_lengths:
             continue
-        predicted = []
-        for rho, rows, _ in draw.at_shared(0.6):
-            P = sum(max(draw.adv[i], 0) for i in rows) * share_in(name, draw, rows[0])
-            predicted.append(-rho * P if rho > high else rho * P if rho < low else 0)
-        evidence.equal(predicted, draw.node_sums(getattr(module, name)(draw.batch(module, 0.6))))
+        rho, A, measured = push_shared(module, name, draw, 0.6)
+        P = A.clamp(min=0).sum(1)
+        rho = rho[:, 0]
+        outside = torch.where(rho > high, -rho * P, torch.where(rho < low, rho * P, 0))
+        evidence.equal(outside, measured)
 
 
 @claim("C7", "grpo_symmetric", "cispo", only_if="the min is dropped")
@@ -227,15 +230,12 @@ def c7(module, name, draws, evidence):
     """
     bounds = {"eps_low": 0.2, "eps_high": 0.2}
     for draw, shift in itertools.product(draws, (0, 0.5)):
-        adv = [a + shift for a in draw.adv]
-        predicted = []
-        for rho, rows, _ in draw.at_shared(0.6):
-            w = min(max(rho, 0.8), 1.2) if name == "cispo" else rho * (0.8 <= rho <= 1.2)
-            predicted.append(w * sum(adv[i] for i in rows) * share_in(name, draw, rows[0]))
-        batch = draw.batch(module, 0.6, adv=adv)
-        evidence.equal(predicted, draw.node_sums(getattr(module, name)(batch, **bounds)))
+        rho, A, measured = push_shared(module, name, draw, 0.6, draw.adv + shift, **bounds)
+        inside = (0.8 <= rho) & (rho <= 1.2)
+        weight = rho.clamp(0.8, 1.2) if name == "cispo" else rho * inside
+        evidence.equal((weight * A).sum(1), measured)
         if not shift:
-            evidence.record_left(draw.node_sums(module.dr_grpo(batch, **bounds)))
+            evidence.record_left(push_shared(module, "dr_grpo", draw, 0.6, **bounds)[2])
 
 
 @claim(
@@ -262,12 +262,9 @@ def c8(module, name, draws, evidence):
     range.
     """
     for draw, spread in itertools.product(draws, (0.0,) if name == "gspo" else (0.0, 0.15)):
-        predicted = []
-        for rho, rows, _ in draw.at_shared(spread):
-            weight = 1 if name == "reinforce" else rho
-            predicted.append(weight * sum(draw.adv[i] * share_in(name, draw, i) for i in rows))
-        loss = getattr(module, name)(draw.batch(module, spread))
-        evidence.equal(predicted, draw.node_sums(loss))
+        rho, A, measured = push_shared(module, name, draw, spread)
+        predicted = (A if name == "reinforce" else rho * A).sum(1)
+        evidence.equal(predicted, measured)
         if average_of(name) == "answer" and not draw.equal_lengths:
             evidence.record_left(predicted)
 
@@ -333,27 +330,27 @@ def c10(module, name, draws, evidence):
         w, A = two_zero_sum_parts(draw)
         out = module.adv_orthogonal(w, A)
         evidence.equal(False, out.requires_grad)
-        evidence.equal([sum(row) for row in w.tolist()], out.sum(1))
+        evidence.equal(w.sum(1), out.sum(1))
         evidence.equal([0] * 3, (out * A).sum(1))
         if draw.G > 3:
-            left = []
-            for w_g, A_g in zip(w.tolist(), A.tolist(), strict=True):
-                pairs = list(zip(w_g, A_g, strict=True))
-                removed = sum(x * a for x, a in pairs) / sum(a * a for a in A_g)
-                left.append(sum((x - removed * a) * a for x, a in pairs[: draw.G // 2]))
-            evidence.equal(left, (out * A)[:, : draw.G // 2].sum(1))
+            w, half = w.detach(), slice(draw.G // 2)
+            removed = (A * w).sum(1) / (A * A).sum(1)
+            left = (w * A)[:, half].sum(1) - removed * (A * A)[:, half].sum(1)
+            evidence.equal(left, (out * A)[:, half].sum(1))
             evidence.record_left(left)
 
 
-@claim("C11", *DFPO, only_if="the policy has not moved")
+@claim("C11", *DFPO, "recentred", only_if="the policy has not moved")
 def c11(module, name, draws, evidence):
-    """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
+    """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves, and so
+    is recentred.
 
     Source: DFPO Eq. 17 and 18 (D)
 
     On-policy all ratios are 1, so all s_i = 1. The minimum of the group is then 1. And A.s = sum_i
-    A_i = 0, so Adv-Orthogonal has nothing to project away. Every token gets c = A_i / L, which is
-    REINFORCE. "left" is the mean |c - A_i / L| once the ratios differ.
+    A_i = 0, so Adv-Orthogonal has nothing to project away. recentred has the mean of A_i - A_j over
+    j, which is A_i. So every token gets c = A_i / L, which is REINFORCE. "left" is the mean
+    |c - A_i / L| once the ratios differ.
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
         batch = draw.batch(module, spread)
@@ -389,26 +386,19 @@ def c12(module, name, draws, evidence):
     """
     for draw in draws:
         batch = draw.batch(module, 0.6)
-        A = torch.tensor(draw.adv, dtype=torch.float64).view(-1, draw.G)
-        s = module.sequence_ratio(batch).view(-1, draw.G)
-        l_i = torch.where(draw.mask, batch.logp, 0).sum(1).view(-1, draw.G)
+        groups = (-1, draw.G)
+        A, s = draw.adv.view(groups), module.sequence_ratio(batch).view(groups)
+        Al = A * torch.where(draw.mask, batch.logp, 0).sum(1).view(groups)
+        known = draw.sequence_ratios(0.6).view(groups)
+        slope = known / torch.tensor(draw.T).view(groups)  # d s_j / dlogp_{j,t}
         if name == "dfpo_min":
-            w = s.min(1, keepdim=True).values
+            w = s.amin(1, keepdim=True)
+            left = slope.gather(1, known.argmin(1, keepdim=True))[:, 0] * Al.sum(1)
         else:
             norm = (A * A).sum(1, keepdim=True).clamp(min=1e-30)
-            w = s - (A * s).sum(1, keepdim=True) / norm * A
-        Al = (A * l_i).flatten().tolist()
-        predicted = [left_undetached(name, draw, rows, Al) for _, rows, _ in draw.at_shared()]
-        evidence.equal(predicted, draw.node_sums(-(w * A * l_i).sum() / draw.N))
-        evidence.record_left(predicted)
-
-
-def left_undetached(name: str, draw: Draw, rows: range, Al: list[float]) -> float:
-    """C12's term at a token that the rows of a group share, times G; Al holds all A_i l_i."""
-    s = draw.sequence_ratios(0.6)
-    if name == "dfpo_min":
-        j = min(rows, key=s.__getitem__)
-        return s[j] / draw.T[j] * sum(Al[i] for i in rows)
-    norm = sum(draw.adv[i] ** 2 for i in rows) or 1
-    along = sum(draw.adv[i] * s[i] / draw.T[i] for i in rows) / norm
-    return sum(Al[i] * (s[i] / draw.T[i] - along * draw.adv[i]) for i in rows)
+            w, new = (x - (A * x).sum(1, keepdim=True) / norm * A for x in (s, slope))
+            left = (Al * new).sum(1)
+        c = coefficients(-(w * Al).sum() / draw.N, batch)
+        left = draw.at_shared(left.repeat_interleave(draw.G))[:, 0]
+        evidence.equal(left, draw.at_shared(c).sum(1))
+        evidence.record_left(left)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from claims.evidence import claim
 from claims.formulas import DFPO, average_of
-from claims.tax import OWN_ANSWER
 from claims.trees import ascent
 from claims.worlds import Outcome, World, random_worlds
 
@@ -26,48 +25,58 @@ OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 def measure_push(module, name: str, world: World, scale: str) -> Tensor:
     """On the logit of each way. (ways,)."""
     logits = world.logits()
-    return ascent(getattr(module, name)(world.groups().expected_batch(logits, scale)), logits)
+    return ascent(getattr(module, name)(world.expected_batch(logits, scale)), logits)
 
 
-def weight(name: str, world: World, outcome: Outcome) -> float:
-    """On-policy, of an answer's advantage: 1/T_i, or one constant for all."""
-    if average_of(name) == "answer":
-        return 1 / outcome.length
-    return 1 / max(other.length for other in world.outcomes)
-
-
-def credit_and_tax(name: str, world: World) -> list[tuple[float, float]]:
-    """wbar (Q - J) and Cov(w, R) of each way."""
+def predict_push(name: str, world: World, K: float) -> list[float]:
+    """pi_a (f_a - fbar), with f_a = K E[w_i (R_i - J) | a] and fbar = sum pi_a f_a."""
+    longest = max(o.length for o in world.outcomes)
+    per_answer = average_of(name) == "answer"
     ways = range(len(world.shares))
-    w = [world.mean(lambda o: weight(name, world, o), way) for way in ways]
-    Q = [world.mean(lambda o: o.reward, way) for way in ways]
-    products = [world.mean(lambda o: weight(name, world, o) * o.reward, way) for way in ways]
-    J = sum(p * x for p, x in zip(world.shares, Q, strict=True))
-    return [(w[a] * (Q[a] - J), products[a] - w[a] * Q[a]) for a in ways]
+    J = world.mean(lambda o: o.reward, *ways)
+
+    def earn(o: Outcome) -> float:
+        return K * (o.reward - J) / (o.length if per_answer else longest)
+
+    fbar = world.mean(earn, *ways)
+    return [p * (world.mean(earn, way) - fbar) for way, p in enumerate(world.shares)]
 
 
-def softmax_push(world: World, f: list[float]) -> list[float]:
-    """pi_a (f_a - fbar), with fbar = sum pi_a f_a."""
-    fbar = sum(p * x for p, x in zip(world.shares, f, strict=True))
-    return [p * (x - fbar) for p, x in zip(world.shares, f, strict=True)]
+def factor(G: int, b: float, scale: str) -> float:
+    """K: the mean advantage of a right answer over 1 - b, if answers are right with chance b."""
+    if scale == "mean":
+        return 1 - 1 / G
+    mean = 0.0
+    for k in range(G - 1):  # right siblings; if all are right, there is no advantage
+        share = (k + 1) / G
+        std = math.sqrt(G / (G - 1) * share * (1 - share))
+        chance = math.comb(G - 1, k) * b**k * (1 - b) ** (G - 1 - k)
+        mean += chance * (1 - share) / (std + 1e-4)
+    return mean / (1 - b)
 
 
-@claim("C18a", *OWN_WEIGHT, only_if=f"on-policy; {OWN_ANSWER}", extremes=False)
-def c18a(module, name, draws, evidence):
-    """The expected push on logit a is pi_a (f_a - fbar) with
-    f_a = (1 - 1/G)(wbar_a (Q_a - J) + Cov(w, R | a)).
+@claim(
+    "C18",
+    *OWN_WEIGHT,
+    only_if="on-policy; w depends on its own answer alone; A is R minus the group's mean, or R is "
+    "0 or 1",
+    extremes=False,
+)
+def c18(module, name, draws, evidence):
+    """The expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a - J) +
+    Cov(w, R | a)): a tax costs where it makes a worse way's f the larger one.
 
     Source: what a tax costs (D)
 
     Groups of G independent answers come from the policy itself. One choice has the probabilities
-    pi_a. Q_a is the mean reward of the answers that take a, J that of all answers. Let A_i be R_i
-    minus the mean of the group, and let the weight w_i of answer i depend on answer i alone, as
-    1/T_i does. Answer i's gradient for the logit of a is w_i A_i (1[i takes a] - pi_a), so the
-    expected push is
+    pi_a. Q_a is the mean reward of the answers that take a, J that of all answers. Let the weight
+    w_i of answer i depend on answer i alone, as 1/T_i does. Answer i's gradient for the logit of a
+    is w_i A_i (1[i takes a] - pi_a), so the expected push is
 
       pi_a f_a - pi_a sum_b pi_b f_b = pi_a (f_a - fbar),  f_a = E[w_i A_i | i takes a].
 
-    A_i = (1 - 1/G) R_i - (1/G) sum_{j != i} R_j, and the siblings are independent of answer i:
+    Let A_i = R_i - mean_j R_j = (1 - 1/G) R_i - (1/G) sum_{j != i} R_j. The siblings are
+    independent of answer i, so
 
       f_a = (1 - 1/G) E[w_i (R_i - J) | a] = (1 - 1/G) (wbar_a (Q_a - J) + Cov(w, R | a)).
 
@@ -88,54 +97,8 @@ def c18a(module, name, draws, evidence):
     favoured. As J* < Q_A, B overtakes A in the end, but that may take long: Q = .6, .7 and 0,
     T = 4, 40 and 16 and the shares .01, .01 and .98 begin at J = .013 and have J* = .589.
 
-    Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
-    has no closed form.
-
-    Measured: three ways with two kinds of answers each, with random rewards and lengths, groups
-    of 2 to 4. Then the same with all ways alike: the push is 0. The std scale ties w_i A_i to the
-    whole group ("left": how far it turns the vector of pushes; but see C18b).
-    """
-    for world in random_worlds(draws, ways=3, kinds=2, binary=False):
-        f = [(1 - 1 / world.G) * (credit + tax) for credit, tax in credit_and_tax(name, world)]
-        push = measure_push(module, name, world, "mean")
-        evidence.equal(softmax_push(world, f), push)
-        other = measure_push(module, name, world, "std")
-        evidence.record_left((other / other.norm() - push / push.norm()).norm())
-        alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
-        push = measure_push(module, name, world._replace(outcomes=alike), "mean")
-        evidence.equal([0.0] * 3, push)
-
-
-def factor(G: int, b: float, scale: str) -> float:
-    """K: the mean advantage of a right answer over 1 - b, if answers are right with chance b."""
-    if scale == "mean":
-        return 1 - 1 / G
-    mean = 0.0
-    for k in range(G - 1):  # right siblings; if all are right, there is no advantage
-        share = (k + 1) / G
-        std = math.sqrt(G / (G - 1) * share * (1 - share))
-        chance = math.comb(G - 1, k) * b**k * (1 - b) ** (G - 1 - k)
-        mean += chance * (1 - share) / (std + 1e-4)
-    return mean / (1 - b)
-
-
-def binary_f(name: str, world: World, way: int, b: float) -> float:
-    """q (1-b)/T_right - (1-q) b/T_wrong, with the weight of the method for 1/T."""
-    right = world.mean(lambda o: o.reward * weight(name, world, o), way)
-    wrong = world.mean(lambda o: (1 - o.reward) * weight(name, world, o), way)
-    return right * (1 - b) - wrong * b
-
-
-@claim("C18b", *OWN_WEIGHT, extremes=False)
-def c18b(module, name, draws, evidence):
-    """Rewards 0 and 1: f = K (q (1-b)/T_right - (1-q) b/T_wrong) with 1/T_i, else K (q - b)/L; the
-    larger f grows.
-
-    Source: what a tax costs (D); setting: C18a
-
-    Let a way be right with chance q, the policy with chance b = sum pi_a q_a. Let 1/T_right and
-    1/T_wrong be the means of 1/T_i over the way's right and wrong answers. With centred rewards,
-    C18a's (1 - 1/G) E[w_i (R_i - b) | a] is
+    Rewards 0 and 1. Let a way be right with chance q, the policy with chance b = sum pi_a q_a. Let
+    1/T_right and 1/T_wrong be the means of 1/T_i over the way's right and wrong answers. Then
 
       f = K (q (1 - b) / T_right - (1 - q) b / T_wrong),  K = 1 - 1/G.
 
@@ -167,21 +130,27 @@ def c18b(module, name, draws, evidence):
     answers of A are short and those of B are long. The expected reward then stays at q share*. For
     q = 1 that cannot be, and with a constant weight A takes all.
 
-    Measured: two ways with four kinds of answers each, both scales, the value and the sign of the
-    push on the odds of the first way. "left", for 1/T_i: how much of f_A - f_B is tax, |tax| over
-    |tax| + |credit|.
+    Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
+    has no closed form.
+
+    Measured: three ways with two kinds of answers each, with random rewards and lengths, groups of
+    2 to 4. Then the same with all ways alike: the push is 0. Then two ways with rewards 0 and 1 and
+    both scales, where with a constant weight the better way must grow. "left": how far the std
+    turns the vector of pushes if rewards are graded, because it ties w_i A_i to the whole group.
     """
-    for world in random_worlds(draws, ways=2, kinds=4, binary=True):
+    for world in random_worlds(draws, ways=3, kinds=2):
+        push = measure_push(module, name, world, "mean")
+        evidence.equal(predict_push(name, world, 1 - 1 / world.G), push)
+        other = measure_push(module, name, world, "std")
+        evidence.record_left((other / other.norm() - push / push.norm()).norm())
+        alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
+        push = measure_push(module, name, World(world.G, alike, world.shares), "mean")
+        evidence.equal([0.0] * 3, push)
+    for world in random_worlds(draws, ways=2, kinds=4, rewards=(0.0, 1.0, 0.0, 1.0)):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
-        b = sum(p * x for p, x in zip(world.shares, q, strict=True))
-        f = [binary_f(name, world, way, b) for way in (0, 1)]
-        is_uneven = average_of(name) == "answer"
-        first_grows = f[0] > f[1] if is_uneven else q[0] > q[1]
+        b = world.mean(lambda o: o.reward, 0, 1)
         for scale in ("mean", "std"):
-            K = factor(world.G, b, scale)
             push = measure_push(module, name, world, scale)
-            evidence.equal(softmax_push(world, [K * x for x in f]), push)
-            evidence.equal(first_grows, bool(push[0] > push[1]))
-        if is_uneven:
-            credit, tax = (x - y for x, y in zip(*credit_and_tax(name, world), strict=True))
-            evidence.record_left(abs(tax) / (abs(tax) + abs(credit)))
+            evidence.equal(predict_push(name, world, factor(world.G, b, scale)), push)
+            if average_of(name) != "answer":
+                evidence.equal(q[0] > q[1], bool(push[0] > push[1]))

@@ -3,8 +3,8 @@
 A claim is a function `check(module, name, draws, evidence)`. It takes a module that keeps the
 contract of losses.py and the name of a function in it. It takes random prefix trees (`Draw`) and
 adds what it finds to the evidence. It compares two numbers. The *measured* one is autograd's,
-through the real functions of that module. The *predicted* one is a formula in plain Python that
-shares no code with them.
+through the real functions of that module. The *predicted* one is a formula that shares no code with
+them.
 
 The docstring of a claim has paragraphs. The first is the statement, one sentence or two. The second
 begins with "Source: " and says where the statement comes from, with its grades. The others are the
@@ -16,12 +16,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
 from claims.trees import EXTREMES, Draw
-from llm import neighbours
 
 DRAWS = 24  # ordinary random trees per claim
 TOLERANCE = 1e-10  # of |measured - predicted| / max(1, |predicted|), float64
@@ -75,7 +74,9 @@ def claim(
 class Evidence:
     """What the draws said about one function."""
 
-    def __init__(self):
+    def __init__(self, claim: str = "", function: str = ""):
+        self.claim, self.function = claim, function
+        self.state, self.message = "ok", ""  # or wrong, or missing
         self.error = 0.0  # largest |measured - predicted| / max(1, |predicted|)
         self.excess = -1.0  # the same over its tolerance: at most 1 agrees, -1 compared nothing
         self.pair = (math.nan, math.nan)  # predicted and measured where they are furthest apart
@@ -103,27 +104,6 @@ class Evidence:
         return sum(self.left) / len(self.left) if self.left else math.nan
 
 
-class Missing(NotImplementedError):
-    """A module under test lacks the function of this name."""
-
-
-def find(module, function: str) -> Callable:
-    """A function of the module under test, or one that losses.py leaves to llm/neighbours.py."""
-    for place in (module, neighbours):
-        if hasattr(place, function):
-            return getattr(place, function)
-    raise Missing(function)
-
-
-@dataclass
-class Result:
-    claim: str
-    function: str
-    state: str = "ok"  # ok, wrong, missing
-    message: str = ""
-    evidence: Evidence = field(default_factory=Evidence)
-
-
 class Draws(list):
     """Random trees: ordinary ones, then one of each extreme kind."""
 
@@ -132,40 +112,35 @@ class Draws(list):
         super().__init__(ordinary + [Draw(seed, 0, kind=kind) for kind in kinds])
 
 
-def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Result:
+def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Evidence:
     """One claim about one function, on ordinary trees and then, if it holds there, on extreme ones.
 
     Numbers and tables are those of the ordinary trees, unless the claim fails on the others.
     """
     ordinary = examine_on([draw for draw in draws if not draw.kind], module, claim, function)
-    extreme = [draw for draw in draws if draw.kind]
-    if ordinary.state != "ok" or not extreme or not claim.extremes:
+    extreme = [draw for draw in draws if draw.kind and claim.extremes]
+    if ordinary.state != "ok" or not extreme:
         return ordinary
     beyond = examine_on(extreme, module, claim, function)
-    if beyond.state == "ok":
-        return ordinary
-    return replace(beyond, message=f"{beyond.message} (on extreme trees)")
+    beyond.message += " (on extreme trees)"
+    return ordinary if beyond.state == "ok" else beyond
 
 
-def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Result:
+def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Evidence:
     """Whatever goes wrong in here is that function's fault."""
-    evidence = Evidence()
+    evidence = Evidence(claim.id, function)
     for draw in draws:
         draw.generator.manual_seed(draw.seed)  # the same numbers, whatever was examined before
     try:
-        find(module, function)
         claim.check(module, function, draws, evidence)
     except Exception as error:
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, Missing):
-            return Result(claim.id, function, "missing", f"there is no function {error}")
+        evidence.state, evidence.message = "wrong", f"{type(error).__name__}: {error}"
         if isinstance(error, NotImplementedError) and not error.args:
-            return Result(claim.id, function, "missing", "not yet written")
-        return Result(claim.id, function, "wrong", message, evidence)
+            evidence.state, evidence.message = "missing", "not yet written"
+        return evidence
     if evidence.excess > 1:
-        message = f"expected {evidence.pair[0]:.6g}, got {evidence.pair[1]:.6g}"
-        return Result(claim.id, function, "wrong", message, evidence)
-    if evidence.mean_left < NOTICEABLE and not any(draw.kind for draw in draws):
-        message = "what must differ here is the same"
-        return Result(claim.id, function, "wrong", message, evidence)
-    return Result(claim.id, function, evidence=evidence)
+        evidence.state = "wrong"
+        evidence.message = f"expected {evidence.pair[0]:.6g}, got {evidence.pair[1]:.6g}"
+    elif evidence.mean_left < NOTICEABLE and not any(draw.kind for draw in draws):
+        evidence.state, evidence.message = "wrong", "what must differ here is the same"
+    return evidence

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from claims.trees import Draw, coefficients
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
-SELF_TERM = False  # nthr's default
 
 
 def name_of(function) -> str:
@@ -181,22 +181,25 @@ def average_of(name: str) -> str:
     return FORMULAS[name][1]
 
 
-def share(name: str, T: list[int], mixed: list[bool], max_tokens: int, i: int) -> float:
-    """N times the weight of one token of answer i in the average that the method takes.
+def shares(name: str, T: list[int], mixed: list[bool], max_tokens: int) -> list[float]:
+    """N times the weight of one token of each answer in the average that the method takes.
 
     mixed: for each answer, whether the advantages of its group are not all 0.
     """
     average = average_of(name)
     if average == "answer":
-        return 1 / T[i]
+        return [1 / max(1, t) for t in T]
     if average == "budget":
-        return 1 / max_tokens
-    counted = [t for t, is_mixed in zip(T, mixed, strict=True) if is_mixed or average == "tokens"]
-    return len(T) / sum(counted) if mixed[i] or average == "tokens" else 0.0
+        return [1 / max_tokens for _ in T]
+    counted = [is_mixed or average == "tokens" for is_mixed in mixed]
+    tokens = sum(t for t, yes in zip(T, counted, strict=True) if yes)
+    return [len(T) / max(1, tokens) if yes else 0.0 for yes in counted]
 
 
-def share_in(name: str, draw: Draw, i: int) -> float:
-    return share(name, draw.T, draw.mixed, draw.max_tokens, i)
+def shares_in(name: str, draw: Draw) -> Tensor:
+    """The same for the answers of a draw. (N,)."""
+    mixed = draw.adv.view(-1, draw.G).any(1).repeat_interleave(draw.G).tolist()
+    return torch.tensor(shares(name, draw.T, mixed, draw.max_tokens), dtype=torch.float64)
 
 
 def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
@@ -206,33 +209,31 @@ def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
     Raises LookupError for a loss that has no formula.
     """
     average_of(name)
-    given = SimpleNamespace(**(defaults(getattr(losses, name)) if hasattr(losses, name) else {}))
-    vars(given).update(hyper)
-    n, G = len(rows.logp), rows.group_size
-    answers = [Answer(rows, i, getattr(given, "ratio", "geometric")) for i in range(n)]
+    given = defaults(getattr(losses, name)) if hasattr(losses, name) else {}
+    given = SimpleNamespace(**given | hyper)
+    N, G = len(rows.logp), rows.group_size
+    answers = [Answer(rows, i, getattr(given, "ratio", "geometric")) for i in range(N)]
     for i, y in enumerate(answers):
         y.group = answers[i - i % G : i - i % G + G]
-    T = [y.T for y in answers]
     mixed = [any(any(x.adv) for x in y.group) for y in answers]
+    weights = shares(name, [y.T for y in answers], mixed, rows.max_tokens)
     value, c = 0.0, []
-    for i, y in enumerate(answers):
-        weight = share(name, T, mixed, rows.max_tokens, i) if y.T else 0.0
+    for y, weight in zip(answers, weights, strict=True):
         terms = [FORMULAS[name][0](y, t, given) for t in range(y.T)]
-        value -= sum(weight * term for term, _ in terms) / n
+        value -= sum(weight * term for term, _ in terms) / N
         c.append([weight * slope for _, slope in terms])
     return value, c
 
 
-def formula_of(module, name: str, draw: Draw, spread: float, adv: Tensor, **hyper):
-    """The same for a draw: the value, and the coefficients (N, T), 0 on padding."""
-    if not hasattr(losses, name):  # a new loss of the file under test
-        hyper = defaults(getattr(module, name)) | hyper
-    logp = draw.logp.detach()
-    tensors = (logp, logp - draw.log_ratio(spread), adv, draw.logp_ref)
-    lists = [[row[:T_i] for row, T_i in zip(x.tolist(), draw.T, strict=True)] for x in tensors]
-    value, c = formula(name, Rows(*lists, draw.G, draw.max_tokens), **hyper)
-    padded = torch.zeros(draw.mask.shape, dtype=torch.float64)
-    padded[draw.mask] = torch.tensor(sum(c, []), dtype=torch.float64)
+def formula_of(name: str, batch, **hyper) -> tuple[float, Tensor]:
+    """The same for a Batch: the value, and the coefficients (N, T), 0 on padding."""
+    T = batch.mask.sum(1).tolist()
+    tensors = (batch.logp, batch.logp_old, batch.adv, batch.logp_ref)
+    parts = [x.detach()[batch.mask].split(T) for x in tensors]
+    lists = [[row.tolist() for row in rows] for rows in parts]
+    value, c = formula(name, Rows(*lists, batch.group_size, batch.max_tokens), **hyper)
+    padded = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    padded[batch.mask] = torch.tensor(sum(c, []), dtype=torch.float64)
     return value, padded
 
 
@@ -257,16 +258,18 @@ def m1(module, name, draws, evidence):
       cispo            sg[clip(r, 1-e_low, 1+e_high)] A log pi      token mean    P
       dfpo-min         sg[min_j s_j] A log pi                       budget mean   S, loss D
       dfpo-orthogonal  sg[s - (A.s / ||A||^2) A] A log pi           budget mean   S, loss D
+      recentred        sg[mean_j s_i s_j (A_i - A_j)] log pi        budget mean   D, ours
       pos-only         as grpo, with max(A, 0) for A                token mean    P
       nthr-grpo        as grpo; for NTHR                            token mean    P
-      token-grpo       as grpo; e_high = 0.24; for AR and Lopti     token mean    P
+      token-grpo       as grpo; e_high = 0.24; for AR               token mean    P
+      lopti-low, high  as token-grpo, if pi_old < 0.5; if not       token mean    P
 
     seq mean: (1/N) sum_i (1/T_i) sum_t. budget mean: (1/(N L)) sum_i sum_t. token mean: the sum
     over the number of tokens in the whole batch; DAPO leaves out the groups with equal rewards.
-    e = 0.2 and kl = 0 unless the table says more. gspo takes the geometric s, e_low = 3e-4 and
-    e_high = 4e-4. cispo takes e_low = 1 and e_high = 4, so that r is cut at 5. The KL estimator is
-    k3 = q - log q - 1 with q = pi_ref/pi; its slope in log pi is 1 - q. A DFPO group whose
-    advantages are all 0 contributes nothing.
+    e = 0.2 and kl = 0 unless the table says more. s is geometric, but in recentred it is the plain
+    product. gspo takes e_low = 3e-4 and e_high = 4e-4. cispo takes e_low = 1 and e_high = 4, so
+    that r is cut at 5. The KL estimator is k3 = q - log q - 1 with q = pi_ref/pi; its slope in
+    log pi is 1 - q. A DFPO group whose advantages are all 0 contributes nothing.
 
     The predicted coefficients come from the definition, with two nested loops over plain numbers.
     The min becomes a gate: the slope of min(r A, clip(r) A) in log pi is r A, but it is 0 for a
@@ -289,7 +292,9 @@ def m1(module, name, draws, evidence):
         adv = draw.rows(draw.adv) * (1 + 0.5 * draw.noise if reshaped else 1)
         batch = draw.batch(module, spread, adv=adv)
         loss = getattr(module, name)(batch, **hyper)
-        value, c = formula_of(module, name, draw, spread, adv, **hyper)
+        if not hasattr(losses, name):  # a new loss of the file under test
+            hyper = known | hyper
+        value, c = formula_of(name, batch, **hyper)
         evidence.equal(c, coefficients(loss, batch))
         evidence.equal(value, loss)
 
@@ -309,7 +314,7 @@ def m2(module, name, draws, evidence):
     for draw in draws:
         empty = draw.batch(module, 0.6)
         empty.mask = torch.zeros_like(empty.mask)
-        equal = draw.batch(module, 0.6, adv=[0.0] * draw.N)
+        equal = draw.batch(module, 0.6, adv=0 * draw.adv)
         for batch in (empty, equal):
             loss = getattr(module, name)(batch)
             evidence.equal(torch.zeros(draw.mask.shape), coefficients(loss, batch))
@@ -321,7 +326,7 @@ def m3(module, name, draws, evidence):
     """Advantages are centred per group; "std" divides by the unbiased deviation + 1e-4; equal
     rewards give exactly 0.
 
-    Source: GRPO sec. 4.1.2, Dr. GRPO (P)
+    Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P)
 
     The advantage says how much better an answer is than its siblings. With scale "mean" it is
     A_i = R_i - mean(R). With scale "std" that is divided by the group's standard deviation,
@@ -331,23 +336,25 @@ def m3(module, name, draws, evidence):
     A group whose rewards are all equal must get exactly 0. Three rewards of 0.1 have a float mean
     that is not 0.1, and a deviation of 1e-17, so the epsilon of the division is not enough: the
     largest reward is compared with the smallest.
+
+    Let rewards be 0 and 1, and p the share of right answers. The mean is p, and the variance with
+    the divisor G is p(1-p). With that deviation a right answer has p+ = (1-p)/sqrt(p(1-p)), and a
+    wrong one -p- with p- = p/sqrt(p(1-p)). Ours shrinks both by sqrt((G-1)/G), nearly. sum_i A_i =
+    0 reads p+ N+ = p- N- for N+ right and N- wrong answers: both sides weigh the same. That counts
+    answers. With the budget mean a side weighs by its tokens.
     """
     for draw in draws:
-        values = draw.randn(draw.N + 2 * draw.G).tolist()
-        rewards = [round(x, 1) if draw.equal_lengths else float(x > 0) for x in values]
+        x = draw.randn(draw.N + 2 * draw.G)
+        rewards = (10 * x).round() / 10 if draw.equal_lengths else (x > 0).double()
         if draw.kind:  # real-valued, and nearly equal where the advantages are small
-            rewards = [0.7 + draw.size * x for x in values]
-        rewards[: draw.G] = [0.1] * draw.G
+            rewards = 0.7 + draw.size * x
+        rewards[: draw.G] = 0.1
         for scale in ("mean", "std"):
             predicted = []
-            for i, reward in enumerate(rewards):
-                R = [rewards[j] for j in draw.group(i)]
-                mean = sum(R) / draw.G
-                std = math.sqrt(sum((x - mean) ** 2 for x in R) / (draw.G - 1))
-                divisor = std + 1e-4 if scale == "std" else 1
-                predicted.append(0 if min(R) == max(R) else (reward - mean) / divisor)
-            rewards_tensor = torch.tensor(rewards, dtype=torch.float64)
-            measured = module.group_advantages(rewards_tensor, draw.G, scale)
+            for R in rewards.view(-1, draw.G).tolist():
+                divisor = stdev(R) + 1e-4 if scale == "std" else 1
+                predicted += [(x - fmean(R)) / divisor if min(R) < max(R) else 0 for x in R]
+            measured = module.group_advantages(rewards, draw.G, scale)
             evidence.equal(predicted, measured)
             evidence.equal([0] * draw.G, measured[: draw.G], tolerance=1e-300)
 
@@ -379,23 +386,22 @@ def m6(module, name, draws, evidence):
     options += [{"self_term": True, "beta": 0.5}, {"beta": -1.0}]
     for draw, hyper in itertools.product(draws, options):
         readout = Readout(draw)
+        scores, own_scores = map(draw.fill, readout.scores())
+        gen = torch.Generator().manual_seed(draw.seed)
+        old = module.OldPolicy(**readout.facts, gen=gen, scores=scores, own_scores=own_scores)
         adv = torch.where(draw.mask, draw.randn(*draw.mask.shape), -1)
-        measured = getattr(module, name)(adv, readout.old(module), **hyper)
-        reading = {"beta": 1.0, "self_term": SELF_TERM} | hyper
-        reading.pop("eta", None)
-        softened = {at for at in readout.selected(**reading) if adv[at] < 0}
+        measured = getattr(module, name)(adv, old, **hyper)
+        reading = {key: value for key, value in hyper.items() if key != "eta"}
+        softened = readout.selected(**reading) & (adv < 0)
         if name == "nthr_random":
-            counts = [sum(i == j for j, _ in softened) for i in range(draw.N)]
-            evidence.equal(torch.tensor(counts), (measured != adv).sum(1))
-            evidence.equal(False, bool(((measured != adv) & ~draw.mask).any()))
-            softened = {(i, t) for i, t in (measured != adv).nonzero().tolist()}
-        predicted = adv.clone()
-        for rows, correct in readout.groups():
-            eta = hyper.get("eta", 2 * abs(0.5 - len(correct) / draw.G))
-            for at in readout.visits(rows):
-                predicted[at] *= eta if at in softened else 1
-        evidence.equal(predicted, measured)
+            by_chance = measured != adv
+            evidence.equal(softened.sum(1), by_chance.sum(1))
+            evidence.equal(False, (by_chance & ~draw.mask).any())
+            softened = by_chance
+        p = readout.correct.double().view(-1, draw.G).mean(1).repeat_interleave(draw.G)
+        eta = hyper.get("eta", 2 * draw.rows((0.5 - p).abs()))
+        evidence.equal(torch.where(softened, eta * adv, adv), measured)
         batch = draw.batch(module, 0.3, adv=measured)
         loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
-        _, c = formula_of(module, "nthr_grpo", draw, 0.3, measured)
+        _, c = formula_of("nthr_grpo", batch)
         evidence.equal(c, coefficients(loss, batch))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from functools import partial
-from statistics import stdev
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from claims.cost import factor, measure_push
 from claims.evidence import claim
 from claims.trees import ascent, coefficients
 from claims.worlds import Outcome, Toy, World
-from toy.policy import count_orders
 
 # ---------------- C19: what the min costs
 
@@ -33,10 +30,9 @@ def binary_world(G: int, q: tuple[float, float], share: float) -> World:
 
 def push_off_policy(module, name: str, world: World, share: float, scale: str) -> Tensor:
     """On both logits, from groups of the old policy, where way 0 has that share by now. (2,)."""
-    groups = world.groups()
-    old = groups.expected_batch(world.logits(), scale)
+    old = world.expected_batch(world.logits(), scale)
     logits = torch.tensor([share, 1 - share], dtype=torch.float64).log().requires_grad_()
-    logp = logits.log_softmax(0)[groups.way][:, None]
+    logp = logits.log_softmax(0)[world.way][:, None]
     hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
     return ascent(getattr(module, name)(replace(old, logp=logp), **hyper), logits)
 
@@ -51,7 +47,7 @@ def c19(module, name, draws, evidence):
     One choice of two ways, right with the chances q_u and q_d, no difference in length, rewards 0
     and 1. The old policy takes the first way with probability p and is right with chance
     b = p q_u + (1-p) q_d. Updates on its groups have moved p up to p', so far that both ratios,
-    p'/p and (1-p')/(1-p), have left the clip range. By C18b the mean advantage of a right answer is
+    p'/p and (1-p')/(1-p), have left the clip range. By C18 the mean advantage of a right answer is
     K (1-b), of a wrong one -K b. Each answer pushes the first logit with r A (1-p') or -r A p', and
     r (1-p') = p'(1-p')/p on the first way, r p' = p'(1-p')/(1-p) on the second. So without a clip
     the expected push is
@@ -65,8 +61,8 @@ def c19(module, name, draws, evidence):
 
     This is negative for all q. It pulls the choice back to the old policy whichever way is better.
     And it is a sum, where the credit is a difference: at q_u = .6, q_d = .5, p = .5 it is 4.45
-    times the credit. So where a first update leaves the clip range, a second one undoes more than
-    the first has done, unless the rate is small. A clip that is blind to the sign stops all four
+    times the credit. So after a first update that leaves the clip range, a second one may undo more
+    than the first has done. A clip that is blind to the sign stops all four
     terms: 0. cispo keeps all four up to a ratio of 5. reinforce has p (1-p) K (q_u - q_d): its
     weight is 1. recentred has exactly the gradient at p', p'(1-p') (1 - 1/G) (q_u - q_d).
 
@@ -99,21 +95,6 @@ def c19(module, name, draws, evidence):
 # ---------------- C20: graded rewards
 
 
-def push_by_loop(world: World, scale: str, winners_only: bool) -> float:
-    """On the first logit, on-policy, group by group."""
-    total = 0.0
-    for group in itertools.combinations_with_replacement(world.outcomes, world.G):
-        chance = math.prod(o.chance * world.shares[o.way] for o in group) * count_orders(group)
-        R = [o.reward for o in group]
-        mean = sum(R) / world.G
-        divisor = stdev(R) + 1e-4 if scale == "std" else 1.0
-        for o in group if max(R) > min(R) else ():
-            A = (o.reward - mean) / divisor
-            if A > 0 or not winners_only:
-                total += chance * A * ((o.way == 0) - world.shares[0]) / world.G
-    return total
-
-
 @claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
 def c20(module, name, draws, evidence):
     """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
@@ -123,7 +104,7 @@ def c20(module, name, draws, evidence):
 
     Way A gives .5 or 1 evenly, so Q = .75. Way B gives 1 with chance .72 and else 0, so Q = .72.
     All answers are equally long and the weight is one constant: every node's tax is 0. With the
-    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18a). The std
+    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18). The std
     multiplies a group by 1 / std, a number of its own. Groups with a 0 in them, which came from B,
     have a large std. So B's failures count for less than they cost. That is enough for the push to
     be negative: at G = 4 and 8, from the shares .05, .5 and .95 alike. So B takes all, .720 in
@@ -133,12 +114,12 @@ def c20(module, name, draws, evidence):
     group are mostly lucky B's, and pos-only sees nothing else. With the mean scale it pushes
     towards B from the same shares, so it ends at .400 in place of .500.
 
-    With rewards 0 and 1 neither can be. By C18b the std multiplies the whole push by one K > 0, the
-    same for both ways. And pos-only has the first of C18b's two terms, f = K q (1 - b). So f_A -
+    With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
+    same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -
     f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
     tax is the largest of all methods here, each sibling pays alike, and it costs nothing.
 
-    Measured: the push, against a loop over all groups; and that of binary rewards with the same Q.
+    Measured: the sign of the push on A, and the value of that for binary rewards with the same Q.
     "left": the size of the push over reinforce's with the mean scale.
     """
     winners_only = name == "pos_only"
@@ -150,8 +131,7 @@ def c20(module, name, draws, evidence):
             outcomes, Q = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4)
         outcomes += [Outcome(1, Q[1], 1.0, 1), Outcome(1, 1 - Q[1], 0.0, 1)]
         world = World(G, outcomes, [share, 1 - share])
-        push = push_by_loop(world, scale, winners_only)
-        evidence.equal([push, -push], measure_push(module, name, world, scale))
+        push = float(measure_push(module, name, world, scale)[0])
         evidence.equal(True, push < 0)
         plain = (1 - 1 / G) * share * (1 - share) * (Q[0] - Q[1])
         evidence.equal([plain, -plain], measure_push(module, "reinforce", world, "mean"))
@@ -179,15 +159,13 @@ def bias_and_variance(loss_fn, toy: Toy) -> list[float]:
 
     The loss weighs all tokens of an answer alike.
     """
-    groups = toy.groups
-    odds = groups.probabilities(toy.logp_old)[:, None]  # (groups, 1)
-    batch = replace(groups.batch(toy.logp, torch.ones(len(odds)), "mean"), logp_old=toy.logp_old)
-    batch.adv = batch.adv / len(odds)  # each group counts once
-    c = coefficients(loss_fn(batch), batch)[:, :1] * 2  # (N, 1)
+    odds = toy.groups.probabilities(toy.logp_old)[:, None]  # (groups, 1)
+    batch = toy.batch(off_policy=True)
+    c = coefficients(loss_fn(batch), batch)[:, :1] * 2 / len(odds)  # (N, 1), times the odds
     scores = [toy.policy.grad_log_prob_answer((), y).flatten() for y in toy.rows]
-    g = (c * torch.stack(scores)).view(len(odds), groups.G, -1).mean(1)  # (groups, parameters)
-    mean, unbiased = (odds * g).sum(0), 2 * toy.unbiased.flatten()
-    variance = (odds * (g - mean).square()).sum() / toy.exact.square().sum()
+    g = (c * torch.stack(scores)).view(len(odds), toy.groups.G, -1).mean(1)  # times the odds
+    mean, unbiased = g.sum(0), 2 * toy.unbiased.flatten()
+    variance = ((g * g / odds).sum() - mean.square().sum()) / toy.exact.square().sum()
     return [float((mean - unbiased).norm() / unbiased.norm()), float(variance)]
 
 
@@ -199,8 +177,8 @@ def c21(module, name, draws, evidence):
     Source: exact enumeration (D, ours); setting: C16
 
     c_i = (1/G) sum_j s_i s_j (A_i - A_j). The term of i and j is minus that of j and i. So the c_i
-    of a whole group sum to 0, whatever the s_i are, and a token that all share cancels. With
-    s = 1 it is A_i minus the mean advantage, which is 0: reinforce.
+    of a whole group sum to 0, whatever the s_i are, and a token that all share cancels. On-policy
+    it is reinforce (C11).
 
     Let A_i - A_j = R_i - R_j and let s be the plain product. Answers are independent draws from the
     old policy, and E_old[s f(y)] = E_theta[f(y)], so for i != j
@@ -232,7 +210,7 @@ def c21(module, name, draws, evidence):
     Min-Replace.
 
     Measured: the expected update over all groups of 2, 3 and 4 answers of 6 toys; every node's sum
-    on random trees; reinforce on-policy, coefficient by coefficient.
+    on random trees.
     """
     prices = {
         "own product": partial(product_loss, whole_group=False),
@@ -255,13 +233,11 @@ def c21(module, name, draws, evidence):
     for draw, kind in itertools.product(draws, ("product", "geometric")):
         batch, s = draw.batch(module, 0.6), draw.sequence_ratios(0.6, kind)
         c = coefficients(module.recentred(batch, kind), batch) * draw.max_tokens
+        pairs = s[:, None] * s * (draw.adv[:, None] - draw.adv)  # (N, N), antisymmetric
         for visits in draw.tree.values():
             inside = [i for i, _ in visits]
             outside = [j for j in draw.group(inside[0]) if j not in inside]
-            terms = [s[i] * s[j] * (draw.adv[i] - draw.adv[j]) for i in inside for j in outside]
-            measured = c[tuple(zip(*visits, strict=True))].sum()
-            size = 1 + sum(abs(float(c[i, t])) for i, t in visits)  # steep trees have large s_i s_j
-            evidence.equal(sum(terms) / draw.G / size, measured / size)
-        on = draw.batch(module)
-        same = coefficients(module.reinforce(on), on)
-        evidence.equal(same, coefficients(module.recentred(on, kind), on))
+            predicted = pairs[inside][:, outside].sum() / draw.G
+            at = c[tuple(zip(*visits, strict=True))]
+            size = 1 + at.abs().sum()  # steep trees have large s_i s_j
+            evidence.equal(predicted / size, at.sum() / size)

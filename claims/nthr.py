@@ -1,4 +1,4 @@
-"""N1 to N4: negative gradients (NTHR). What does a step do to the likelihood of a correct answer?
+"""N3 and N4: negative gradients (NTHR). What does a step do to the likelihood of a correct answer?
 
 A step on one question should make its correct answers likelier. Delta(x) is the mean over the
 correct answers of ln pi_theta'(y) - ln pi_theta(y), summed over tokens, where theta' comes after
@@ -13,47 +13,12 @@ g_{i,k} = e_{y_k} - pi(.|h_{i,k}) is its prediction error. N+ answers of a group
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from claims.evidence import claim, find
+from claims.evidence import claim
 from claims.readout import Readout
 from claims.trees import ascent
-
-
-@claim("N1", "group_advantages", only_if="answers are counted, not tokens", extremes=False)
-def n1(module, name, draws, evidence):
-    """Binary rewards have two advantages: (1-p)/sqrt(p(1-p)) for the right, -p/sqrt(p(1-p)) for the
-    wrong. Both sides weigh the same.
-
-    Source: NTHR Lemma 4.2 (P); unbiased deviation, per token (D)
-
-    The mean of a binary reward is p, and its population variance is p(1-p). So a right answer has
-    the advantage p+ = (1-p)/sqrt(p(1-p)), and a wrong one -p- with p- = p/sqrt(p(1-p)). The
-    unbiased deviation is larger by the factor sqrt(G/(G-1)), so with it both advantages shrink by
-    sqrt((G-1)/G), and the epsilon of 1e-4 in the divisor changes the last digits. Both deviations
-    are checked.
-
-    sum_i A_i = 0, split into right and wrong answers, reads p+ N+ = p- N-. That counts answers.
-    With the budget mean 1/(N L) each token brings A_i / L, so a side weighs by its tokens: sum_i
-    T_i A_i is not 0 in general ("left", relative to sum_i T_i |A_i|).
-    """
-    for G in range(2, 17):
-        for right in range(1, G):
-            rewards = torch.tensor([1.0] * right + [0.0] * (G - right), dtype=torch.float64)
-            p = right / G
-            sd = math.sqrt(p * (1 - p))
-            both = [(1 - p) / sd] * right + [-p / sd] * (G - right)
-            evidence.equal(both, module.group_advantages(rewards, G, "mean") / sd)
-            unbiased = sd * math.sqrt(G / (G - 1))
-            shrunk = [a * math.sqrt((G - 1) / G) * unbiased / (unbiased + 1e-4) for a in both]
-            evidence.equal(shrunk, module.group_advantages(rewards, G, "std"))
-    for draw in draws:
-        R = [1.0, 0.0, *(draw.randn(draw.G - 2) > 0).double().tolist()]
-        A = module.group_advantages(torch.tensor(R, dtype=torch.float64), draw.G, "std").tolist()
-        weights = [T_i * a for T_i, a in zip(draw.T, A, strict=False)]
-        evidence.record_left(sum(weights) / sum(map(abs, weights)))
+from llm import neighbours
 
 
 @claim("N3", "reinforce", extremes=False)
@@ -66,7 +31,7 @@ def n3(module, name, draws, evidence):
     The features are unconstrained: W and every hidden state are free parameters. Only h_x, which
     predicts the first token of all answers, is shared. The gradient of log pi(y_k) is g h^T in W,
     and W^T g in h. The flow ascends sum_j A_j log pi(y_j), on-policy, where A_j is p+ for a correct
-    answer and -p- for a wrong one (N1). So d/dt ln pi(y_i+) is the inner product of that ascent
+    answer and -p- for a wrong one (M3). So d/dt ln pi(y_i+) is the inner product of that ascent
     direction with the gradient of log pi(y_i+).
 
     W's part gives <g, g'> <h, h'> over all pairs of a token of y_i+ and a token of any answer:
@@ -85,39 +50,33 @@ def n3(module, name, draws, evidence):
     the likelihood.
     """
     for draw in draws:
-        G = draw.G
-        width = draw.mask.shape[1]
-        R = [1.0, 0.0, *(draw.randn(G - 2) > 0).double().tolist()]
-        tokens = draw.tokens[:G]
-        mask = draw.mask[:G]
+        G, width = draw.G, draw.mask.shape[1]
+        R = torch.tensor([1.0, 0.0, *(draw.randn(G - 2) > 0)], dtype=torch.float64)
+        p = R.mean()
+        A = (R - p) / (p * (1 - p)).sqrt()
+        tokens, mask = draw.tokens[:G], draw.mask[:G]
         W = draw.randn(draw.vocabulary, 3).requires_grad_()
         h_x = draw.randn(1, 1, 3).requires_grad_()
         h_rest = draw.randn(G, width - 1, 3).requires_grad_()
         free = (W, h_x, h_rest)
         hidden = torch.cat([h_x.expand(G, 1, 3), h_rest], 1)
         logp = (hidden @ W.T).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-        p = sum(R) / G
-        sd = math.sqrt(p * (1 - p))
-        A = [[(1 - p) / sd if reward else -p / sd] for reward in R]
-        adv = torch.tensor(A, dtype=torch.float64).expand(G, width)
+        adv = A[:, None].expand(G, width)
         batch = module.Batch(logp, logp.detach(), adv, mask, G, draw.max_tokens)
         flow = [G * draw.max_tokens * ascent(module.reinforce(batch), x) for x in free]
         measured = []
-        for i in range(G):
-            if R[i]:
-                slopes = [ascent(-logp[i][mask[i]].sum(), x) for x in free]
-                changes = [(a * b).sum() for a, b in zip(slopes, flow, strict=True)]
-                measured.append(sum(changes))
-        at = mask.nonzero(as_tuple=True)
-        answer, t = at
+        for i in R.nonzero():
+            slopes = [ascent(-logp[i][mask[i]].sum(), x) for x in free]
+            measured.append(sum((a * b).sum() for a, b in zip(slopes, flow, strict=True)))
+        answer, t = at = mask.nonzero(as_tuple=True)
         probs = (hidden[at] @ W.T).softmax(-1)
         g = torch.eye(draw.vocabulary, dtype=torch.float64)[tokens[at]] - probs
         both = (g @ g.T) * (hidden[at] @ hidden[at].T)  # (K, K), all pairs of tokens
         of_hidden = (g @ W) @ (g @ W).T
         first = (t[:, None] == 0) & (t == 0)  # at h_x; elsewhere a token meets itself only
         of_hidden = torch.where(first | torch.eye(len(t)).bool(), of_hidden, 0)
-        sums = (both + of_hidden) @ adv[answer, 0]  # (I) + (III) by p+, (II) + (IV) by -p-
-        predicted = [sums[answer == i].sum() for i in range(G) if R[i]]
+        sums = (both + of_hidden) @ A[answer]  # (I) + (III) by p+, (II) + (IV) by -p-
+        predicted = [sums[answer == i].sum() for i in R.nonzero()]
         evidence.equal(torch.stack(predicted), torch.stack(measured))
 
 
@@ -151,7 +110,7 @@ def n4(module, name, draws, evidence):
     """
     for draw in draws:
         readout = Readout(draw)
-        scores = find(module, name)
+        scores = getattr(module, name, neighbours.nthr_scores)
         for full_vocab in (False, True):
             measured = scores(**readout.facts, **readout.reading, full_vocab=full_vocab)
             for x, y in zip(readout.scores(full_vocab), measured, strict=True):

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from claims.cost import factor
 from claims.evidence import claim
-from claims.formulas import average_of, defaults, every_loss, share_in
+from claims.formulas import average_of, shares_in
 from claims.trees import ascent, coefficients
 from claims.worlds import Toy
 from toy.policy import Policy
@@ -20,15 +21,17 @@ from toy.policy import Policy
 SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
 
 
-@claim("Q1", *SURROGATES)
+@claim("Q1", *SURROGATES, only_if="the ratios are exactly 1")
 def q1(module, name, draws, evidence):
-    """On-policy the value of grpo and gspo is 0, whatever was sampled; their gradient is not.
+    """In the first update of a batch the value of grpo and gspo is 0, whatever was sampled, and no
+    clip acts. The gradient is not 0.
 
     Source: questions of users (D)
 
-    On-policy all ratios are 1, so a surrogate's term is A_i at every token. The value of the loss
-    is minus the average of the A_i. With a mean per answer it is -(1/N) sum_i A_i = 0, because
-    advantages are centred. Other averages weigh an answer by its length:
+    The first update starts at the policy that sampled the batch, so all ratios are 1. A surrogate's
+    term is then A_i at every token, and the value of the loss is minus the average of the A_i. With
+    a mean per answer it is -(1/N) sum_i A_i = 0, because advantages are centred. Other averages
+    weigh an answer by its length:
 
       dr-grpo, grpo-symmetric   -sum_i A_i T_i / (N L)
       dapo                      -sum_i A_i T_i / sum_i T_i, over mixed groups
@@ -36,18 +39,28 @@ def q1(module, name, draws, evidence):
 
     These are 0 where all answers are equally long, but for pos-only. reinforce, cispo and DFPO have
     log pi in their value, which is a weighted -A log pi and says as little. What moves the policy
-    is the derivative, c_{i,t} = A_i times a weight. It is 0 everywhere only if all advantages are:
-    if every group has equal rewards. "left" is the mean |c| where the value is as stated.
+    is the derivative, c_{i,t} = A_i times a weight (M1). It is 0 everywhere only if all advantages
+    are: if every group has equal rewards.
+
+    A ratio of 1 is inside any clip range with eps > 0. The clip acts from the second update on:
+    with several minibatches or epochs, in Lopti's second pass, or if the sampler's log-probs differ
+    from the trainer's, by numerics or by temperature. "left" is how much the coefficients change
+    with the range once the ratios differ.
     """
-    for draw in draws:
-        batch = draw.batch(module)
-        loss = getattr(module, name)(batch)
-        A = [max(a, 0) if name == "pos_only" else a for a in draw.adv]
-        predicted = -sum(share_in(name, draw, i) * draw.T[i] * A[i] for i in range(draw.N)) / draw.N
-        evidence.equal(predicted, loss)
+    narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
+    loss_fn = getattr(module, name)
+    for draw, spread in itertools.product(draws, (0.0, 0.6)):
+        batch = draw.batch(module, spread)
+        one, other = (coefficients(loss_fn(batch, **eps), batch) for eps in (narrow, wide))
+        if spread:
+            evidence.record_left((one - other)[draw.mask] / draw.size)
+            continue
+        evidence.equal(one, other)
+        A = draw.adv.clamp(min=0) if name == "pos_only" else draw.adv
+        terms = shares_in(name, draw) * torch.tensor(draw.T) * A
+        evidence.equal(-terms.mean(), loss_fn(batch))
         if average_of(name) == "answer":
-            evidence.equal(0, loss)
-        evidence.record_left(coefficients(loss, batch)[draw.mask] / draw.size)
+            evidence.equal(0, loss_fn(batch))
 
 
 @claim("Q2", "group_advantages", extremes=False)
@@ -60,7 +73,7 @@ def q2(module, name, draws, evidence):
     Let E[A | right] = u and E[A | wrong] = -v. Then the expected update is u grad p - v grad (1-p)
     = (u + v) grad p. Advantages sum to 0, so p u = (1-p) v and u + v = p u / (p (1-p)). With k of G
     answers right and m = k/G, the mean of A_i R_i over the group is m (1-m) without the division,
-    and m (1-m) / (std + 1e-4) with it, where std = sqrt(G/(G-1) m (1-m)). So
+    and m (1-m) / (std + 1e-4) with it, where std = sqrt(G/(G-1) m (1-m)). So K is C18's:
 
       K = E[m (1-m)] / (p (1-p)) = 1 - 1/G                            scale "mean",
       K = sqrt((G-1)/G) E[sqrt(m (1-m))] / (p (1-p)), nearly          scale "std",
@@ -75,48 +88,18 @@ def q2(module, name, draws, evidence):
     for p in (0.05, 0.1, 0.25, 0.5):
         chances = [math.comb(G, k) * p**k * (1 - p) ** (G - k) for k in range(G + 1)]
         for scale in ("mean", "std"):
-            K = measured = 0.0
+            K = 0.0
             for k, chance in enumerate(chances):
                 rewards = torch.tensor([1.0] * k + [0.0] * (G - k), dtype=torch.float64)
                 A = module.group_advantages(rewards, G, scale)
-                measured += chance * float((A * rewards).mean()) / (p * (1 - p))
-                m = k / G
-                std = math.sqrt(G / (G - 1) * m * (1 - m)) + 1e-4 if scale == "std" else 1
-                K += chance * m * (1 - m) / std / (p * (1 - p))
-            evidence.equal(K, measured)
-            rows[f"K, {scale}"].append(measured)
-        evidence.equal(True, measured < 1 / math.sqrt(p * (1 - p)))
-        rows["folklore"].append(1 / math.sqrt(p * (1 - p)))
+                K += chance * float((A * rewards).mean()) / (p * (1 - p))
+            evidence.equal(factor(G, p, scale), K)
+            rows[f"K, {scale}"].append(K)
+        folklore = 1 / math.sqrt(p * (1 - p))
+        evidence.equal(True, K < folklore)
+        rows["folklore"].append(folklore)
         rows["no signal"].append(chances[0] + chances[-1])
     evidence.rows += rows.values()
-
-
-def clipping_losses(module) -> list[str]:
-    losses = [name for name in every_loss(module) if hasattr(module, name)]
-    return [name for name in losses if "eps_low" in defaults(getattr(module, name))]
-
-
-@claim("Q3", clipping_losses, only_if="the ratios are exactly 1")
-def q3(module, name, draws, evidence):
-    """With one update a batch the clip never acts: the coefficients do not depend on its range.
-
-    Source: questions of users (D)
-
-    The first update of a batch starts at the policy that sampled it. So all ratios are 1, inside
-    any range with eps > 0. The clip acts from the second update on: with several minibatches or
-    epochs, in Lopti's second pass, or if the sampler's log-probs differ from the trainer's, by
-    numerics or by temperature. "left" is how much the coefficients change with the range once the
-    ratios differ.
-    """
-    narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
-    for draw, spread in itertools.product(draws, (0.0, 0.6)):
-        batch = draw.batch(module, spread)
-        loss = getattr(module, name)
-        one, other = (coefficients(loss(batch, **eps), batch) for eps in (narrow, wide))
-        if spread:
-            evidence.record_left((one - other)[draw.mask] / draw.size)
-        else:
-            evidence.equal(one, other)
 
 
 @claim("Q4", "k3", extremes=False)
@@ -158,9 +141,9 @@ def q5(module, name, draws, evidence):
 
     Answers are drawn from pi_tau = softmax(z / tau). C16's derivation needs E grad log pi = 0 under
     the distribution that sampled. For log pi_tau it holds. For log pi at temperature 1 it does not:
-    in the logits, sum_a pi_tau(a) grad log pi(a) = pi_tau - pi. A node gets this error times the
-    sum of its visitors' advantages. So it cancels where the whole group visits the node, and stays
-    at all others. All groups of C16's toy are enumerated at tau = 0.6. "left" is how far the
+    in the logits, sum_a pi_tau(a) grad log pi(a) = pi_tau - pi. A history gets this error times the
+    summed advantages of the answers through it. So it cancels where the whole group is together,
+    and stays elsewhere. All groups of C16's toy are enumerated at tau = 0.6. "left" is how far the
     direction is off with log pi at 1.
     """
     for toy in (Toy(draw.seed) for draw in draws[::4]):

@@ -7,10 +7,8 @@ gradient's part at a node belongs to that node alone. Padding holds garbage on p
 
 from __future__ import annotations
 
-import math
 import random
 from collections import defaultdict
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,14 +57,14 @@ class Draw:
         self.policy = Policy(W, tabular(sorted(histories)), self.longest)
         self.logp = pad_columns(self.policy.log_probs(self.prompts, self.answers)[0], (0, 1))
         self.logp_ref = self.logp.detach() + 0.5 * self.randn(*self.mask.shape)
-        # the nodes that the whole group shares
+        # the K nodes that the whole group shares, and where: answers and places, (K, G) both
         self.shared = [node for node, visits in self.tree.items() if len(visits) == self.G]
-        self.scores = [self.policy.grad_log_prob((p, *y[:-1]), y[-1]) for p, y in self.shared]
+        self.shared_at = torch.tensor([self.tree[node] for node in self.shared]).unbind(-1)
 
     def _grow_answers(self, rng: random.Random, index: int, common: int) -> None:
         """Answers and advantages. Advantages sum to zero in each group; in some draws one of them
         is 0, in others those of a whole group are."""
-        self.prompts, self.answers, self.adv = [], [], []
+        self.prompts, self.answers, adv = [], [], []
         for p in range(1 + index // 2 % 3):
             shared = rng.randint(common - 1, common)
             start = [rng.randrange(1, self.vocabulary) for _ in range(shared)]
@@ -80,7 +78,8 @@ class Draw:
             size = 0.0 if index % 2 == 1 and p == 1 else self.size
             some = self.G - (index % 4 == 2 and self.G > 2)
             x = [size * rng.gauss(0, 1) for _ in range(some)]
-            self.adv += [v - sum(x) / some for v in x] + [0.0] * (self.G - some)
+            adv += [v - sum(x) / some for v in x] + [0.0] * (self.G - some)
+        self.adv = torch.tensor(adv, dtype=torch.float64)
         self.N = len(self.answers)
         self.T = [len(y) for y in self.answers]
 
@@ -104,17 +103,12 @@ class Draw:
         up_or_down = 1 - 2 * (self.nodes % 2)
         self.far_noise = torch.where(far, up_or_down * (4 + self.noise.abs()), self.noise)
 
-    @cached_property
-    def mixed(self) -> list[bool]:
-        """For each answer, whether some advantage of its group is not 0."""
-        return [any(self.adv[j] for j in self.group(i)) for i in range(self.N)]
-
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
-    def rows(self, x) -> Tensor:
+    def rows(self, x: Tensor) -> Tensor:
         """One number per answer, repeated along its tokens. (N,) -> (N, T)."""
-        return torch.as_tensor(x, dtype=torch.float64)[:, None].expand(self.mask.shape)
+        return x[:, None].expand(self.mask.shape)
 
     def fill(self, x: Tensor, garbage: float = GARBAGE) -> Tensor:
         """x, with garbage on the padding. (N, T) -> (N, T)."""
@@ -135,7 +129,7 @@ class Draw:
         return module.Batch(
             logp=self.fill(self.logp),
             logp_old=self.fill(self.logp.detach() - self.log_ratio(spread, offset), -GARBAGE),
-            adv=self.fill(adv if isinstance(adv, Tensor) else self.rows(adv)),
+            adv=self.fill(adv if adv.dim() == 2 else self.rows(adv)),
             mask=self.mask.clone(),
             group_size=self.G,
             max_tokens=self.max_tokens,
@@ -146,28 +140,20 @@ class Draw:
         """The rows of answer i's group."""
         return range(i - i % self.G, i - i % self.G + self.G)
 
-    def at_shared(self, spread: float = 0.0, offset: float = 0.0) -> list[tuple[float, range, int]]:
-        """(ratio, the group's rows, t) of every node that the whole group shares."""
-        ratio = self.log_ratio(spread, offset).exp().tolist()
-        first_visits = [self.tree[node][0] for node in self.shared]
-        return [(ratio[i][t], self.group(i), t) for i, t in first_visits]
+    def at_shared(self, x: Tensor) -> Tensor:
+        """x at the K tokens that a whole group shares. (N,) or (N, T) -> (K, G)."""
+        return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
 
-    def node_sums(self, loss: Tensor) -> Tensor:
-        """Sum of the coefficients at every fully shared node, read off the gradient in W.
+    def left_shared(self, c: Tensor) -> list[float]:
+        """|sum c| / sum |c| at the tokens that a whole group shares, if it has any c there."""
+        c = self.at_shared(c)
+        size = c.abs().sum(1)
+        return (c.sum(1).abs() / size)[size > 0].tolist()
 
-        Features are one-hot. So the gradient's column of a history is that sum times
-        grad log pi / N, and grad log pi is known in closed form.
-        """
-        g = self.N * ascent(loss, self.policy.W)
-        return torch.stack([(g * score).sum() / (score * score).sum() for score in self.scores])
-
-    def sequence_ratios(self, spread: float, kind: str = "geometric") -> list[float]:
-        """s_i of every answer, in plain Python."""
-        ratios = []
-        for row, T_i in zip(self.log_ratio(spread).tolist(), self.T, strict=True):
-            log_s = sum(row[:T_i])
-            ratios.append(math.exp(log_s / T_i if kind == "geometric" else log_s))
-        return ratios
+    def sequence_ratios(self, spread: float, kind: str = "geometric") -> Tensor:
+        """s_i of every answer. (N,)."""
+        log_s = self.log_ratio(spread).sum(1)  # 0 on padding
+        return (log_s / torch.tensor(self.T) if kind == "geometric" else log_s).exp()
 
 
 def ascent(loss: Tensor, variable: Tensor) -> Tensor:

@@ -29,40 +29,6 @@ class Outcome(NamedTuple):
     plan: int | None = None  # a second token that it may share; after that all answers differ
 
 
-class World(NamedTuple):
-    """Ways that an answer may go, and how often the policy goes each."""
-
-    G: int
-    outcomes: list[Outcome]
-    shares: list[float]
-
-    def mean(self, f: Callable[[Outcome], float], *ways: int) -> float:
-        """The mean of f(outcome), given that the answer goes one of these ways."""
-        chances = [(o, o.chance * self.shares[o.way]) for o in self.outcomes if o.way in ways]
-        return sum(p * f(o) for o, p in chances) / sum(p for _, p in chances)
-
-    def groups(self) -> Groups:
-        return Groups(self.outcomes, self.G)
-
-    def logits(self) -> Tensor:
-        return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
-
-
-def random_worlds(draws: list[Draw], ways: int, kinds: int, binary: bool) -> Iterator[World]:
-    """Each way may end in as many kinds of answers as that, right and wrong by turns if binary."""
-    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
-        outcomes = []
-        for way in range(ways):
-            chances = draw.randn(kinds).softmax(0).tolist()
-            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
-            rewards = draw.randn(kinds).tolist()
-            if binary:
-                rewards = [float(k % 2) for k in range(kinds)]
-            kinds_of_way = zip(chances, rewards, lengths, strict=True)
-            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
-        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
-
-
 class Groups:
     """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
 
@@ -105,6 +71,35 @@ class Groups:
         logp = torch.zeros(self.mask.shape, dtype=torch.float64)
         logp[:, 0] = logits.log_softmax(0)[self.way]
         return self.batch(logp, self.probabilities(logp), scale)
+
+
+class World(Groups):
+    """All groups of answers that go several ways, and how often the policy goes each."""
+
+    def __init__(self, G: int, outcomes: list[Outcome], shares: list[float]):
+        super().__init__(outcomes, G)
+        self.outcomes, self.shares = outcomes, shares
+
+    def mean(self, f: Callable[[Outcome], float], *ways: int) -> float:
+        """The mean of f(outcome), given that the answer goes one of these ways."""
+        chances = [(o, o.chance * self.shares[o.way]) for o in self.outcomes if o.way in ways]
+        return sum(p * f(o) for o, p in chances) / sum(p for _, p in chances)
+
+    def logits(self) -> Tensor:
+        return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
+
+
+def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
+    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
+    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
+        outcomes = []
+        for way in range(ways):
+            chances = draw.randn(kinds).softmax(0).tolist()
+            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
+            random_rewards = draw.randn(kinds).tolist()
+            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
 class Toy:

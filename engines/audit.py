@@ -59,10 +59,7 @@ def left_over(row: Row, draws: list[Draw], regime: Regime) -> float:
         every = regime.micro_batches
         micro_batches = [take(whole, torch.arange(k, d.N, every)) for k in range(every)]
         loss = sum(row.loss(micro_batch, whole) for micro_batch in micro_batches)
-        c = token_coefficients(loss, whole.logp)
-        for _, rows, t in d.at_shared():
-            if size := c[list(rows), t].abs().sum().item():
-                left.append(abs(c[list(rows), t].sum().item()) / size)
+        left += d.left_shared(token_coefficients(loss, whole.logp))
     return sum(left) / max(1, len(left))
 
 
