@@ -24,9 +24,10 @@ exercise exercises: .venv/ready
 	@$(BIN)/python -m exercises.grader $(N) || [ $$? = 1 ]
 
 # The long ones: 50 kills, 10,000 texts for the verifier, the default run, every command of the READMEs in small, TRL on
-# two processes.
+# two processes, the notebook.
 test-long: .venv/ready-dev
-	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,promises readme run gsm8k trl)
+	$(BIN)/python -m pip install -q $(PINS) -e '.[notebook]'
+	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,promises readme run gsm8k trl notebook)
 
 # verl pins another transformers, hence an environment of its own. No CUDA, vLLM or flash-attn is needed.
 test-verl: .venv-verl/ready

@@ -2,24 +2,26 @@
 
     python -m experiments.compare --method grpo,gspo+proj,dfpo-min --seeds 5
 
-Any other flag of train.py holds for all runs. NAME+proj is the method NAME under --project. Each
-run is a process of train.py with a directory of its own, OUT/METHOD-sSEED, and a log in OUT/.logs.
-As many run at once as there are cores; on a GPU, one. Runs of one seed share their warm start,
-OUT/start-sSEED. Methods that repair their answers have another one, OUT/start-repair-sSEED, because
-their warm start contains corrections. The same command resumes what was cut off. At the end stands
-the table of curves.py. Choose the learning rates first, on other seeds.
+NAME+proj is the method NAME under --project. A method may have hyperparameters and a learning rate
+of its own, as in gspo:eps_low=0.2,eps_high=0.28,lr=3e-4. Any other flag of train.py holds for all
+runs. Each run is a process of train.py with a directory of its own, OUT/METHOD-sSEED, and a log in
+OUT/.logs. As many run at once as there are cores; on a GPU, one. Runs of one seed share their warm
+start, OUT/start-sSEED. Methods that repair their answers have another one, OUT/start-repair-sSEED,
+because their warm start contains corrections. The same command resumes what was cut off. At the end
+stands the table of curves.py. Choose the learning rates first, on other seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,7 +57,8 @@ def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--method", default="grpo", help="methods, comma-separated (default grpo)")
+    what = "methods, comma-separated: NAME, NAME+proj, NAME:KEY=VALUE,lr=VALUE (default grpo)"
+    parser.add_argument("--method", default="grpo", help=what)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
     parser.add_argument("--out", default="runs/compare", help="directory (default runs/compare)")
@@ -72,25 +75,44 @@ def plan(argv: list[str] | None = None) -> list[Job]:
     """
     options, others = read_options(argv)
     jobs: dict[Path, Job] = {}
-    for variant in options.method.split(","):
-        method, plus, suffix = variant.partition("+")
-        if plus and suffix != "proj":
-            sys.exit(f"error: --method {variant}: expected NAME or NAME+proj")
+    asked: list[Config] = []
+    # A comma before KEY= goes on with the settings of a method. Any other ends the method.
+    for variant in re.split(r",(?!\w+=)", options.method):
+        flags = read_variant(variant, others)
         for seed in range(options.seed, options.seed + options.seeds):
-            folder = Path(options.out, f"{variant}-s{seed}")
-            if folder in jobs:
-                sys.exit(f"error: --method {options.method}: {variant} stands there twice")
-            args = ["--method", method, "--seed", str(seed), *others]
-            args += ["--project"] if plus else []
+            folder = Path(options.out, f"{variant.replace(':', ',')}-s{seed}")
+            args = [*flags, "--seed", str(seed)]
             config, start = parse(args), None
+            if replace(config, out="") in asked:
+                sys.exit(f"error: --method {options.method}: {variant} stands there twice")
+            asked.append(replace(config, out=""))
             if config.model == "scratch" and config.warm_steps:
-                repair = METHODS[method].repair and config.task == "arithmetic"
+                repair = METHODS[config.method].repair and config.task == "arithmetic"
                 start = Path(options.out, f"start-repair-s{seed}" if repair else f"start-s{seed}")
                 if start not in jobs:
                     jobs[start] = plan_run(start, [*args, "--steps", "0"])
                 args = start_from(start, args, config)
             jobs[folder] = plan_run(folder, args, start)
     return list(jobs.values())
+
+
+def read_variant(variant: str, others: list[str]) -> list[str]:
+    """NAME, NAME+proj or NAME:KEY=VALUE,... with the flags for all runs -> flags of train.py."""
+    name, _, settings = variant.partition(":")
+    method, plus, _ = name.partition("+")
+    own = dict(re.findall(r"(\w+)=([^,]+)", settings))
+    understood = method + ("+proj" if plus else "") + (":" if own else "")
+    understood += ",".join("=".join(setting) for setting in own.items())
+    if understood != variant or "=" in name:
+        expected = "NAME or NAME+proj, or with settings of its own NAME:KEY=VALUE,lr=VALUE"
+        sys.exit(f"error: --method {variant}: expected {expected}")
+    flags = [*others, "--method", method, *(["--project"] if plus else [])]
+    if "lr" in own:
+        flags += ["--lr", own.pop("lr")]
+    if own:
+        hyper = dict(text.split("=", 1) for text in parse(flags).hyper) | own  # of all, and its own
+        flags += ["--hyper", *(f"{key}={value}" for key, value in hyper.items())]
+    return flags
 
 
 def start_from(start: Path, args: list[str], before: Config) -> list[str]:

@@ -326,3 +326,34 @@ def test_a_mistake_is_one_line_before_anything_runs(tmp_path, capsys):
         (["--sneeds", "2"], "--sneeds"),
     ):
         assert said in says(capsys, compare.plan, "--steps", "4", *argv, "--out", tmp_path)
+
+
+def test_a_method_has_settings_of_its_own_in_its_runs_its_folder_and_its_row(tmp_path, capsys):
+    method = "grpo,gspo+proj:eps_low=0.2,lr=3e-4,dapo"
+    jobs = plan("--method", method, "--out", tmp_path, "--hyper", "eps_low=0.1", "eps_high=0.3")
+    found = {}
+    for name, job in jobs.items():
+        settings = asdict(compare.parse(job.args))
+        found[name] = [settings[key] for key in ("method", "project", "lr", "hyper")]
+        seed, method = settings.pop("seed"), settings.pop("method")
+        make_run(job.folder, [0.5] * settings["steps"], seed, method, **settings)
+    del found["start-s0"]
+    assert found == {
+        "grpo-s0": ["grpo", False, 1e-3, ["eps_low=0.1", "eps_high=0.3"]],
+        "gspo+proj,eps_low=0.2,lr=3e-4-s0": ["gspo", True, 3e-4, ["eps_low=0.2", "eps_high=0.3"]],
+        "dapo-s0": ["dapo", False, 1e-3, ["eps_low=0.1", "eps_high=0.3"]],
+    }
+    rows = curves.group_runs(curves.read_runs([tmp_path]))
+    assert "gspo+proj, hyper eps_low=0.2 eps_high=0.3, lr 0.0003" in rows
+    for method, said in (
+        ("grpo,lr=3e-4", "expected NAME"),  # whose rate?
+        ("grpo:lr=1e-3,lr=3e-4", "expected NAME"),
+        ("grpo:lr", "expected NAME"),
+        ("grpo:lr=", "expected NAME"),
+        ("grpo:", "expected NAME"),
+        ("grpo:group_size=4", "no hyperparameter 'group_size'"),
+        ("gspo:eps_low=0.2:lr=3e-4", "eps_low=0.2:lr=3e-4"),
+        ("grpo:lr=-1", "--lr -1"),
+        ("grpo,grpo:lr=1e-3", "stands there twice"),  # it is the default
+    ):
+        assert said in says(capsys, compare.plan, "--method", method, "--out", tmp_path / "new")

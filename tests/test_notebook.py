@@ -1,0 +1,31 @@
+"""The tour runs from end to end, in a copy of the repository (LONG=1)."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(not os.environ.get("LONG"), reason="minutes: LONG=1")
+
+
+def test_the_tour_runs_from_end_to_end(tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="pip install -e '.[notebook]'")
+    import nbformat
+
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "tree.html"))
+    tour = nbformat.read(copy / "exercises" / "tour.ipynb", as_version=4)
+    where = {"metadata": {"path": str(copy / "exercises")}}
+    nbclient.NotebookClient(tour, resources=where).execute()
+    # A program that ends with exit code 1 is shown as an error, and the next cell is run.
+    outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
+    assert [output for output in outputs if output.output_type == "error"] == []
+    shown = [kind for output in outputs for kind in output.get("data", {})]
+    assert shown.count("text/html") == 2 and shown.count("image/png") == 1
+    runs = [json.loads(path.read_text())["config"] for path in copy.glob("runs/*/config.json")]
+    assert {run["method"] for run in runs} == {"grpo", "by-length"}
+    for metrics in copy.glob("runs/*/metrics.jsonl"):
+        assert metrics.read_text().count("\n") == 21
