@@ -1,4 +1,4 @@
-"""What the figures of toy/ share: a flag, tables, intervals over seeds, pictures (matplotlib)."""
+"""What the figures of toy/ share: a flag, losses, tables, intervals, pictures (matplotlib)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from torch import Tensor
+
+from losses import METHODS, Batch, Method, project
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
@@ -41,6 +45,18 @@ STYLE = {
     "errorbar.capsize": 3,
     "savefig.dpi": 120,
 }
+
+
+def find_method(name: str) -> Method:
+    """Of a row such as "grpo", "grpo+proj" (its projection) or "dfpo-min eps 0.2"."""
+    return METHODS[re.split("[ +]", name)[0]]
+
+
+def compute_loss(name: str, hyper: dict[str, dict], batch: Batch, nodes: Tensor) -> Tensor:
+    """Of such a row. hyper: the hyperparameters of some of them. Nodes: (N, T)."""
+    plain, _, projected = name.partition("+")
+    loss = find_method(name).passes[0](batch, **hyper.get(plain, {}))
+    return project(loss, batch.logp, batch.adv[:, 0], nodes, batch.mask) if projected else loss
 
 
 def parse_arguments(doc: str, argv: list[str] | None, flags: dict) -> argparse.Namespace:

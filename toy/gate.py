@@ -27,17 +27,11 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from claims.worlds import Groups, Outcome
-from losses import (
-    METHODS,
-    Batch,
-    Method,
-    group_advantages,
-    prefix_nodes,
-    project,
-    token_coefficients,
-)
+from losses import Batch, group_advantages, prefix_nodes, token_coefficients
 from toy.figure import (
+    compute_loss,
     draw_lines,
+    find_method,
     format_interval,
     make_figure,
     parse_arguments,
@@ -99,7 +93,7 @@ def start_batch(name: str, groups: Groups, logits: Tensor, sampled: int, generat
     if sampled:
         drawn = torch.multinomial(weight, sampled, replacement=True, generator=generator)
         weight = torch.full(drawn.shape, 1 / sampled, dtype=weight.dtype)  # (policies, sampled)
-    A = group_advantages(groups.rewards.view(-1, G)[drawn].flatten(), G, find(name).scale)
+    A = group_advantages(groups.rewards.view(-1, G)[drawn].flatten(), G, find_method(name).scale)
     A = A * (weight * weight.numel()).flatten().repeat_interleave(G)
     tokens = tokens[0].view(-1, G, 2)[drawn].flatten(1, 2)
     old = log_probs(logits, tokens).flatten(0, 1)  # (N, 2)
@@ -107,18 +101,12 @@ def start_batch(name: str, groups: Groups, logits: Tensor, sampled: int, generat
     return tokens, Batch(old, old, A[:, None].expand_as(old), mask, G, max_tokens=2)
 
 
-def find(name: str) -> Method:
-    return METHODS[name.partition("+")[0].split()[0]]
-
-
 def compute_push(name: str, tokens: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of a method's J, (policies, 2, 2), and the token coefficients, (N, 2)."""
     logits = logits.detach().requires_grad_()
     logp = log_probs(logits, tokens).flatten(0, 1)
-    loss = find(name).passes[0](replace(batch, logp=logp), **HYPER.get(name, {}))
-    if name.endswith("+proj"):
-        nodes = prefix_nodes(tokens.flatten(0, 1), batch.mask, G)
-        loss = project(loss, logp, batch.adv[:, 0], nodes, batch.mask)
+    nodes = prefix_nodes(tokens.flatten(0, 1), batch.mask, G) if "+" in name else batch.mask
+    loss = compute_loss(name, HYPER, replace(batch, logp=logp), nodes)
     c = token_coefficients(loss, logp)
     return torch.autograd.grad(logp, logits, c / len(c))[0], c
 

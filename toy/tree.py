@@ -186,12 +186,13 @@ def bind_losses(hyper: dict[str, dict], model: bool) -> dict[str, tuple[Method, 
 
 
 def toy_losses() -> dict[str, tuple[Method, Callable]]:
-    """With a clip range that suits the toy. One that is made for long answers, such as GSPO's, would
+    """With clip ranges that suit the toy. One that is made for long answers, such as GSPO's, would
     clip all of the toy's ratios but 1, so it is widened."""
     hyper = {}
     for name, method in METHODS.items():
         taken = inspect.signature(method.passes[0]).parameters
-        hyper[name] = {key: x for key, x in WIDE.items() if key in taken and taken[key].default < 0.1}
+        narrow = [key for key in WIDE if key in taken and taken[key].default < 0.1]
+        hyper[name] = {key: WIDE[key] for key in narrow}
     return bind_losses(hyper, model=True)
 
 
