@@ -143,7 +143,7 @@ def draw_lines(axis, curves: dict[str, list[float]], x=None, halves: dict | None
         above = places[-1] + gap if places else -math.inf
         places.append(max(heights[name], above))
     for i in reversed(range(len(names))):
-        places[i] = min(places[i], places[i + 1] - gap if i + 1 < len(names) else 1.0)
+        places[i] = min(places[i], places[i + 1] - gap if i + 1 < len(names) else 1 - gap / 2)
         text = dict(va="center", fontsize=9, color=line_style(names[i])["color"])
         axis.annotate(names[i], (1.02, places[i]), xycoords="axes fraction", **text)
 
