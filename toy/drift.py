@@ -24,16 +24,16 @@ from pathlib import Path
 
 import torch
 
-from losses import (
-    METHODS,
-    Batch,
-    group_advantages,
-    learning_tax,
-    prefix_nodes,
-    project,
-    token_coefficients,
+from losses import Batch, group_advantages, learning_tax, prefix_nodes, token_coefficients
+from toy.figure import (
+    compute_loss,
+    draw_lines,
+    find_method,
+    make_figure,
+    parse_plot,
+    print_row,
+    save_picture,
 )
-from toy.figure import draw_lines, make_figure, parse_plot, save_picture
 from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
@@ -116,11 +116,9 @@ def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
 
 def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[dict[str, float]]:
     """What is measured after 0, 1, ..., STEPS gradient steps of a method on the same answers."""
-    plain, _, projected = name.partition("+")
-    method, hyper = METHODS[plain.split()[0]], HYPER.get(plain, {})
     tokens, mask = pad(answers)
     rewards = torch.tensor([reward(y) for y in answers], dtype=torch.float64)
-    A = group_advantages(rewards, G, method.scale)
+    A = group_advantages(rewards, G, find_method(name).scale)
     adv, nodes = A[:, None].expand(mask.shape), prefix_nodes(tokens, mask, G)
     prompts = [PROMPT] * len(answers)
     old, _ = start.log_probs(prompts, answers)
@@ -128,9 +126,8 @@ def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[di
     for _ in range(STEPS + 1):
         policy.W.requires_grad_()
         logp, _ = policy.log_probs(prompts, answers)
-        loss = method.passes[0](Batch(logp, old.detach(), adv, mask, G, HORIZON), **hyper)
-        if projected:
-            loss = project(loss, logp, A, nodes, mask)
+        batch = Batch(logp, old.detach(), adv, mask, G, HORIZON)
+        loss = compute_loss(name, HYPER, batch, nodes)
         tax = learning_tax(token_coefficients(loss, logp), A, nodes, mask)
         curve.append(measure(policy, start) | {"tax": tax})
         g = -torch.autograd.grad(loss, policy.W)[0]
@@ -155,15 +152,14 @@ def study() -> dict[str, dict[str, list[float]]]:
 def show(curves: dict[str, dict[str, list[float]]]):
     about = f"{STEPS} steps on {GROUPS} groups of {G}, mean of {SEEDS} start policies"
     print(f"{about}; drift: mean of its size\n")
-    print(f"{'':18}" + "".join(f"{title:>32}" for title in COLUMNS.values()))
+    print_row("", COLUMNS.values(), 32)
     first = next(iter(curves.values()))
     rows = {"start": [first[key][0] for key in COLUMNS if key != "tax"]}
     for name, curve in curves.items():
         ends = [curve[key][-1] for key in COLUMNS if key != "tax"]
         rows[name] = [*ends, sum(curve["tax"]) / len(curve["tax"])]
     for name, row in rows.items():
-        texts = ["0" if abs(x) < 1e-12 else f"{x:.4f}" for x in row]
-        print(f"{name:18}" + "".join(f"{text:>32}" for text in texts))
+        print_row(name, ["0" if abs(x) < 1e-12 else f"{x:.4f}" for x in row], 32)
 
 
 def plot(curves: dict[str, dict[str, list[float]]], path: Path):

@@ -1,4 +1,4 @@
-"""What the figures of toy/ share: their one flag, intervals over seeds, pictures (matplotlib)."""
+"""What the figures of toy/ share: a flag, losses, tables, intervals, pictures (matplotlib)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from torch import Tensor
+
+from losses import METHODS, Batch, Method, project
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
@@ -17,10 +21,13 @@ T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 COLORS = {
     "grpo": "#B07600",
     "dr-grpo": "#009E73",
+    "grpo-symmetric": "#009E73",
     "cispo": "#000000",
+    "recentred": "#000000",
     "gspo": "#D55E00",
     "dfpo-min": "#0072B2",
     "pos-only": "#777777",
+    "ibpo": "#0072B2",
 }
 WIDTH = 8.3  # inches; README shows a picture about 830 pixels wide
 STYLE = {
@@ -38,6 +45,18 @@ STYLE = {
     "errorbar.capsize": 3,
     "savefig.dpi": 120,
 }
+
+
+def find_method(name: str) -> Method:
+    """Of a row such as "grpo", "grpo+proj" (its projection) or "dfpo-min eps 0.2"."""
+    return METHODS[re.split("[ +]", name)[0]]
+
+
+def compute_loss(name: str, hyper: dict[str, dict], batch: Batch, nodes: Tensor) -> Tensor:
+    """Of such a row. hyper: the hyperparameters of some of them. Nodes: (N, T)."""
+    plain, _, projected = name.partition("+")
+    loss = find_method(name).passes[0](batch, **hyper.get(plain, {}))
+    return project(loss, batch.logp, batch.adv[:, 0], nodes, batch.mask) if projected else loss
 
 
 def parse_arguments(doc: str, argv: list[str] | None, flags: dict) -> argparse.Namespace:
@@ -85,6 +104,15 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), quantile(n - 1) * statistics.stdev(values) / n**0.5
 
 
+def format_interval(values: list[float], form: str = ".3f") -> str:
+    mean, half = interval(values)
+    return f"{mean:{form}} +- {half:{form.lstrip('+')}}"
+
+
+def print_row(name: str, cells: Iterable[str], width: int = 18):
+    print(f"{name:24}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
+
+
 def make_figure(finding: str, height: float):
     """An empty figure of README's width, with what it shows as its title."""
     from matplotlib.figure import Figure
@@ -96,27 +124,28 @@ def make_figure(finding: str, height: float):
 
 def line_style(name: str) -> dict:
     """Of a method; dashed for a variant, such as grpo+proj."""
-    plain = re.split("[ +]", name)[0]
+    plain = re.split("[ +,]", name)[0]
     return dict(color=COLORS[plain], linestyle="-" if name == plain else "--", marker="")
 
 
-def draw_lines(axis, curves: dict[str, list[float]]):
-    """A line for each method. Its name stands at the line's end, where names keep a distance."""
+def draw_lines(axis, curves: dict[str, list[float]], x=None, halves: dict | None = None):
+    """A line for each method, over x or 0, 1, ..., with half intervals if given. Its name stands at
+    the line's end, where names keep a distance."""
     for name, curve in curves.items():
-        axis.plot(curve, **line_style(name))
-    low, high = axis.get_ylim()
-    gap = (high - low) / axis.get_window_extent().height * 18
-    names = sorted(curves, key=lambda name: curves[name][-1])
+        x = range(len(curve)) if x is None else x
+        axis.errorbar(x, curve, halves and halves[name], **line_style(name))
+    axis.autoscale_view()  # now places on the axis, linear or not, are known
+    place = (axis.transData - axis.transAxes).transform
+    heights = {name: place((float(x[-1]), curve[-1]))[1] for name, curve in curves.items()}
+    names, gap = sorted(curves, key=heights.get), 18 / axis.get_window_extent().height
     places = []
     for name in names:
         above = places[-1] + gap if places else -math.inf
-        places.append(max(curves[name][-1], above))
+        places.append(max(heights[name], above))
     for i in reversed(range(len(names))):
-        places[i] = min(places[i], places[i + 1] - gap if i + 1 < len(names) else high)
-        at = (1.02, places[i])
-        color = COLORS[re.split("[ +]", names[i])[0]]
-        text = dict(va="center", fontsize=9, color=color, annotation_clip=False)
-        axis.annotate(names[i], at, xycoords=("axes fraction", "data"), **text)
+        places[i] = min(places[i], places[i + 1] - gap if i + 1 < len(names) else 1 - gap / 2)
+        text = dict(va="center", fontsize=9, color=line_style(names[i])["color"])
+        axis.annotate(names[i], (1.02, places[i]), xycoords="axes fraction", **text)
 
 
 def draw_differences(axis, differences: dict[str, list[float]]):

@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from losses import METHODS, Batch, token_grpo
-from toy.figure import draw_differences, interval, make_figure, parse_plot, save_picture
+from toy.figure import (
+    draw_differences,
+    format_interval,
+    interval,
+    make_figure,
+    parse_plot,
+    print_row,
+    save_picture,
+)
 from toy.nthr import make_optimizer, make_start
 from train import Config, Policy, Scored, in_pieces, sample, score, update
 
@@ -127,10 +135,10 @@ def show(measures: Measures):
     above = None
     for (table, name), values in measures.items():
         if table != above:
-            print(f"\n{table:36}" + "".join(f"{quarter:>20}" for quarter in QUARTERS))
+            print(f"\n{table}")
+            print_row("", QUARTERS, 20)
         above = table
-        cells = ["{:.4f} +- {:.4f}".format(*interval(column.tolist())) for column in values.T]
-        print(f"{name:36}" + "".join(f"{cell:>20}" for cell in cells))
+        print_row(name, [format_interval(column.tolist(), ".4f") for column in values.T], 20)
 
 
 def plot(measures: Measures, path: Path):

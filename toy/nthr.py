@@ -23,7 +23,14 @@ from torch import Tensor
 
 from llm.neighbours import hidden_states, nthr_scores
 from toy.arithmetic import Arithmetic
-from toy.figure import draw_differences, interval, make_figure, parse_plot, save_picture
+from toy.figure import (
+    draw_differences,
+    format_interval,
+    make_figure,
+    parse_plot,
+    print_row,
+    save_picture,
+)
 from train import (
     Answers,
     Config,
@@ -134,26 +141,26 @@ def study() -> tuple[dict[tuple[str, str], Tensor], Tensor]:
     return deltas, gwhes
 
 
-def format_mean(values: Tensor, sign: str = "") -> str:
-    """Mean +- half its 95 % interval. (STARTS, QUESTIONS): a start counts with its mean."""
-    middle, half = interval(values.mean(1).tolist())
-    return f"{middle:{sign}.3f} +- {half:.3f}"
+def format_starts(values: Tensor, form: str = ".3f") -> str:
+    """(STARTS, QUESTIONS): a start counts with its mean."""
+    return format_interval(values.mean(1).tolist(), form)
 
 
 def show(deltas: dict[tuple[str, str], Tensor]):
     print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval")
     for kind, lr in RATES.items():
         titles = ("Delta", "minus grpo's", "minus random's", "above grpo's", "Delta <= 0")
-        print(f"\n{f'{kind} {lr:g}':21}" + "".join(f"{title:>18}" for title in titles))
+        print()
+        print_row(f"{kind} {lr:g}", titles)
         for name in METHODS:
             delta = deltas[kind, name]
             gain = delta - deltas[kind, "grpo"]
-            cells = [format_mean(delta), format_mean(gain, "+"), ""]
+            cells = [format_starts(delta), format_starts(gain, "+.3f"), ""]
             control = name.replace("nthr", "random")
             if control != name and control in METHODS:
-                cells[2] = format_mean(delta - deltas[kind, control], "+")
+                cells[2] = format_starts(delta - deltas[kind, control], "+.3f")
             cells += [f"{share.float().mean():.0%}" for share in (gain > 0, delta <= 0)]
-            print(f"{name:21}" + "".join(f"{cell:>18}" for cell in cells))
+            print_row(name, cells)
 
 
 def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
@@ -163,7 +170,7 @@ def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
     highest = set(gwhes.flatten().topk(LAZIEST).indices.tolist())
     for kind in RATES:
         laziest = deltas[kind, "grpo"].flatten().topk(LAZIEST, largest=False).indices.tolist()
-        print(f"{kind:21}{len(highest & set(laziest))}")
+        print_row(kind, [str(len(highest & set(laziest)))], 4)
 
 
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):

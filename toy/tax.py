@@ -23,8 +23,17 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from claims.worlds import Groups, Outcome
-from losses import METHODS, Batch, learning_tax, project, token_coefficients
-from toy.figure import draw_lines, line_style, make_figure, parse_plot, save_picture
+from losses import Batch, learning_tax, token_coefficients
+from toy.figure import (
+    compute_loss,
+    draw_lines,
+    find_method,
+    line_style,
+    make_figure,
+    parse_plot,
+    print_row,
+    save_picture,
+)
 
 G, BATCHES, UPDATES = 4, 120, 8
 START = (2.0, 0.0)  # the logits of way A and of a good plan
@@ -74,12 +83,9 @@ def start_batch(groups: Groups, logits: Tensor, scale: str) -> Batch:
 
 def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of a method's J, (2,), and the token coefficients, (N, T)."""
-    plain, _, projected = name.partition("+")
     logits = logits.detach().requires_grad_()
     logp = log_probs(groups, logits)
-    loss = METHODS[plain].passes[0](replace(batch, logp=logp), **HYPER.get(plain, {}))
-    if projected:
-        loss = project(loss, logp, batch.adv[:, 0], groups.nodes, groups.mask)
+    loss = compute_loss(name, HYPER, replace(batch, logp=logp), groups.nodes)
     c = token_coefficients(loss, logp)
     return torch.autograd.grad(logp, logits, c / len(c))[0], c
 
@@ -92,7 +98,7 @@ def train(groups: Groups, name: str) -> tuple[Tensor, float]:
     logits, rate = torch.tensor(START, dtype=torch.float64), None
     path, taxes = [logits], []
     for _ in range(BATCHES):
-        batch = start_batch(groups, logits, METHODS[name.partition("+")[0]].scale)
+        batch = start_batch(groups, logits, find_method(name).scale)
         for _ in range(UPDATES):
             push, c = compute_push(groups, name, batch, logits)
             rate = rate or SIZE / push.norm()
@@ -123,10 +129,6 @@ def predict_reward(setting: str) -> float:
     return share * RIGHT + (1 - share) * SETTINGS[setting][1]
 
 
-def show(name: str, cells: list[str]):
-    print(f"{name:20}" + "".join(f"{cell:16}" for cell in cells))
-
-
 def plot(curves: dict[tuple[str, str], Tensor], path: Path):
     """Expected reward in three settings, and where grpo's closed form ends."""
     finding = "GRPO and GSPO divide by length, and lose reward for good in two of these worlds"
@@ -150,7 +152,7 @@ def main(argv: list[str] | None = None):
         print(f"{setting:24}{A!s:29}{chance:<13}{B}")
     print("\nExpected reward at the end; 0.6 is the best. In brackets: the learning tax of a")
     print("batch's last update, mean of all batches\n")
-    show("", [f"setting {setting[0]}" for setting in SETTINGS])
+    print_row("", [f"setting {setting[0]}" for setting in SETTINGS])
     curves, groups = {}, {setting: make_groups(setting) for setting in SETTINGS}
     for name in NAMES:
         cells = []
@@ -158,8 +160,8 @@ def main(argv: list[str] | None = None):
             logits, tax = train(groups[setting], name)
             curves[setting, name] = expected_reward(setting, logits)
             cells.append(f"{float(curves[setting, name][-1]):.3f} ({tax:.3f})")
-        show(name, cells)
-    show("grpo, closed form", [f"{predict_reward(setting):.3f}" for setting in SETTINGS])
+        print_row(name, cells)
+    print_row("grpo, closed form", [f"{predict_reward(setting):.3f}" for setting in SETTINGS])
     save_picture(plot, curves, path=path)
 
 

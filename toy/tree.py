@@ -61,6 +61,7 @@ MOVED = ("0.6", "0.9", "1", "1.1", "1.6")  # ratio of the shared tokens
 SPREAD = {"none": 0.0, "some": 0.4, "wide": 1.0}  # exponent of FACTOR
 FACTOR = (1.5, 0.7, 0.85, 1.0)  # on the ratios of the tokens that an answer has for itself
 G, L = 4, 6
+WIDE = {"eps_low": 0.2, "eps_high": 0.28}  # in place of a narrower clip range
 OWN = 8  # shown tokens of what an answer shares with no other
 
 
@@ -185,9 +186,14 @@ def bind_losses(hyper: dict[str, dict], model: bool) -> dict[str, tuple[Method, 
 
 
 def toy_losses() -> dict[str, tuple[Method, Callable]]:
-    """With a clip range for GSPO that suits the toy. Its own is made for long answers: under it all
-    of the toy's ratios but 1 would be clipped."""
-    return bind_losses({"gspo": {"eps_low": 0.2, "eps_high": 0.28}}, model=True)
+    """With clip ranges that suit the toy. One that is made for long answers, such as GSPO's, would
+    clip all of the toy's ratios but 1, so it is widened."""
+    hyper = {}
+    for name, method in METHODS.items():
+        taken = inspect.signature(method.passes[0]).parameters
+        narrow = [key for key in WIDE if key in taken and taken[key].default < 0.1]
+        hyper[name] = {key: WIDE[key] for key in narrow}
+    return bind_losses(hyper, model=True)
 
 
 def advantages(group: Group, method: Method) -> tuple[Tensor, Tensor]:
@@ -236,6 +242,21 @@ def feels_whole_answer(loss: Callable) -> bool:
     return not torch.allclose(*first)
 
 
+def explain_weight(method: Method, loss: Callable) -> list[str] | None:
+    """The fraction that w is wherever it is not 0, such as r / T; None if it is none of these."""
+    group = toy_group("unequal", "1000")  # with two right ones of four NTHR's factor is 0
+    A, adv = advantages(group, method)
+    w = coefficients(group, loss, A, adv)[0] / A[:, None]  # (S, G, T)
+    T, s = group.mask.sum(1, keepdim=True), sequence_ratios(group)[:, :, None]
+    tops = {"1": 1.0, "r": (group.logp - group.old).exp(), "s": s, "min s": s.amin(1, keepdim=True)}
+    bottoms = {"1": 1.0, "T": T, "L": group.max_tokens, "mean T": T.double().mean()}
+    for top, bottom in itertools.product(tops, bottoms):
+        fraction = tops[top] / bottoms[bottom] * torch.ones_like(w)
+        if torch.allclose(w, fraction.masked_fill(w == 0, 0.0)):
+            return [top, bottom]
+    return None
+
+
 # ---------------- the page
 
 
@@ -258,6 +279,7 @@ def scene(group: Group, choices: dict[str, tuple[Method, Callable]]) -> str:
             }
     about = {"prompt": group.prompt, "texts": shown, "nodes": group.nodes[mask].tolist()}
     about |= {"lengths": group.mask.sum(1).tolist(), "rewards": group.rewards.tolist()}
+    about |= {"L": group.max_tokens}
     about |= {"old": brief(group.old.exp()[mask]), "s": brief(sequence_ratios(group))}
     about |= {"ratio": brief((group.logp - group.old).exp()[:, mask]), "losses": table}
     return json.dumps(about)
@@ -282,7 +304,8 @@ def describe(method: Method, loss: Callable) -> dict:
         number = inspect.getsourcelines(function)[1]
         lines.append([f"losses.py:{number} {function.__name__} {given}", formula])
     first = getattr(functions[0], "func", functions[0])
-    return {"about": (inspect.getdoc(first) or "").partition("\n")[0], "source": lines}
+    about = (inspect.getdoc(first) or "").partition("\n")[0]
+    return {"about": about, "source": lines, "fraction": explain_weight(method, loss)}
 
 
 def control(name: str, label: str, options, kind: str, style: str = "radio") -> dict:
