@@ -114,14 +114,15 @@ def test_what_the_toy_knows_for_nthr_and_ibpo():
     assert [(i, group.texts[i][t]) for i, t in changed] == [(1, "#75"), (3, "#84")]
 
 
-def numbers_of(name: str) -> list[float]:
-    """What is drawn of a method at the start: at "so" and "7+8=15" the pushes, their sum, its
-    credit, which is 0 for both, and the tax; then the other tokens."""
-    group, _, c, _, _ = fresh(f"method={name}")
+def numbers_of(setting: str) -> list[float]:
+    """What is drawn: at "so" and "7+8=15" the pushes, their sum, its credit and its tax; then the
+    other tokens."""
+    group, _, c, A, _ = fresh(setting)
     numbers = []
     for t, rows in enumerate(((0, 1, 2, 3), (0, 1))):
         total = float(c[rows, t].sum())
-        numbers += [*c[rows, t].tolist(), total, 0.0, total]
+        credit = float((c[rows, t] / A[[*rows]]).mean() * A[[*rows]].sum())
+        numbers += [*c[rows, t].tolist(), total, credit, total - credit]
     for i, T in enumerate(map(len, group.texts)):
         numbers += c[i, 2 - (i > 1) : T].tolist()
     return numbers
@@ -130,7 +131,7 @@ def numbers_of(name: str) -> list[float]:
 def test_the_picture_of_the_readme_has_the_numbers_of_losses():
     text = (FOLDER / "tree.svg").read_text().replace("−", "-")
     numbers = [float(x) for x in re.findall(r">([+-]?0\.\d{3})<", text)]
-    expected = numbers_of("reinforce") + numbers_of("grpo")
+    expected = numbers_of("method=reinforce") + numbers_of("method=grpo")
     assert numbers == pytest.approx(expected, abs=5.01e-4)
 
 
@@ -192,7 +193,7 @@ def test_what_is_no_run_is_refused_in_one_line(run):
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium here; Debian's package is called chromium")
 def test_a_browser_shows_these_numbers_and_runs_no_text_of_a_model(page, run, tmp_path):
     shown = []
-    for text, setting in ((page, "method=grpo"), (tree.run_page(run), "")):
+    for text, setting in ((page, "method=grpo&won=1110"), (tree.run_page(run), "")):
         (tmp_path / "page.html").write_text(text)
         address = (tmp_path / "page.html").as_uri() + "#" + setting
         flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=9000 --dump-dom"
@@ -201,5 +202,5 @@ def test_a_browser_shows_these_numbers_and_runs_no_text_of_a_model(page, run, tm
         shown.append(done.stdout.replace("−", "-"))
     drawn = shown[0].partition('id="tree"')[2].partition('id="panel"')[0]
     numbers = [float(x) for x in re.findall(r"<output[^>]*>([^<]+)<", drawn)]
-    assert numbers == pytest.approx(numbers_of("grpo"), abs=6e-4)
+    assert numbers == pytest.approx(numbers_of("method=grpo&won=1110"), abs=6e-4)
     assert "&lt;script&gt;" in shown[1] and ">hacked<" not in shown[1]
