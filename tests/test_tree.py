@@ -182,7 +182,6 @@ def test_what_is_no_run_is_refused_in_one_line(run):
     equal = torch.load(path) | {"rewards": torch.ones(12)}
     for write, what in (
         (lambda: torch.save(equal, path), "no group in which"),
-        (lambda: torch.save({}, path), "is not as train.py writes it"),
         (lambda: path.write_text("nothing"), "is not as train.py writes it"),
         (lambda: shutil.rmtree(run / "batches"), "a run folder of train.py is expected"),
     ):
