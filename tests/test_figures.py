@@ -259,7 +259,7 @@ def group():
         policy.model.get_input_embeddings().weight.data *= 3
         policy.eos = torch.tensor([1, 5, 9])
         answers = train.sample(policy, task, task.test[:3], 5, Config(**TINY))
-        answers.rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0, 0])
+        answers.rewards = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0])
         yield policy, answers, train.score(policy, None, answers, Config(**TINY))
 
 
@@ -294,6 +294,7 @@ def test_gwhes_is_how_fast_the_output_layer_alone_lowers_the_right_answers(group
     """(I) - (II) is the slope of a right answer's log pi along sum A_j log pi(y_j) in W (N3)."""
     policy, answers, _ = group
     answers = train.take(answers, torch.arange(4, 8))
+    answers.rewards = torch.tensor([1.0, 0, 1, 1])
     W = policy.model.get_output_embeddings().weight.detach().requires_grad_()
     logp = (hidden_states(policy, answers, Config()) @ W.T).log_softmax(2)
     logp = (logp.gather(2, answers.tokens[..., None])[..., 0] * answers.mask).sum(1)
@@ -338,7 +339,7 @@ def test_lopti_measures_what_naive_steps_do(group):
         assert measures[lopti.MOVES + "SGD", name].tolist() == by_quarter(moved)
     low, high = METHODS["lopti"].passes
     for kind in lopti.RATES:
-        ends = [[lopti.half_grpo] * 2, [low, high], [high, low]]
+        ends = [[lambda batch: losses.token_grpo(batch) / 2] * 2, [low, high], [high, low]]
         ends = [lopti.climb(policy, scored, kind, passes)[0] for passes in ends]
         right = [((end - old) * A > 0).double() / (A != 0) for end in ends]  # nan where A is 0
         lines = {"grpo twice": right[0], "lopti - grpo twice": right[1] - right[0]}

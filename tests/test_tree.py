@@ -150,7 +150,7 @@ def run(tmp_path):
     for k, n in enumerate((3, 2, 4, 3)):
         tokens[3 * k : 3 * k + 3, :n] = torch.arange(n)
     saved["pieces"] = [[NASTY if t == 0 else f"t{t}" for t in row] for row in tokens.tolist()]
-    saved["tokens"], saved["mask"] = tokens, torch.arange(12).expand(12, 12) < 11
+    saved["tokens"], saved["mask"] = tokens, torch.arange(12) < torch.tensor([[11]] * 9 + [[5]] * 3)
     saved["rewards"] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0])
     saved["logp_old"] = -torch.rand(tokens.shape, generator=gen)
     saved["logp"] = saved["logp_old"] + 0.05 * torch.randn(tokens.shape, generator=gen)
