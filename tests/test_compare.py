@@ -25,9 +25,11 @@ def make_run(folder: Path, rewards, seed=0, method="grpo", **settings) -> Path:
     config = {"method": method, "seed": seed, "project": False, "steps": len(rewards), "lr": 1e-3}
     config |= {"hyper": [], "model": ""}
     (folder / "config.json").write_text(json.dumps({"config": config | settings}))
-    every = {"entropy": 1.0, "generated": 500, "tax": 0.25, "clip_share": 0.5}
+    every = {"generated": 500, "tax": 0.25, "clip_share": 0.5}
     lines = [{"step": 0, "greedy": 0.1, **SHARES}]
-    lines += [{"step": t, "reward": reward, **every} for t, reward in enumerate(rewards, 1)]
+    lines += [
+        {"step": t, "entropy": t, "reward": reward, **every} for t, reward in enumerate(rewards, 1)
+    ]
     lines[-1] |= {"greedy": 0.75, **SHARES, **last}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -74,7 +76,7 @@ def test_outcomes_by_hand(tmp_path):
     run = make_run(tmp_path / "r", [0.0] * 11 + [1.0] * 9, last=last)
     assert curves.outcome(curves.read_run(run)) == pytest.approx(
         {
-            **{"reward": 0.45, "final": 0.9, "greedy": 0.75, "jitter": 2 / 18, "entropy": 1},
+            **{"reward": 0.45, "final": 0.9, "greedy": 0.75, "jitter": 2 / 18, "entropy": 15.5},
             "Steps(0.8)": 15,  # 4 of steps 11 to 15
             **{"drift opener": 0.35, "drift form": 0, "tax": 0.25, "clipped": 0.5, "k tokens": 10},
         }
@@ -131,6 +133,8 @@ def test_lines_are_smoothed_means_over_seeds_and_bands_their_students_interval(t
     assert points[6][:2] == (7, pytest.approx(3.3 / 5)) and math.isnan(points[6][2])  # of one seed
     for title, middle in (("drift of the forms", 0.5), ("greedy accuracy, held-out", 0.25)):
         assert panels[title].lines["grpo"][1][:2] == (6, middle)
+    for title, values in (("learning tax", [0.25] * 7), ("entropy of the next token", range(1, 8))):
+        assert [value for _, value, _ in panels[title].lines["grpo"]] == [*values]
     assert "KL to the start" not in panels  # nobody logged it
     axis = plot.draw(list(panels.values()), groups).axes[0]
     assert [(*place,) for place in axis.get_lines()[0].get_xydata()] == [x[:2] for x in points]
@@ -145,7 +149,6 @@ def test_a_picture_is_written_or_one_line_says_why_not(tmp_path, monkeypatch):
     assert Path("curves.png").stat().st_size > 10_000
     for argv, said in [
         (["nowhere"], "nowhere is not a run"),
-        ([good, good], "second run of grpo with seed 0"),
         ([good, "--out", "x.pdf"], "--out x.pdf: a name that ends in .png or .svg"),
         ([good, "--out", "no/where.png"], "no/where.png cannot be written"),
     ]:

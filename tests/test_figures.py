@@ -93,11 +93,7 @@ def test_tax_prints_where_the_push_of_all_ordered_groups_leads(capsys, monkeypat
 
 
 def test_dividing_by_length_costs_reward_in_settings_3_and_5():
-    for k, name, *published in (
-        (3, "grpo", 0.411, 0.601),
-        (5, "gspo", 0.207, 0.535),
-        (5, "grpo+proj", 0.586, 0.0),
-    ):
+    for k, name, *published in ((3, "grpo", 0.411, 0.601), (5, "gspo", 0.207, 0.535)):
         setting = [*tax.SETTINGS][k - 1]
         path, size = tax.train(tax.make_groups(setting), name)
         assert [float(tax.expected_reward(setting, path)[-1]), size] == near(3, *published)
