@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -173,20 +174,28 @@ def test_where_nothing_speaks_for_a_way_only_a_projection_moves_the_shares():
 def test_a_token_that_earns_nothing_stays_where_the_theory_says_so(monkeypatch, capsys):
     monkeypatch.setattr(drift, "STEPS", 5)
     monkeypatch.setattr(drift, "SEEDS", 2)
+    groups = [(1, 1, 1, 0), (1, 1, 2, 0), (1, 2, 3, 1, 0), (1, 2, 2, 3, 0)] + [(1, 3, 0)] * 4
+    groups += [(1, 2, 1, 1, 0), (1, 1, 1, 0)] * 2 + [(1, 1, 3, 0)] * 4
+    starts = [(drift.start_policy(random.Random(seed)), groups * 4) for seed in (0, 1)]
+    monkeypatch.setattr(drift, "draw", starts.__getitem__)
     curves = drift.study()
     moved = {name for name in drift.NAMES if max(curves[name]["drift"]) > 1e-12}
     assert moved == {"grpo", "gspo", "pos-only"}
     assert all(curves[name]["tax"] == pytest.approx([0] * 6) for name in curves if "+" in name)
     drift.show(curves)
     assert {*printed(capsys)} >= {
-        "grpo 0.3478 0.0137 0.6805 0.3148 0.1819",
-        "gspo+proj 0 0 0.6455 0.4537 0",
-        "dfpo-min eps 0.2 0 0 0.6624 0.3295 0",
+        "grpo 0.2260 0.0122 0.6333 0.2976 0.1026",
+        "gspo+proj 0 0 0.5662 0.4269 0",
+        "dfpo-min eps 0.2 0 0 0.5812 0.3034 0",
     }
 
 
 def test_drift_measures_sums_over_all_answers():
-    start = drift.draw(0)[0]
+    start, answers = drift.draw(0)
+    chances = dict(start.answers((0,)))
+    assert len({*answers}) > 9 and min(chances[y] for y in answers) > 1e-6
+    mixed = torch.tensor([drift.reward(y) for y in answers]).view(8, 8).mean(1) % 1
+    assert mixed.all()
     step = torch.randn(start.W.shape, generator=torch.Generator().manual_seed(0)).double()
     policy, first, right = start.step(step, 0.1), [Counter(), Counter()], Counter()
     for chances, x in zip(first, (policy, start), strict=True):
@@ -215,9 +224,9 @@ def test_ibpo_teaches_and_pays_as_published():
         ("changed", -0.42, 0.13),
     ):
         steps = torch.tensor([ibpo.one_step(reading, seed) for seed in range(24)])
-        assert steps.mean(0).tolist() == near(2, *moved)
+        assert steps.mean(0).tolist() == pytest.approx(moved, abs=0.03)  # chance of another CPU
     costs = [ibpo.measure_cost(reading, 8, T) for reading, T, _ in ibpo.CURVES.values()]
-    assert [sum(x) / 24 for x in costs] == near(2, 1.01, 1.12, 0.61, 0.83)
+    assert [sum(x) / 24 for x in costs] == pytest.approx([1.01, 1.12, 0.61, 0.83], rel=0.2)
 
 
 def test_a_correction_has_6_times_the_odds_for_each_answer_it_sees(monkeypatch):
