@@ -86,7 +86,8 @@ def test_outcomes_by_hand(tmp_path):
     assert curves.jitter([0.0, 1.0, 0.0, 0.0]) == pytest.approx((2 + 1) / 2)
 
 
-def test_students_quantiles_are_those_of_the_tables():
+def test_students_quantiles_are_those_of_the_tables_and_a_nan_is_left_out():
+    assert figure.interval([1.0, 3.0, math.nan]) == (2.0, pytest.approx(12.706))
     for freedom, value in ((1, 12.706), (4, 2.776), (13, 2.160), (60, 2.000)):
         assert figure.quantile(freedom) == pytest.approx(value, abs=5e-4)
 
