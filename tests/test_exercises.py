@@ -127,25 +127,13 @@ def grade(tmp_path, capsys):
     return run
 
 
-# ---------------- what a student is told
-
-
-def test_the_files_ask_for_the_functions_that_are_graded():
-    def parameters(text: str) -> dict[str, int]:
-        found = re.findall(r"^def (\w+)\((.*?)\)", text, re.DOTALL | re.MULTILINE)
-        return {name: inside.count(",") for name, inside in found}
-
-    titles = grader.read_titles()
-    assert list(titles) == list(EXERCISES)
-    for number, (path, _) in titles.items():
-        assert parameters(solution(number)).items() <= parameters(path.read_text()).items()
-
-
 @pytest.mark.parametrize("number", EXERCISES)
 def test_a_right_solution_passes_and_names_the_next_exercise(number, grade):
     code, out = grade(number, solution(number))
     assert code == 0 and out.count("PASS") == len(EXERCISES[number].questions), out
     assert number == 11 or f"make exercise N={number + 1}\n" in out
+    asked = grader.read_titles()[number][0].read_text()
+    assert all(f"def {question.function}(" in asked for question in EXERCISES[number].questions)
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -156,46 +144,19 @@ def test_every_mistake_gets_its_own_hint_and_no_other(name):
         assert verdict.state == "NOT YET" and hints & {*verdict.lines} == {hint}, hint
 
 
-def test_the_smallest_input_is_shown_with_yours_beside_expected():
-    assert verdict_of("min_replace", lambda w, adv: 1 * w.amin(1, True).expand_as(w)).lines[:3] == [
-        "with      w = [[0.5, 2]], adv = [[1, -1]]",
-        "yours     [[[0.5, 0.5]], with a gradient]",
-        "expected  [[[0.5, 0.5]], detached]",
-    ]
-    assert verdict_of("grpo_symmetric", losses.dr_grpo).lines[:3] == [
-        "with      r = [[1.5], [1.5]], A = [1, -1], L = 1, eps_low = 0.2, eps_high = 0.4",
-        "yours     [loss, 0.05, coefficients, [[0], [-1.5]]]",
-        "expected  [loss, 0, coefficients, [[0], [0]]]",
-    ]
-
-
 @pytest.mark.parametrize(
     "name, function, line",
     [
         ("min_replace", lambda w, adv: losses.min_replace(w, adv).tolist(), "AttributeError"),
-        ("min_replace", lambda w, adv: losses.min_replace(w, adv) * (w.numel() < 9), "expected"),
         ("gate_is_open", lambda *x: None, "Did you print?"),
-        ("shared_token_gradient", lambda *x: 10**400, "expected"),
-        ("grpo_symmetric", lambda *x: losses.grpo_symmetric(*x).detach(), "RuntimeError"),
         ("learning_tax", lambda *x: losses.learning_tax(*x) + 1e-8, "yours     1e-08"),
         ("learning_tax", lambda c, A, n, mask: losses.learning_tax(c, A, n, mask | True), "with"),
         ("dr_grpo_on_policy", lambda A, T, L: (-sum(A) / len(A) / L, sum(A) / L), "expected"),
-        ("shared_token_gradient", lambda rho, A: sum(A) / len(A), "without rho"),
-        ("left_by_the_length", lambda T, A: sum(A) / len(A), "The lengths do not occur"),
-        ("min_replace", lambda w, adv: w.detach() * 0 + w.min().item(), "the whole batch"),
-        (
-            "adv_orthogonal",
-            lambda w, A: w.detach() - (A * w.detach()).sum(1, True) / (A * A).sum(1, True) * A,
-            "0/0 is nan.",
-        ),
-        ("change_of_log_odds", lambda a, b, n, m, x: a - b, "Eq. 5 itself"),
-        ("weight", lambda s, adv: s * 1, "the sequence ratio as it is"),
         ("an_accident", lambda: ([2, 2, 2, 2], [1, -1, 2, -2]), "All lengths are equal"),
         ("an_accident", lambda: ([2, 2, 3, 3], [1, -1, 2, -1]), "sum to 1, not to 0."),
         ("an_accident", lambda: ([2, 2, 3, 3], [1, -1, 0, 0]), "Every |A| must be at least 0.1."),
         ("an_accident", lambda: ([0, 2, 3, 3], [1, -1, 1, -1]), "A length is a whole number"),
         ("an_accident", lambda: ([1, 2, 3, 3], [1, -1, 1, -1]), "sum A/T, is 0.5, not 0."),
-        ("an_accident", lambda: ([2, 2, 3, 3], [float("nan"), -1, 2, -1]), "Every |A|"),
         ("blind_spot", lambda: ([1] * 4, [1, 1, -1, -1], (0, 2)), "The pair is left with 0:"),
         ("blind_spot", lambda: ([3, 1, 1, 1], [1, 1, -1, 1], (0, 2)), "sum to 2, not to 0."),
         ("blind_spot", lambda: ([3, 1, 1, 1], [1, 1, -1, -1], (0, 1)), "pair's advantages sum"),
@@ -205,7 +166,6 @@ def test_the_smallest_input_is_shown_with_yours_beside_expected():
         ("counterexample", lambda: [0.5, 0.5, 0.0], "three positive probabilities"),
         ("weight", lambda s, adv: s.amax(1), "shape (21600,)"),
         ("weight", lambda s, adv: s * float("nan"), "share a token leave nan"),
-        ("weight", lambda s, adv: torch.zeros_like(s), "the cosine is 0.0000"),
         ("weight", lambda s, adv: torch.ones_like(s), "Shared tokens cancel. But the cosine"),
     ],
 )
@@ -222,37 +182,23 @@ def test_a_blank_is_blank_beside_a_solution(grade):
     assert "The file has no function nothing_is_learned." in out
 
 
-# ---------------- whatever a file does
-
-
 @pytest.mark.parametrize(
     "source, line",
     [
-        ("while True: pass", "no answer: stopped after 3 s"),
-        ("def min_replace(w, adv):\n    while True: pass", "no answer: stopped after 3 s"),
+        ("def min_replace(w, adv):\n    while True: pass", "no answer: stopped after 1 s"),
         ("import os\ndef min_replace(w, adv): os._exit(3)", "no answer: the process has ended"),
-        ("def min_replace(w, adv): raise SystemExit(7)", "SystemExit: 7 (line 1, in min_replace)"),
         ("exit()", "SystemExit: None (line 1, in <module>)"),
         ("def min_replace(w, adv):\n    return (w", ", line 2"),
         ("import nothing_such", "ModuleNotFoundError: "),
         ("def min_replace(w, adv):\n    return 1 / 0", "(line 2, in min_replace)"),
         ("min_replace = 3", "TypeError: "),
-        ("def min_replace(w, adv): return input()", "EOFError"),
+        ("def min_replace(w, adv): raise NotImplementedError('of torch')", "Error: of torch"),
     ],
 )
 def test_trouble_is_one_clear_line(source, line, grade, monkeypatch):
-    monkeypatch.setattr(grading.grade_file, "__defaults__", (3,))
+    monkeypatch.setattr(grading.grade_file, "__defaults__", (1,))
     code, out = grade(6, source)
-    assert code == 1 and out.count(line) == 1 and "Traceback" not in out, out
-
-
-def test_the_command_shows_the_verdict_and_nothing_that_the_file_prints(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("print('heard?')\ndef min_replace(w, adv): return print('heard?') or w")
-    command = [sys.executable, "-m", "exercises.grader", "6", str(path)]
-    result = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
-    assert result.returncode == 1 and "expected  [[[0.5, 0.5]]" in result.stdout
-    assert "heard?" not in result.stdout + result.stderr
+    assert code == 1 and out.count(line) == out.count("NOT YET") == 1, out
 
 
 CHEAT = """
@@ -264,25 +210,30 @@ questions.EXERCISES[6].questions[0].__dict__["right"] = lambda w, adv: w
 torch.Tensor.amin = torch.Tensor.sum
 
 def min_replace(w, adv):
-    return w
+    print("heard?")
+    return w.sort(1)[0][:, :1].expand_as(w)
 """
 
 
-def test_a_file_cannot_change_what_it_is_compared_with(grade):
-    assert "expected  [[[0.5, 0.5]], detached]" in grade(6, CHEAT)[1]
-    assert grade(6, solution(6))[0] == 0
+def test_the_command_says_what_the_readme_shows_and_is_not_changed_by_the_file(tmp_path):
+    (tmp_path / "mine.py").write_text(CHEAT)
+    command = [sys.executable, "-m", "exercises.grader", "6", str(tmp_path / "mine.py")]
+    result = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
+    shown = re.search(
+        r"  min_replace  NOT YET\n.*?(?=```)", (FOLDER / "README.md").read_text(), re.S
+    )
+    assert result.returncode == 1 and shown[0] in result.stdout
+    assert "heard?" not in result.stdout + result.stderr
 
 
 def test_progress_has_a_line_for_each_exercise(tmp_path, monkeypatch, capsys):
-    for number, (path, title) in grader.read_titles().items():
-        source = {2: solution(2), 3: solution(3).partition("def left")[0]}.get(number, "")
-        (tmp_path / path.name).write_text(f'"""\n# {number}. {title} (5 minutes)\n"""\n{source}')
-    monkeypatch.setattr(grader, "FOLDER", tmp_path)
+    titles = {number: (tmp_path / f"{number}.py", "title") for number in (1, 2, 3)}
+    for number, source in ((1, ""), (2, solution(2)), (3, solution(3).partition("def left")[0])):
+        titles[number][0].write_text(source)
+    monkeypatch.setattr(grader, "read_titles", lambda: titles)
     assert grader.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    states = [re.search(r"PASS|NOT YET|blank", line)[0] for line in lines[:11]]
-    assert states == ["blank", "PASS", "NOT YET", *["blank"] * 8]
-    assert lines[-1] == "1 of 11 pass. Next: make exercise N=1"
+    *states, last = re.findall(r"blank|PASS|NOT YET|\d of 3.*", capsys.readouterr().out)
+    assert states == ["blank", "PASS", "NOT YET"] and last.endswith("Next: make exercise N=1")
 
 
 @pytest.mark.parametrize("arguments", [["12"], ["six"], ["6", "nothing.py"], ["6", "."]])
@@ -295,12 +246,6 @@ def test_a_wrong_command_line_ends_with_2(arguments, capsys):
 # ---------------- what is said elsewhere
 
 
-def test_the_right_change_of_the_log_odds_is_the_product_of_the_vectors():
-    a, b = torch.randn(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    right = QUESTIONS["change_of_log_odds"].right(0.3, -1.2, a @ a, b @ b, a @ b)
-    torch.testing.assert_close(right, (a - b) @ (0.3 * a - 1.2 * b))
-
-
 def test_the_unbiased_weights_point_along_the_exact_gradient():
     assert WORLDS.cosine(WORLDS.s) == pytest.approx(1)
     bound = WORLDS.cosine(losses.min_replace(WORLDS.s, WORLDS.adv))
@@ -308,47 +253,34 @@ def test_the_unbiased_weights_point_along_the_exact_gradient():
 
 
 def test_verify_explains_what_the_exercises_and_the_sheet_send_to():
-    texts = [exercise.why for exercise in EXERCISES.values()]
-    texts += [path.read_text().split('"""')[1] for path, _ in grader.read_titles().values()]
-    texts += [(FOLDER / name).read_text() for name in ("README.md", "sheet.html")]
-    claims = sorted(set(re.findall(r"\bC\d+\b", " ".join(texts))))
-    assert verify.main(["--explain", *claims]) == 0
+    texts = [
+        path.read_text() for path in FOLDER.iterdir() if path.suffix in (".py", ".md", ".html")
+    ]
+    assert verify.main(["--explain", *sorted({*re.findall(r"\bC\d+\b", " ".join(texts))})]) == 0
 
 
-def read_rows(kind: str) -> list[list[str]]:
-    """The cells of one table of the sheet."""
-    text = (FOLDER / "sheet.html").read_text()
-    table = re.search(rf'<table class="{kind}">(.*?)</table>', text, re.DOTALL)[1]
-    rows = [re.split(r"<td[^>]*>", row)[1:] for row in table.splitlines() if "<td" in row]
-    return [[re.sub("<[^>]+>", "", cell).strip() for cell in row] for row in rows]
+def test_the_sheets_numbers_are_computed_from_the_losses():
+    text = re.sub("</?code>|<br>", "", (FOLDER / "sheet.html").read_text())
+    rows = [
+        re.split("<td[^>]*>", row)[1:] for row in text.splitlines() if row.startswith("<tr><td>")
+    ]
+    rows = {name: cells for name, *cells in rows}
+    rewards, others = numbers([1, 0, 1, 0]), numbers([1.15, 0.9, 0.95, 1.05])[:, None].log()
+    equal, unequal = [4] * 4, [4, 6, 3, 5]
 
-
-def test_the_sheets_figures_are_computed_from_the_losses():
-    rewards = numbers([1, 0, 1, 0])
-    others = numbers([1.15, 0.9, 0.95, 1.05])[:, None].log()
-    regimes = [([4] * 4, 1, 0), ([4, 6, 3, 5], 1, 0), ([4] * 4, 1.1, 1), ([4] * 4, 2.5, 1)]
-    rows = read_rows("figures")
-    assert len(rows) >= 9
-    for name, scale, _, _, *figures in rows:
-        method = losses.METHODS[name]
-        assert scale == method.scale
+    def coefficients(name: str, lengths, ratio=1.0) -> torch.Tensor:
         clip = {"eps_low": 0.2, "eps_high": 0.28} if name == "gspo" else {}
-        for figure, (lengths, ratio, moved) in zip(figures, regimes, strict=True):
-            adv = losses.group_advantages(rewards, 4, scale).tolist()
-            batch = start_alike(ratio, adv, lengths, budget=6)
-            batch.logp_old[:, 1:] -= moved * others
-            (loss,) = method.passes
-            c = first_coefficients(loss, batch, **clip)
+        adv = losses.group_advantages(rewards, 4, rows[name][0]).tolist()
+        batch = start_alike(ratio, adv, lengths, budget=6)
+        batch.logp_old[:, 1:] -= others * (ratio != 1)
+        return first_coefficients(losses.METHODS[name].passes[0], batch, **clip)
+
+    for name in losses.METHODS.keys() & rows.keys():
+        settings = (equal, 1.0), (unequal, 1.0), (equal, 1.1), (equal, 2.5)
+        for figure, setting in zip(rows[name][3:], settings, strict=True):
+            c = coefficients(name, *setting)
             left = float(c.sum().abs() / c.abs().sum()) if c.any() else 0.0
             assert float(figure) == pytest.approx(left, abs=5e-4), name
-
-
-def test_the_sheets_group_is_computed_from_the_losses():
-    lengths, adv, grpo, dr_grpo = ([float(x) for x in row[1:] if x] for row in read_rows("group"))
-    assert adv[:4] == pytest.approx(losses.group_advantages(numbers([1, 0, 1, 0]), 4), abs=5e-4)
-    exact = losses.group_advantages(numbers([1, 0, 1, 0]), 4).tolist()
-    for row, loss in ((grpo, losses.grpo), (dr_grpo, losses.dr_grpo)):
-        batch = start_alike(1.0, exact, [int(T) for T in lengths], budget=6)
-        c = first_coefficients(loss, batch)
-        expected = [*c.tolist(), float(c.sum()), loss(batch).item()]
-        assert row == pytest.approx(expected, abs=5e-4)
+    c = coefficients("grpo", unequal)
+    shown = [float(x) for x in rows["c, mean per answer (GRPO)"]]
+    assert shown == pytest.approx([*c.tolist(), float(c.sum()), 0.0], abs=5e-4)

@@ -27,7 +27,7 @@ def ours(policy: train.Policy, case: Case, seed: int):
 
 
 @torch.no_grad()
-def theirs(policy: train.Policy, case: Case, seed: int, processors=()):
+def theirs(policy: train.Policy, case: Case, seed: int):
     torch.manual_seed(seed)
     ids = torch.tensor(Task(case).train, device=policy.model.device)
     with train.bf16(policy):
@@ -39,7 +39,6 @@ def theirs(policy: train.Policy, case: Case, seed: int, processors=()):
             top_k=0,
             top_p=1.0,
             num_return_sequences=GROUP,
-            logits_processor=[*processors],
             max_new_tokens=case.cap,
         )
     return whole[:, ids.shape[1] :]
