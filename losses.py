@@ -322,8 +322,8 @@ def _dfpo(batch: Batch, ratio: str, transform: Callable, eps: float = float("inf
 def recentred(batch: Batch, ratio: str = "product") -> Tensor:
     """REINFORCE that compares every two answers of a group as the new policy would draw them.
 
-    J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. The weight in brackets is
-    s_i mean(s) (A_i - Ahat) with the baseline Ahat = sum_j s_j A_j / sum_j s_j. (D, ours.)
+    J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. Ours (D).
+    The weight in brackets is s_i mean(s) (A_i - Ahat), Ahat = sum_j s_j A_j / sum_j s_j.
     With the plain product and the scale "mean" it is unbiased, also off-policy. The price is
     variance (C21). "geometric" has less of it and is biased. A_i is trajectory_advantage.
     Shared token: cancels always. On parts of a group the pairs inside the part cancel.
