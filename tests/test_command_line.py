@@ -33,6 +33,8 @@ MISTAKES = """
 --width 20
 --task gsm8k --data /no/such/dir
 --task gsm8k --data BROKEN
+--task gsm8k --model nobody/7b
+--max-tokens 2000
 --out taken
 --out taken/file/run
 --resume nowhere

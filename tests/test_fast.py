@@ -74,6 +74,7 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         assert "--no-fast" in refused(lambda: load(path, fast=True))
         ways = () if refused_in_4 else (False,)
     policy = load(path, fast=True in ways)  # the trial lets it pass
+    assert policy.fast == (True in ways)
     prompts = [prompt for prompt in ([5, 60, 61, 62], [70], [*range(80, 95)]) for _ in range(2)]
     for temperature in (0.0, 1.5):
         gen = train.rng(1)
