@@ -73,15 +73,6 @@ def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
     assert train.diagnose(policy, scored, updates, config)["equal_groups"] == 0.5
 
 
-def test_a_part_of_a_record_is_a_part_of_all_that_is_in_it(policy):
-    scored, _ = prepare(policy)
-    part, rows = train.take(scored, torch.tensor([3, 4, 5])), slice(3, 6)
-    assert part.answers.texts == scored.answers.texts[rows] and part.answers.step == 1
-    assert part.answers.items == scored.answers.items[rows]
-    assert torch.equal(part.answers.prompts.ids, scored.answers.prompts.ids[rows])
-    assert torch.equal(part.batch.adv, scored.batch.adv[rows]) and part.batch.logp_ref is None
-
-
 def test_no_more_than_micro_rows_answers_are_in_the_model_at_once(policy):
     sizes = []
     policy.model.base_model.register_forward_pre_hook(
