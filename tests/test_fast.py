@@ -199,7 +199,7 @@ def test_chunks_of_logits_change_nothing_and_are_not_kept(scratch, monkeypatch):
 
 
 def off(made, i):
-    return [x + 0.01 * (k == i) for k, x in enumerate(made)]
+    return [x + 0.01 if k == i else x for k, x in enumerate(made)]
 
 
 @pytest.mark.parametrize(
