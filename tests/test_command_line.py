@@ -122,6 +122,13 @@ def test_flags_become_the_config_and_gsm8k_has_defaults_of_its_own(args, expecte
     assert config.pop("out").startswith(name) and config == expected
 
 
+def test_a_run_can_be_resumed_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    config = train.parse(["--model", "mine", "--data", "mine"])
+    assert config.model == config.data == str((tmp_path / "mine").resolve())
+
+
 def test_help_is_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         train.parse(["--help"])

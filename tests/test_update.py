@@ -89,6 +89,8 @@ def test_no_more_than_micro_rows_answers_are_in_the_model_at_once(policy):
 def test_the_gap_between_sampler_and_scorer_is_that_of_the_worst_token(policy, gap):
     scored, config = prepare(policy)
     assert 0 < scored.max_logp_gap < 1e-5
+    old, _ = train.in_pieces(policy, scored.answers, config)
+    assert torch.equal(scored.batch.logp_old, old)  # so that the first ratios are exactly 1
     scored.answers.logp[0, 0] -= gap  # a single token
     assert "step 1" in refused(train.score, policy, None, scored.answers, config)
     config.temperature = 0.05  # log-probs, and with them their rounding, are 20 times as large
