@@ -31,9 +31,11 @@ def made(tmp_path_factory):
             samples=spy(patch, "sample", lambda policy, task, items, step, config: (items, step)),
             references=spy(patch, "score", lambda policy, reference, *_: reference),
             scored=spy(patch, "save_batch", lambda policy, scored, *_: scored),
+            threads=[],
             saves=spy(patch, "save", lambda policy, optimizer, step, folder: step),
         )
-        flags = ["--eval-every", "3", "--temperature", "0.7"]
+        patch.setattr(torch, "set_num_threads", made.threads.append)
+        flags = ["--eval-every", "3", "--temperature", "0.7", "--threads", "3"]
         made.folder = run(tmp_path_factory.mktemp("made") / "run", *flags)
     made.about = json.loads((made.folder / "config.json").read_text())
     made.config = train.Config(**made.about["config"])
@@ -61,7 +63,7 @@ def test_a_run_leaves_what_it_promises(made):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert made.config.method == "grpo" and made.config.out == str(made.folder)
-    assert made.about["versions"]["torch"] == torch.__version__
+    assert made.about["versions"]["torch"] == torch.__version__ and made.threads == [3]
     names = {"config.json", "metrics.jsonl", "start", "checkpoints", "batches"}
     assert {path.name for path in made.folder.iterdir()} - {"lock"} == names
     last = json.loads((made.folder / "metrics.jsonl").read_text().splitlines()[-1])

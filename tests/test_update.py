@@ -47,6 +47,11 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change(policy, bad
     assert "step 1" in said and is_unchanged(policy, before)
 
 
+def test_a_warm_start_that_diverges_is_one_line(policy):
+    config = train.Config(warm_lr=1e30, warm_steps=9, warm_rows=2)
+    assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), config)
+
+
 def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(policy):
     scored, config = prepare(policy, lr=0.01, schedule="constant")
     optimizer, before = train.adamw(policy.model, 0.01), copy.deepcopy(policy)
