@@ -17,6 +17,7 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
     policy = load(build("qwen2", tmp_path, torch.bfloat16))
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     assert policy.eos.tolist() == [1, 2, 3]  # of the tokenizer, and of the generation config
+    assert not policy.model.generation_config.do_sample  # its sampler is not ours
     policy = load(build("gpt2", tmp_path))
     assert policy.eos.tolist() == [1] and not policy.model.training
 
