@@ -102,14 +102,20 @@ def test_a_saved_batch_is_the_steps_batch_and_its_log_probs_before_and_after(mad
 
 @pytest.mark.parametrize(
     "model, options",
-    [("scratch", "--hyper kl=0.1"), ("qwen", "--method ibpo"), ("qwen", "--method nthr")],
+    [
+        ("scratch", "--hyper kl=0.1"),
+        ("qwen", "--method ibpo"),
+        ("qwen", "--method nthr --no-reference"),
+    ],
 )
 def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, model, options):
     """With a model from scratch, and with one whose generation config holds a sampler."""
     args = f"--task gsm8k --data {small_gsm8k} --threads 1 --max-tokens 20 --steps 2 {options}"
     args += f" --model {model if model == 'scratch' else qwen_path}"
     folder = run(tmp_path / "run", *args.split())
-    assert [line["step"] for line in metrics(folder)] == [0, 1, 2]
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert ("kl_start" in lines[2]) == ("--no-reference" not in options)
     assert json.loads((folder / "config.json").read_text())["config"]["fast"]
 
 
