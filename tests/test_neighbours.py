@@ -6,13 +6,14 @@ That the rules are their formulas, whatever the padding holds, is said by the cl
 import math
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from claims.readout import Readout
 from claims.trees import Draw
-from llm.neighbours import kept_tokens, nthr_scores
+from llm.neighbours import correct, kept_tokens, nthr_scores
 from losses import OldPolicy, nthr, nthr_random, nthr_selected
 
 REWARDS = [1, 0, 0, 1] + [0, 0, 0, 0] + [1, 1, 1, 1]  # groups: mixed, all wrong, all right
@@ -100,3 +101,16 @@ def test_kept_tokens_are_those_of_a_shortest_edit_of_rows_of_any_length():
             x, y = a[i, : la[i]].tolist(), b[i, : lb[i]].tolist()
             ours = distance(x, y, {*kept[i].nonzero().flatten().tolist()})
             assert ours == pytest.approx(distance(x, y))
+
+
+def test_a_correction_that_ends_with_another_eos_keeps_the_end():
+    """3 5 and the end 1 become 4 5 and the end 2."""
+    tokens = torch.tensor([[3, 5, 1], [4, 5, 2]])
+    facts = dict(tokens=tokens, mask=tokens > 0, rewards=torch.tensor([0.0, 1.0]), generated=6)
+    answers = SimpleNamespace(**facts, items="ab", texts="ab")
+    fixed = SimpleNamespace(**{name: x[1:] for name, x in facts.items() if name != "generated"})
+    fixed.generated = 3
+    config = SimpleNamespace(group_size=2, repair_references=1)
+    task = SimpleNamespace(repair=lambda *shown: shown)
+    correct(answers, task, config, ask=lambda problems: fixed, eos=torch.tensor([1, 2]))
+    assert answers.kept_mask.tolist() == [[False, True, True], [False] * 3]

@@ -66,7 +66,8 @@ def test_a_run_leaves_what_it_promises(made):
     assert made.about["versions"]["torch"] == torch.__version__ and made.threads == [3]
     names = {"config.json", "metrics.jsonl", "start", "checkpoints", "batches"}
     assert {path.name for path in made.folder.iterdir()} - {"lock"} == names
-    last = json.loads((made.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = (made.folder / "metrics.jsonl").read_text().splitlines()
+    evaluated, first, *_, last = map(json.loads, lines)
     seconds = last["rollout_s"] + last["score_s"] + last["update_s"]
     assert last["tokens_per_s"] == pytest.approx(last["generated"] / seconds, rel=1e-6)
     (checkpoint,) = (made.folder / "checkpoints").iterdir()  # the newest one
@@ -74,8 +75,10 @@ def test_a_run_leaves_what_it_promises(made):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert model(torch.tensor([tokenizer.encode("37+48=")])).logits.isfinite().all()
     assert made.told.count("\nstep ") == 3 and str(made.folder) in made.told
-    shown = ("reward", "greedy", "opener so", "form direct")
-    assert all(f"\n{name}" in made.told for name in shown)
+    rows = [line.split()[-3:] for line in made.told.splitlines()]
+    for key, before in (("reward", first), ("greedy", evaluated), ("opener so", evaluated)):
+        assert [key.split()[-1], f"{before[key]:.3f}", f"{last[key]:.3f}"] in rows
+    assert first["reward"] != last["reward"]
 
 
 def test_a_saved_batch_is_the_steps_batch_and_its_log_probs_before_and_after(made):
