@@ -126,7 +126,8 @@ def trial(policy, task, config, ask, log_probs):
             answers = ask(policy, task, items, short, torch.Generator().manual_seed(0))
             plain, _ = log_probs(replace(policy, fast=False), answers, short)
             quick, _ = log_probs(policy, answers, short)
-        gap = max((answers.logp - plain).abs().max(), (quick - plain).abs().max()).item()
+        gaps = torch.stack([answers.logp - plain, quick - plain])
+        gap = gaps.abs().max().item()  # nan if one is
         reason = f"its log-probs differ by {gap:.3g} nats from the plain ones"
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         gap, reason = math.inf, (str(error) or repr(error)).splitlines()[0]

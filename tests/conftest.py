@@ -62,21 +62,9 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="session", params=["gpt2", "llama", "qwen2"])
-def model_path(request, tmp_path_factory):
-    dtype = torch.bfloat16 if request.param == "qwen2" else torch.float32  # what is on the disk
-    return build(request.param, tmp_path_factory.mktemp(request.param), dtype)
-
-
 @pytest.fixture(scope="session")
 def qwen_path(tmp_path_factory):
     return build("qwen2", tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="session")
-def policy(model_path):
-    """A policy of each architecture."""
-    return load(model_path)
 
 
 @pytest.fixture(scope="session")

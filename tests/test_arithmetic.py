@@ -4,7 +4,6 @@ import re
 from collections import Counter
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
@@ -17,15 +16,12 @@ def test_problems_are_all_sums_split_in_an_order_of_the_seed():
     assert len(test) == 500 and len(train + test) == 8100
     assert {*train, *test} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
     assert Arithmetic(0).train[:50] == TASK.train[:50] != Arithmetic(1).train[:50]
-    for item in TASK.train[:50]:
-        a, b = item.prompt[:-1].split("+")
-        assert int(a) + int(b) == int(item.answer)
 
 
 def test_every_opener_and_form_earns_the_reward():
     forms = {"direct": "#85", "ones first": "7+8=15,30+40=70,#85"}
     assert solutions(37, 48) == forms | {"tens first": "30+40=70,7+8=15,#85"}
-    for item in TASK.test[:50]:
+    for item in TASK.test[:50] + TASK.train[:50]:
         a, b = map(int, item.prompt[:-1].split("+"))
         for form in solutions(a, b).values():
             assert all(TASK.reward(opener + form, item) == 1.0 for opener in OPENERS)
@@ -38,32 +34,26 @@ def test_only_the_final_answer_counts_and_nothing_else_earns():
 
 
 def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
+    """The demonstration keeps the first answer's opener. It mends that answer, or copies it."""
     seen = Counter()
     for item in TASK.train[:1000]:
         made = TASK.correction(item)
-        if made.prompt.count("=") == 3:  # two direct answers
-            first, wrong, sibling, end = made.prompt.rsplit("=", 3)
-            assert first + "=" == item.prompt and end == ""
-            assert TASK.reward(wrong, item) == 0
-            seen["direct"] += 1
-            seen["helped"] += TASK.reward(sibling, item)
-        rest = made.prompt[len(item.prompt) :]
-        if columns := re.match(r"\D+[^=]+=(\d+),[^=]+=(\d+),#(\d+)=", rest):
-            first, second, total = map(int, columns.groups())
-            seen["worked"] += 1
-            seen["carried"] += first + second == total  # a slip in a column, not in the sum
         assert made == TASK.correction(item) and made.answer == item.answer
         assert made.prompt.startswith(item.prompt) and made.prompt.endswith("=")
-        assert made.demo[:3] in OPENERS and made.demo[:3] == rest[:3]
-        assert TASK.reward(made.demo, made) or f"={made.demo}=" in made.prompt  # mended or copied
+        first = made.prompt.removeprefix(item.prompt)
+        assert made.demo[:3] in OPENERS and made.demo[:3] == first[:3]
+        assert TASK.reward(made.demo, made) or first.startswith(f"{made.demo}=")
         seen["repaired"] += TASK.reward(made.demo, made)
-        numbers = re.findall(r"#(\d+)", TASK.correction(item, 3).prompt)
-        assert len(numbers) == 4 and numbers[0] != item.answer
-        for k, number in enumerate(numbers[1:]):
-            seen[f"sibling {k}"] += number == item.answer
-    assert 0.4 < seen["carried"] / seen["worked"] < 0.6
-    assert 550 < seen["repaired"] < 650 and 0.65 < seen["helped"] / seen["direct"] < 0.85
-    assert seen["sibling 0"] > 650 and max(seen["sibling 1"], seen["sibling 2"]) < 400
+        if columns := re.match(r"\D+[^=]+=(\d+),[^=]+=(\d+),#(\d+)=", first):
+            ones, tens, total = map(int, columns.groups())
+            seen["worked"] += 1
+            seen["carried"] += ones + tens == total  # a slip in a column, not in the sum
+        wrong, *siblings = re.findall(r"#(\d+)", TASK.correction(item, 3).prompt)
+        assert wrong != item.answer and len(siblings) == 3
+        for k, number in enumerate(siblings):
+            seen[k] += number == item.answer
+    assert 0.4 < seen["carried"] / seen["worked"] < 0.6 and 550 < seen["repaired"] < 650
+    assert 700 < seen[0] < 900 and max(seen[1], seen[2]) < 400
     assert TASK.repair(ITEM, "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
 
 
@@ -98,8 +88,3 @@ def test_the_tokenizer_has_one_token_a_character_and_adds_none(tmp_path):
         assert len(ids) == len("hm 7+8=15,#85")
         assert not {made.pad_token_id, made.eos_token_id} & {*ids}
         assert made.decode([*ids, made.eos_token_id], skip_special_tokens=True) == "hm 7+8=15,#85"
-    plain = TASK.encode(tokenizer, TASK.test[:2])
-    begin = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
-    tokenizer.backend_tokenizer.post_processor = begin
-    assert tokenizer(TASK.test[0].prompt)["input_ids"][0] == 1
-    assert TASK.encode(tokenizer, TASK.test[:2]) == plain

@@ -33,6 +33,8 @@ MISTAKES = """
 --width 20
 --task gsm8k --data /no/such/dir
 --task gsm8k --data BROKEN
+--task gsm8k --model nobody/7b
+--max-tokens 2000
 --out taken
 --out taken/file/run
 --resume nowhere
@@ -118,6 +120,13 @@ def test_flags_become_the_config_and_gsm8k_has_defaults_of_its_own(args, expecte
     expected = TOY | expected
     name = f"runs/{expected['task']}-{expected['method']}-s{expected['seed']}-20"
     assert config.pop("out").startswith(name) and config == expected
+
+
+def test_a_run_can_be_resumed_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    config = train.parse(["--model", "mine", "--data", "mine"])
+    assert config.model == config.data == str((tmp_path / "mine").resolve())
 
 
 def test_help_is_printed(capsys):

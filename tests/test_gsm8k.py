@@ -1,12 +1,16 @@
-"""The GSM8K task: what the verifier pays for, what it refuses, and which files it reads."""
+"""The GSM8K task: what the verifier pays for, what it refuses, and where its problems come from."""
 
 import json
 import os
 import time
 from functools import partial
 from pathlib import Path
+from ssl import SSLError
+from unittest.mock import Mock
+from urllib.error import HTTPError, URLError
 
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -15,9 +19,6 @@ from llm import gsm8k
 from llm.gsm8k import GSM8K, Item, extract
 
 REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
-needs_real = pytest.mark.skipif(
-    not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}"
-)
 
 QUESTIONS = {
     "Ann has 48 pens and sells half. How many are left?": "48/2=<<48/2=24>>24 left.\n#### 24",
@@ -47,14 +48,19 @@ def reward(text, gold="42"):
 # ---------------- the verifier
 
 
-@needs_real
-def test_every_gold_answer_of_the_real_files_is_correct():
+@pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
+def test_every_gold_answer_of_the_real_files_is_correct_and_can_be_encoded():
     task = GSM8K(str(REAL))
     files = [(REAL / f"{split}.jsonl").read_bytes().splitlines() for split in ("train", "test")]
     assert (len(task.train), len(task.test)) == (7473, 1319)
     for line, item in zip(sum(files, []), task.train + task.test, strict=True):
         assert task.reward(json.loads(line)["answer"], item) == task.reward(item.demo, item) == 1
         assert not any(mark in item.demo for mark in ("<<", ">>"))
+    task.train = task.train[:1000]
+    tokenizer = task.make_tokenizer()
+    texts = [item.plain() + item.demo for item in task.test]
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
+    assert len(tokenizer) == gsm8k.VOCAB_SIZE == 2048
 
 
 READS = {  # the answer that is read: from these texts
@@ -175,6 +181,36 @@ def test_a_file_without_a_problem_is_named(tmp_path, raw):
         GSM8K(str(tmp_path))
 
 
+# ---------------- the hub
+
+
+def test_without_files_the_problems_are_the_hubs(monkeypatch):
+    hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
+    monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
+    task = GSM8K(None)
+    assert [item.prompt for item in task.train] == list(QUESTIONS) and len(task.test) == 1
+    hub.clear()
+    with pytest.raises(ValueError, match="--data"):
+        GSM8K(None)
+
+
+@pytest.mark.parametrize(
+    "answer, offline",
+    [
+        (lambda *_, **__: open(os.devnull), False),
+        (Mock(side_effect=HTTPError("", 404, "", {}, None)), False),
+        (Mock(side_effect=URLError(SSLError("unknown certificate"))), False),
+        (Mock(side_effect=URLError(ConnectionRefusedError())), True),
+        (Mock(side_effect=TimeoutError()), True),
+    ],
+)
+def test_where_the_hub_does_not_answer_its_libraries_read_their_cache(monkeypatch, answer, offline):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(gsm8k, "urlopen", answer)
+    gsm8k.use_cache_without_hub()
+    assert constants.HF_HUB_OFFLINE == offline
+
+
 # ---------------- tokens
 
 
@@ -185,18 +221,16 @@ def test_plain_prompt_and_demo_tokenize_the_same_apart_and_together(task):
         assert prompt + tokenizer.encode(item.demo) == tokenizer.encode(item.plain() + item.demo)
 
 
-@pytest.mark.parametrize("default", [False, True])
-def test_a_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task, default):
+def test_a_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(task):
     """transformers 4 returns a list, 5 a BatchEncoding."""
     tokenizer = task.make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<ai>{% endif %}"
     )
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=default)
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     ids, *others = task.encode(tokenizer, task.train)
     assert len(others) == len(task.train) - 1
-    assert type(ids) is list and all(type(i) is int for i in ids)
     question = "Ann has 48 pens and sells half. How many are left?"
     instruction = "Reason step by step; end with '#### ' and the number."
     assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
@@ -231,13 +265,3 @@ def test_the_tokenizer_is_learnt_on_the_training_split():
     task.train, task.test = ([Item(word * 4, "1", "")] for word in ("quux", "zyzz"))
     tokenizer = task.make_tokenizer()
     assert len(tokenizer.tokenize("quux")) < len(tokenizer.tokenize("zyzz")) == 4
-
-
-@needs_real
-def test_the_tokenizer_of_real_problems_fills_its_vocabulary():
-    task = GSM8K(str(REAL))
-    task.train = task.train[:1000]
-    tokenizer = task.make_tokenizer()
-    assert len(tokenizer) == gsm8k.VOCAB_SIZE == 2048
-    texts = [item.plain() + item.demo for item in task.test]
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts

@@ -1,10 +1,9 @@
-"""What no claim says of the losses: hostile padding, empty answers, fp32, defaults, errors.
+"""What no claim says of the losses: hostile padding, empty answers, overflow, defaults, errors.
 
 That each loss is its formula is claim M1; `formula` is its naive twin.
 """
 
 import math
-import re
 import runpy
 from dataclasses import replace
 
@@ -99,21 +98,9 @@ def test_empty_answers_and_answers_of_one_token(name, width):
         assert_same(loss_and_grad(name, b, **options), (torch.tensor(value), grad), 1e-7)
 
 
-@every_loss
-def test_fp32_gives_what_float64_gives(name):
-    b = make_batch(seed=5)
-    single = {
-        k: x.float() for k, x in vars(b).items() if torch.is_tensor(x) and x.is_floating_point()
-    }
-    loss, grad = loss_and_grad(name, replace(b, **single))
-    assert loss.dtype == grad.dtype == torch.float32
-    assert_same((loss, grad), loss_and_grad(name, b), 1e-5)
-
-
-def test_the_ratio_is_one_on_padding_and_is_clamped_nowhere():
+def test_ratios_are_clamped_nowhere():
     b = make_batch()
     far = replace(b, logp=b.logp_old + 30.0)
-    assert (losses.token_ratio(far)[~b.mask] == 1).all()
     for x in (losses.token_ratio(far)[b.mask], losses.sequence_ratio(far)):
         torch.testing.assert_close(x.log(), torch.full_like(x, 30.0))
 
@@ -125,13 +112,6 @@ def test_recentred_stays_finite_where_a_product_of_ratios_overflows():
     batch = Batch(logp, old, adv, torch.ones(3, 100) > 0, 3, 100)
     c = losses.token_coefficients(losses.recentred(batch), logp)
     assert c.isfinite().all() and c[0, 0] > 0 and float(c.sum()) == 0
-
-
-def test_answers_that_differ_256_times_share_no_node_again():
-    tokens = torch.zeros(2, 300, dtype=torch.long)
-    tokens[1, :256] = 1
-    nodes = losses.prefix_nodes(tokens, tokens >= 0, 2)
-    assert (nodes[0] != nodes[1]).all()
 
 
 # ---------------- METHODS
@@ -166,26 +146,27 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_the_defaults_are_those_of_the_papers(name):
-    assert defaults(getattr(losses, name)) == DEFAULTS[name]
+def test_the_defaults_are_those_of_the_papers():
+    assert {name: defaults(getattr(losses, name)) for name in DEFAULTS} == DEFAULTS
 
 
 LOPTI = (losses.lopti_low, losses.lopti_high)
-ALONE = "reinforce grpo grpo-symmetric dapo gspo cispo dfpo-min dfpo-orthogonal pos-only"
-ROWS = {name: Method((LOSSES[name.replace("-", "_")],)) for name in ALONE.split()}
-ROWS["dr-grpo"] = Method((losses.dr_grpo,), scale="mean")
-ROWS["recentred"] = Method((losses.recentred,), scale="mean")
-ROWS["nthr"] = Method((losses.nthr_grpo,), credit=losses.nthr, needs_scores=True)
-ROWS["nthr-random"] = Method((losses.nthr_grpo,), credit=losses.nthr_random, needs_scores=True)
-ROWS["advantage-reweighting"] = Method((losses.token_grpo,), credit=losses.advantage_reweighting)
-ROWS["lopti"] = Method(LOPTI)
-ROWS["ar-lopti"] = Method(LOPTI, credit=losses.advantage_reweighting)
-ROWS["ibpo"] = Method((losses.grpo,), credit=losses.ibpo, repair=losses.shaped_rewards)
+MORE_THAN_A_LOSS = {
+    "dr-grpo": Method((losses.dr_grpo,), scale="mean"),
+    "recentred": Method((losses.recentred,), scale="mean"),
+    "nthr": Method((losses.nthr_grpo,), credit=losses.nthr, needs_scores=True),
+    "nthr-random": Method((losses.nthr_grpo,), credit=losses.nthr_random, needs_scores=True),
+    "advantage-reweighting": Method((losses.token_grpo,), credit=losses.advantage_reweighting),
+    "lopti": Method(LOPTI),
+    "ar-lopti": Method(LOPTI, credit=losses.advantage_reweighting),
+    "ibpo": Method((losses.grpo,), credit=losses.ibpo, repair=losses.shaped_rewards),
+}
 
 
 def test_a_method_is_its_papers_scale_credit_and_passes():
-    assert METHODS == ROWS
+    for name in METHODS.keys() - MORE_THAN_A_LOSS.keys():
+        assert METHODS[name] == Method((LOSSES[name.replace("-", "_")],))
+    assert MORE_THAN_A_LOSS.items() <= METHODS.items()
 
 
 def test_every_method_is_printed_with_its_formulas(capsys):
@@ -195,96 +176,54 @@ def test_every_method_is_printed_with_its_formulas(capsys):
         assert f"{name}: " in said and method.passes[0].__name__ in said
 
 
-def test_bind_fills_in_what_is_chosen_and_nothing_else():
-    bound = bind("lopti", {"eta": "0.3", "eps_high": 0.5})
-    b = make_batch()
+def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
+    bound, b = bind("lopti", {"eta": "0.3", "eps_high": 0.5}), make_batch()
     for loss, name in zip(bound.passes, ("lopti_low", "lopti_high"), strict=True):
         assert loss(b) == LOSSES[name](b, eta=0.3, eps_high=0.5)
-    assert bind("dfpo-min", {"ratio": "product"}).passes[0](b) == losses.dfpo_min(b, "product")
-    assert bind("grpo", {"kl": 0}, reference=False)
-    assert bind("dr-grpo", {}).scale == "mean"
-    for value in (True, False):
-        keywords = bind("nthr", {"self_term": str(value)}).credit.keywords
-        assert keywords == {"self_term": value}
-    assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0}
+    for text, value in (("True", True), ("False", False)):
+        assert bind("nthr", {"self_term": text}).credit.keywords == {"self_term": value}
     assert bind("nthr", {"eta": -1}).credit.keywords == {"eta": -1.0}  # a default may be negative
+    assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0}
+    assert bind("dr-grpo", {}).scale == "mean"
 
 
-@pytest.mark.parametrize(
-    "name, chosen, message",
-    [
-        ("grpoo", {}, "method 'grpoo' does not exist; accepted: .*grpo"),
-        ("grpo", {"eta": 1}, "grpo has no hyperparameter 'eta'; accepted: eps_low=0.2"),
-        ("grpo", {"eps_low": "wide"}, "eps_low=wide: accepted: a finite number, at least 0"),
-        ("grpo", {"eps_low": -0.1}, "eps_low=-0.1"),
-        ("grpo", {"eps_low": math.inf}, "eps_low=inf"),
-        ("nthr", {"self_term": "yes"}, "self_term=yes: accepted: True, False"),
-        ("dfpo-min", {"ratio": "harmonic"}, "ratio must be .*'harmonic'"),
-        ("ibpo", {"reading": "kept"}, "reading must be"),
-        ("ibpo", {"weight": 2}, "weight 2.0 times bonus 0.5"),
-        ("ar-lopti", {"alpha": 1.5}, "alpha must lie between"),
-        ("grpo", {"kl": 0.1}, "logp_ref"),
-    ],
-)
-def test_bind_refuses_what_a_method_does_not_take(name, chosen, message):
-    with pytest.raises(ValueError, match=message):
-        bind(name, chosen, reference=False)
-
-
-# ---------------- errors say what is wrong
+# ---------------- errors. What a hyperparameter may be: test_command_line.py
 
 BATCH = dict.fromkeys(("logp", "logp_old", "adv", "logp_ref"), torch.zeros(4, 3))
 BATCH |= {"mask": torch.ones(4, 3).bool(), "group_size": 2, "max_tokens": 3}
-ROW = dict.fromkeys(("rewards", "repaired"), torch.zeros(4))
-OLD = dict.fromkeys(("tokens", "mask", "logp", "scores", "own_scores"), torch.zeros(4, 3))
-OLD |= ROW | {"kept_mask": torch.zeros(4, 3), "group_size": 2}
+FLAT = {name: x[:, 0] for name, x in BATCH.items() if torch.is_tensor(x)}
+OLD = dict.fromkeys(("tokens", "logp", "scores", "own_scores"), torch.zeros(4, 3))
+OLD |= dict.fromkeys(("rewards", "repaired"), torch.zeros(4))
+OLD |= {"mask": BATCH["mask"], "kept_mask": BATCH["mask"], "group_size": 2}
 
 
 @pytest.mark.parametrize("kind, good, first", [(Batch, BATCH, "logp"), (OldPolicy, OLD, "tokens")])
 def test_a_tensor_of_another_shape_is_named(kind, good, first):
-    with pytest.raises(ValueError, match="4 rows .*groups of 3"):
-        kind(**good | {"group_size": 3})
     for name in good.keys() - {first, "group_size", "max_tokens"}:
         for x in (torch.zeros(4, 2), torch.zeros(2)):
-            with pytest.raises(ValueError, match=f"{name} .*{re.escape(str(tuple(x.shape)))}"):
+            with pytest.raises(ValueError, match=name):
                 kind(**good | {name: x})
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "function, arguments",
     [
-        ({"mask": torch.ones(4, 3)}, "mask bool"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"group_size": 1}, "groups of 1"),
-        (
-            dict.fromkeys(BATCH.keys() - {"group_size", "max_tokens"}, torch.ones(4) > 0),
-            r"\(N, T\)",
-        ),
+        (Batch, BATCH | {"mask": torch.ones(4, 3)}),
+        (Batch, BATCH | FLAT),
+        (Batch, BATCH | {"max_tokens": 0}),
+        (Batch, BATCH | {"group_size": 1}),
+        (OldPolicy, OLD | {"group_size": 3}),
+        (group_advantages, dict(rewards=torch.zeros(4), group_size=2, scale="max")),
+        (group_advantages, dict(rewards=torch.zeros(4).long(), group_size=2)),
+        (group_advantages, dict(rewards=torch.zeros(4, 1), group_size=2)),
+        (group_advantages, dict(rewards=torch.zeros(0), group_size=2)),
+        (losses.nthr, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"scores": None}))),
+        (losses.nthr, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"own_scores": None}))),
+        (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"kept_mask": None}))),
+        (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"repaired": None}))),
+        (bind, dict(name="grpoo", chosen={})),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        Batch(**BATCH | change)
-
-
-@pytest.mark.parametrize(
-    "rewards, size, scale, message",
-    [
-        (torch.zeros(4), 2, "max", "scale must be .*'max'"),
-        (torch.zeros(4).long(), 2, "std", "floats"),
-        (torch.zeros(4, 1), 2, "std", "floats"),
-        (torch.zeros(5), 2, "std", "5 rows"),
-        (torch.zeros(0), 2, "std", "0 rows"),
-    ],
-)
-def test_rewards_that_do_not_fit_are_refused(rewards, size, scale, message):
-    with pytest.raises(ValueError, match=message):
-        group_advantages(rewards, size, scale)
-
-
-def test_a_credit_rule_names_what_it_lacks():
-    old, adv = OldPolicy(**OLD | {"mask": BATCH["mask"]}), torch.ones(4, 3)
-    for rule, lacking in ((losses.nthr, "scores own_scores"), (losses.ibpo, "kept_mask repaired")):
-        for name in lacking.split():
-            with pytest.raises(ValueError, match=f"{name}.* is None"):
-                rule(adv, replace(old, **{name: None}))
+def test_what_does_not_fit_is_a_value_error(function, arguments):
+    with pytest.raises(ValueError):
+        function(**arguments)

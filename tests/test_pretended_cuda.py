@@ -26,11 +26,9 @@ def test_what_cuda_refuses_is_refused_and_what_it_takes_is_taken():
         for mistake in (
             lambda: x + y,
             lambda: torch.cat([x, y]),
-            lambda: torch.where(x > 0, x, y),
             lambda: x.index_put_((first,), y[:1]),
             lambda: y[first],
             lambda: torch.rand(3, generator=torch.Generator(), device="cuda"),
-            lambda: x.uniform_(generator=torch.Generator()),
         ):
             with pytest.raises(RuntimeError):
                 mistake()
@@ -40,8 +38,6 @@ def test_what_cuda_refuses_is_refused_and_what_it_takes_is_taken():
         (parameter * x).sum().backward()
         assert {z.device.type for z in (x[1:], parameter.grad, first)} == {"cuda"}
         assert x.sum().item() == 7 and (x.to("cpu") + y).device.type == "cpu"
-        with torch.autocast("cuda", torch.bfloat16):
-            assert (x[None] @ x[:, None]).dtype == torch.bfloat16
 
 
 @pytest.fixture(scope="module")

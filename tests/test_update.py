@@ -47,6 +47,11 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change(policy, bad
     assert "step 1" in said and is_unchanged(policy, before)
 
 
+def test_a_warm_start_that_diverges_is_one_line(policy):
+    config = train.Config(warm_lr=1e30, warm_steps=9, warm_rows=2)
+    assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), config)
+
+
 def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(policy):
     scored, config = prepare(policy, lr=0.01, schedule="constant")
     optimizer, before = train.adamw(policy.model, 0.01), copy.deepcopy(policy)
@@ -73,15 +78,6 @@ def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
     assert train.diagnose(policy, scored, updates, config)["equal_groups"] == 0.5
 
 
-def test_a_part_of_a_record_is_a_part_of_all_that_is_in_it(policy):
-    scored, _ = prepare(policy)
-    part, rows = train.take(scored, torch.tensor([3, 4, 5])), slice(3, 6)
-    assert part.answers.texts == scored.answers.texts[rows] and part.answers.step == 1
-    assert part.answers.items == scored.answers.items[rows]
-    assert torch.equal(part.answers.prompts.ids, scored.answers.prompts.ids[rows])
-    assert torch.equal(part.batch.adv, scored.batch.adv[rows]) and part.batch.logp_ref is None
-
-
 def test_no_more_than_micro_rows_answers_are_in_the_model_at_once(policy):
     sizes = []
     policy.model.base_model.register_forward_pre_hook(
@@ -98,6 +94,8 @@ def test_no_more_than_micro_rows_answers_are_in_the_model_at_once(policy):
 def test_the_gap_between_sampler_and_scorer_is_that_of_the_worst_token(policy, gap):
     scored, config = prepare(policy)
     assert 0 < scored.max_logp_gap < 1e-5
+    old, _ = train.in_pieces(policy, scored.answers, config)
+    assert torch.equal(scored.batch.logp_old, old)  # so that the first ratios are exactly 1
     scored.answers.logp[0, 0] -= gap  # a single token
     assert "step 1" in refused(train.score, policy, None, scored.answers, config)
     config.temperature = 0.05  # log-probs, and with them their rounding, are 20 times as large

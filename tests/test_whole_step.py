@@ -102,8 +102,9 @@ def naive_step(start, first_answers, config, hyper):
     with torch.no_grad():
         old, ref = log_probs(policy), log_probs(reference)
         rows = [(x, y, TEMPERATURE) for x, y in zip(prompts, answers, strict=True)]
-        full = [naive.read(policy, *row) for row in rows]
-        chosen = naive.nthr_selected(policy, rows, rewards, G, hyper.get("self_term"))
+        full, chosen = [naive.read(policy, *row) for row in rows], None
+        if method.needs_scores:
+            chosen = naive.nthr_selected(policy, rows, rewards, G, hyper["self_term"])
     A = naive.advantages(shaped, G, method.scale)
     known = {"logp": old, "rewards": rewards, "repaired": repaired}
     adv = credit(config.method, known, kept, A, chosen)
