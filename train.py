@@ -110,6 +110,7 @@ class Config:
     seed: int = knob(0, "seed of everything random")
     threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
     fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
+    trace: bool = knob(False, "print one group of the first step, token by token")
     out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
     resume: str = knob("", "a run directory to go on with; the other flags are those of the run")
 
@@ -228,7 +229,8 @@ def main(argv: list[str] | None = None):
         policy = load_policy(config, task, str(checkpoint or config.model))
         optimizer = adamw(policy.model, config.lr)
         size = sum(weight.numel() for weight in policy.model.parameters())
-        print(f"{config.method} on {config.task}, {size:,} parameters, into {folder}", flush=True)
+        about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
+        print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
         if checkpoint:
             done = restore(optimizer, checkpoint, folder)  # so many steps
         else:
@@ -256,6 +258,10 @@ def main(argv: list[str] | None = None):
             t2 = time.perf_counter()
             updates = learn(policy, optimizer, scored, config)  # 3. loss -> coefficients -> weights
             t3 = time.perf_counter()
+            if config.trace and step == 1:
+                from llm.trace import show_group
+
+                show_group(policy, scored, updates[0], in_pieces(policy, answers, config)[0])
 
             metrics = diagnose(policy, scored, updates, config)
             metrics |= {"rollout_s": t1 - t0, "score_s": t2 - t1, "update_s": t3 - t2}
@@ -321,6 +327,7 @@ class Policy:
     tokenizer: object
     eos: Tensor  # (E,) the ids that end an answer, on the model's device
     fast: bool = False  # whether llm/fast.py samples and scores
+    bf16: bool = False  # whether the model computes in bf16
 
 
 def load_policy(config: Config, task, path: str) -> Policy:
@@ -367,6 +374,8 @@ def load_policy(config: Config, task, path: str) -> Policy:
     if torch.cuda.is_available():
         policy.model.to("cuda")
         policy.eos = policy.eos.to("cuda")
+        # Cards before Ampere, such as the T4, can only emulate bf16. They compute in fp32.
+        policy.bf16 = torch.cuda.get_device_capability() >= (8, 0)
         # With a mask and some lengths, cuDNN's attention gives nan in backward on H100 and H200
         # (torch 2.11 to 2.13: pytorch's issue 196678). Others of torch's kernels take over.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -398,9 +407,9 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
 
 
-def bf16(device: torch.device) -> torch.autocast:
+def bf16(policy: Policy) -> torch.autocast:
     """On a GPU the model computes in bf16. Weights, softmax and losses stay in fp32 everywhere."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    return torch.autocast(policy.model.device.type, torch.bfloat16, enabled=policy.bf16)
 
 
 def check_context(policy: Policy, width: int):
@@ -500,7 +509,7 @@ def generate(
     tokens, mask, logps = [], [], []
     for t in range(max_tokens):
         position = (attention.long().cumsum(1) - 1).clamp(min=0)  # padding has none
-        with bf16(device):
+        with bf16(policy):
             out = policy.model(
                 inputs,
                 attention_mask=attention.long(),
@@ -610,7 +619,7 @@ def log_probs(policy: Policy, answers: Answers, config: Config) -> tuple[Tensor,
     attention = torch.cat([answers.prompts.seen, answers.mask], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
     keep = answers.tokens.shape[1] + 1  # each position predicts the next: begin one before
-    with bf16(ids.device):
+    with bf16(policy):
         out = policy.model(
             ids, attention_mask=attention, position_ids=position, logits_to_keep=keep
         )
@@ -848,7 +857,7 @@ def warm_start(policy: Policy, task, config: Config):
         labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
         for label, prompt in zip(labels, prompts, strict=True):
             label[: len(prompt)] = -100
-        with bf16(model.device):
+        with bf16(policy):
             loss = model(ids.to(model.device), labels=labels.to(model.device)).loss
         optimizer.zero_grad()
         loss.backward()

@@ -47,7 +47,7 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
     mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
     logps = torch.zeros(n, max_tokens, device=device)
     alive = torch.arange(n, device=device)  # the answers that are still in the batch
-    with autocast(device):
+    with autocast(policy):
         cache, hidden, seen = read_prompts(model, prompts).of(alive)
         for i, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:  # sliding windows do not grow
@@ -88,7 +88,7 @@ def log_probs(policy, answers, config) -> tuple[Tensor, Tensor]:
     model, mask = policy.model, answers.mask
     logp = torch.zeros(mask.shape, device=mask.device)
     entropy = torch.zeros_like(logp)
-    with autocast(mask.device):
+    with autocast(policy):
         prompts = read_prompts(model, answers.prompts)
         for bucket in length_buckets(mask):
             seen, tokens = mask[bucket], answers.tokens[bucket]  # (n, T)
@@ -134,11 +134,11 @@ def trial(policy, task, config, ask, log_probs):
         sys.exit(f"error: --fast is not right for this model ({reason}); choose --no-fast")
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    """bf16 on a GPU. Without a cache of weights: prompts and answers use each weight twice, and a
+def autocast(policy) -> torch.autocast:
+    """As train.bf16, without a cache of weights: prompts and answers use each weight twice, and a
     cached bf16 copy would add up their gradients in bf16."""
-    on = device.type == "cuda"
-    return torch.autocast(device.type, torch.bfloat16, enabled=on, cache_enabled=False)
+    device, on = policy.model.device.type, policy.bf16
+    return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
 
 
 # ---------------- prompts that are read once

@@ -89,7 +89,7 @@ def hidden_states(policy, answers, config) -> Tensor:
     attention = torch.cat([answers.prompts.seen, answers.mask], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
     for rows in torch.arange(len(ids), device=device).split(config.micro_rows):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=policy.bf16):
             out = model.base_model(
                 ids[rows], attention_mask=attention[rows], position_ids=position[rows]
             )

@@ -80,7 +80,7 @@ def refuse(function, args: tuple, kwargs: dict, on_gpu: bool):
 
 
 @contextmanager
-def pretended_cuda() -> Iterator[PretendedCuda]:
+def pretended_cuda(capability=(8, 0)) -> Iterator[PretendedCuda]:
     real = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def autocast(self, device_type, *args, **kwargs):
@@ -91,5 +91,6 @@ def pretended_cuda() -> Iterator[PretendedCuda]:
         patch.setattr(torch, "is_autocast_enabled", lambda *_: real[1]("cpu"))
         patch.setattr(torch, "get_autocast_dtype", lambda *_: real[2]("cpu"))
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
         yield gpu

@@ -87,7 +87,7 @@ TOY = dict(
     **dict(steps=60, prompts=32, group_size=8, max_tokens=26, temperature=1.0, epochs=1),
     **dict(repair_references=1, minibatches=4, micro_rows=64, lr=1e-3, schedule="linear"),
     **dict(grad_clip=1.0, reference=True, eval_every=20, eval_items=200, eval_samples=4, seed=0),
-    **dict(threads=1, fast=False, resume=""),
+    **dict(threads=1, fast=False, trace=False, resume=""),
 )
 HUB = dict(
     **dict(task="gsm8k", model="Qwen/Qwen2.5-0.5B-Instruct", warm_steps=0, steps=200, prompts=16),

@@ -79,6 +79,20 @@ def test_a_step_of_every_method(start, method):
         assert train.diagnose(policy, scored, updates, config)["grad_norm"] > 0
 
 
+@both_ways
+def test_a_card_before_ampere_computes_in_fp32(quick):
+    with pretended_cuda(capability=(7, 5)):
+        policy = load("scratch", layers=1, width=16, fast=quick)
+        dtypes, task = set(), Arithmetic()
+        layer = policy.model.base_model.h[0].mlp.c_fc
+        layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
+        config = train.Config(group_size=2, max_tokens=4, warm_steps=1, method="nthr", fast=quick)
+        train.warm_start(policy, task, config)
+        answers = train.sample(policy, task, task.train[:2], 1, config)
+        train.score(policy, None, answers, config)
+    assert dtypes == {torch.float32}
+
+
 def test_the_chunked_output_layer(start, monkeypatch):
     monkeypatch.setitem(fast.CHUNK, "cuda", 1)  # then 512 rows a chunk
     with pretended_cuda():

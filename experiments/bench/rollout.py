@@ -30,7 +30,7 @@ def ours(policy: train.Policy, case: Case, seed: int):
 def theirs(policy: train.Policy, case: Case, seed: int, processors=()):
     torch.manual_seed(seed)
     ids = torch.tensor(Task(case).train, device=policy.model.device)
-    with train.bf16(ids.device):
+    with train.bf16(policy):
         whole = policy.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
