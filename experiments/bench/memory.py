@@ -130,14 +130,15 @@ def most_rows(case: Case, gb: float, **choices) -> int:
     return rows // 2
 
 
-def measure(case: Case, config: train.Config, device: str) -> float:
-    """GB at the peak of a step, from building the model on. The start policy is there."""
+def measure(case: Case, config: train.Config, device: str, fp32: bool = False) -> float:
+    """GB at the peak of a step, from building the model on."""
 
     def work():
         policy = make_policy(case, Ids(), device)
         policy.fast = config.fast
-        reference = replace(policy, model=copy.deepcopy(policy.model))
-        step(policy, Task(case), config, reference=reference)
+        policy.bf16 = policy.bf16 and not fp32
+        start = replace(policy, model=copy.deepcopy(policy.model)) if config.reference else None
+        step(policy, Task(case), config, reference=start)
 
     return peak_gb(work, device)
 
@@ -168,9 +169,10 @@ def main(argv: list[str] | None = None):
     for what, gb in compute(case, options.micro_rows, **choices).items():
         print(f"{gb:7.1f} GB  {what}, computed")
     for fast in (True, False) if options.measure else ():
-        config = make_config(case, micro_rows=options.micro_rows, lr=1e-6, fast=fast)
-        way = "with --fast" if fast else "with --no-fast"
-        print(f"{measure(case, config, options.measure):7.1f} GB  at the peak {way}, measured")
+        more = dict(lr=1e-6, fast=fast, reference=options.reference)
+        config = make_config(case, micro_rows=options.micro_rows, **more)
+        gb = measure(case, config, options.measure, options.fp32)
+        print(f"{gb:7.1f} GB  at the peak with --{'' if fast else 'no-'}fast, measured")
 
 
 if __name__ == "__main__":
