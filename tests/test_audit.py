@@ -39,7 +39,10 @@ def test_torn_groups_show_a_normaliser_of_the_micro_batch():
         return summed(part, whole) / part.mask.sum()
 
     rows = [Row("", "", loss) for loss in (summed, own_mean)]
-    whole, torn = ([audit.left_over(row, DRAWS, audit.REGIMES[k]) for row in rows] for k in (1, 4))
+    several = [DRAWS[8], DRAWS[11]]  # halves of these would leave groups whole
+    whole, torn = (
+        [audit.left_over(row, several, audit.REGIMES[k]) for row in rows] for k in (1, 4)
+    )
     assert max(whole) < 1e-9
     assert torn[0] < 1e-9 and torn[1] > 0.003
 
