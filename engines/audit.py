@@ -10,13 +10,11 @@ engine's defaults, unless the row says more.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-
-import torch
-from torch import Tensor
 
 import losses
 from claims.trees import Draw
@@ -53,21 +51,30 @@ def left_over(row: Row, draws: list[Draw], regime: Regime) -> float:
         # Engines cut a batch into micro-batches of one size.
         if d.equal_lengths != regime.equal_lengths or d.N % regime.micro_batches:
             continue
-        b = d.batch(losses, regime.spread, regime.offset)
-        logp, old, adv = (x.detach().masked_fill(~b.mask, 0.0) for x in (b.logp, b.logp_old, b.adv))
-        whole = replace(b, logp=logp.requires_grad_(), logp_old=old, adv=adv)
-        every = regime.micro_batches
-        micro_batches = [take(whole, torch.arange(k, d.N, every)) for k in range(every)]
-        loss = sum(row.loss(micro_batch, whole) for micro_batch in micro_batches)
+        whole = whole_batch(d, regime)
+        loss = sum(row.loss(part, whole) for part in micro_batches(whole, regime.micro_batches))
         left += d.left_shared(token_coefficients(loss, whole.logp))
     return sum(left) / max(1, len(left))
 
 
-def take(b: Batch, rows: Tensor) -> SimpleNamespace:
-    """Some rows, not always whole groups, as narrow as their longest answer."""
-    width = int(b.mask[rows].sum(1).max())
-    names = ("logp", "logp_old", "adv", "mask")
-    return SimpleNamespace(**{name: getattr(b, name)[rows, :width] for name in names})
+def whole_batch(d: Draw, regime: Regime) -> Batch:
+    """A tree's answers, with 0 on the padding, where it has garbage."""
+    b = d.batch(losses, regime.spread, regime.offset)
+    names = ("logp", "logp_old", "adv", "logp_ref")
+    clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
+    clean["logp"].requires_grad_()
+    return replace(b, **clean)
+
+
+def micro_batches(b: Batch, count: int) -> list[SimpleNamespace]:
+    """Rows dealt out in turns, so that groups are torn; each as narrow as its longest answer."""
+    parts = []
+    for k in range(count):
+        width = int(b.mask[k::count].sum(1).max())
+        names = ("logp", "logp_old", "adv", "mask")
+        part = {name: getattr(b, name)[k::count, :width] for name in names}
+        parts.append(SimpleNamespace(**part))
+    return parts
 
 
 def show(x: float) -> str:
@@ -76,16 +83,17 @@ def show(x: float) -> str:
 
 def main(argv: list[str] | None = None):
     engines = {"trl": trl_rows, "verl": verl_rows}
-    argv = sys.argv[1:] if argv is None else argv
-    if len(argv) != 1 or argv[0] not in engines:
-        sys.exit(f"error: engines.audit {' '.join(argv)}: one of {', '.join(engines)} is expected")
+    what = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m engines.audit", description=what)
+    parser.add_argument("engine", choices=engines)
+    engine = parser.parse_args(argv).engine
     try:
-        version = importlib.metadata.version(argv[0])
-        rows = list(engines[argv[0]]())
+        version = importlib.metadata.version(engine)
+        rows = list(engines[engine]())
     except ImportError as error:
-        install = f"pip install -e '.[{argv[0]}]'"
-        sys.exit(f"error: the audit of {argv[0]} needs it installed ({error}): {install}")
-    print(f"{argv[0]} {version}: what its losses leave at a token that the whole group shares\n")
+        install = f"pip install -e '.[{engine}]'"
+        sys.exit(f"error: the audit of {engine} needs it installed ({error}): {install}")
+    print(f"{engine} {version}: what its losses leave at a token that the whole group shares\n")
     print(f"| loss | where | {' | '.join(regime.name for regime in REGIMES)} |")
     print("|---|---" + "|---:" * len(REGIMES) + "|")
     draws = [Draw(0, k) for k in range(DRAWS)]

@@ -48,7 +48,8 @@ def methods(flag: str) -> list[Row]:
 def peak(fast: bool) -> list[Row]:
     micro_rows = train.GSM8K["micro_rows"]
     expected = f"{memory.compute(CASE, micro_rows)['at the peak']:.1f} GB" if fast else "more"
-    config = make_config(CASE, micro_rows=micro_rows, lr=train.GSM8K["lr"], fast=fast)
+    preset = dict(micro_rows=micro_rows, lr=train.GSM8K["lr"], reference=True)
+    config = make_config(CASE, fast=fast, **preset)
     measured = f"{memory.measure(CASE, config, DEVICE):.1f} GB"
     return [(f"peak of a step, {'fast' if fast else 'plain'}", expected, measured)]
 

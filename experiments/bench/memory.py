@@ -1,11 +1,14 @@
 """Does it fit? The memory of a training step with --fast on Qwen2.5-0.5B's architecture.
 
     python -m experiments.bench.memory [--micro-rows 8] [--max-tokens 512] [--measure cuda]
+    python -m experiments.bench.memory --fp32 --no-reference --fits 16
 
-Computed without a GPU, in bf16 as on a GPU. The model reads its prompts and micro_rows answers with
-tensors that have shapes but no data. What autograd keeps of that for the backward pass is added up,
-every storage once. No answer ends early. The peak of the rollout comes at another time than that of
-backward.
+Computed without a GPU, in bf16 as on a GPU; with --fp32 as on a card before Ampere, which has no
+bf16. The model reads its prompts and micro_rows answers with tensors that have shapes but no data.
+What autograd keeps of that for the backward pass is added up, every storage once. No answer ends
+early. The peak of the rollout comes at another time than that of backward.
+
+--fits GB prints the most --micro-rows that fit, for several --max-tokens.
 
 --measure also makes a step from random weights on that device, with --fast and without, and prints
 their peaks (cpu: of resident memory, in fp32). Needs transformers 5.
@@ -39,14 +42,16 @@ from experiments.bench.timing import peak_gb
 from llm.fast import CHUNK, PromptStates
 
 
-def count_kept(case: Case, rows: int, fake: bool = True) -> tuple[int, int]:
+def count_kept(case: Case, rows: int, fake: bool = True, fp32: bool = False) -> tuple[int, int]:
     """Bytes that autograd keeps of scoring `rows` full answers, and the number of parameters."""
-    with FakeTensorMode() if fake else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+    bf16 = torch.autocast("cpu", torch.bfloat16, enabled=not fp32)
+    with FakeTensorMode() if fake else nullcontext(), bf16:
         model = architecture(case).eval()
         hidden, kept = saved_storages(lambda: read(model, case, rows))
         kept[hidden.untyped_storage()._cdata] = hidden  # the output layer keeps it
-        size = sum(x.untyped_storage().nbytes() for x in kept.values())
-        return size, sum(p.numel() for p in model.parameters())
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}  # are there anyway
+        sizes = (x.untyped_storage().nbytes() for key, x in kept.items() if key not in weights)
+        return sum(sizes), sum(p.numel() for p in model.parameters())
 
 
 def saved_storages(work: Callable) -> tuple[object, dict[int, Tensor]]:
@@ -88,36 +93,52 @@ def read(model, case: Case, rows: int) -> Tensor:
     return torch.cat([first[:, None], rest], 1).flatten(0, 1).float()
 
 
-def compute(case: Case, micro_rows: int) -> dict[str, float]:
+def compute(
+    case: Case, micro_rows: int, fp32: bool = False, reference: bool = True
+) -> dict[str, float]:
     """GB by what needs them; and at the peak, where not all of them are there."""
     answers = case.prompts * GROUP
-    kept, parameters = count_kept(case, min(answers, micro_rows))
+    rows = min(answers, micro_rows)
+    kept, parameters = count_kept(case, rows, fp32=fp32)
     shape = architecture(replace(case, layers=1, vocab=2)).config
     heads = getattr(shape, "num_key_value_heads", shape.num_attention_heads)
-    token = 4 * case.layers * heads * case.width // shape.num_attention_heads  # keys, values; bf16
+    number = 4 if fp32 else 2  # bytes
+    token = (
+        2 * number * case.layers * heads * case.width // shape.num_attention_heads
+    )  # keys, values
     chunk = 4 * max(512 * case.vocab, CHUNK["cuda"])  # of logits, fp32
     room = 1.25 * (case.prompt + case.cap)  # the cache grows by a quarter at a time
     rollout = answers * (token * room + 16 * case.vocab)
     output = 2 * chunk + 4 * case.vocab * case.width
+    start = 4 * parameters if reference else 0
     needs = {
         "weights, gradients, AdamW's two moments": 16 * parameters,
-        "start policy (--no-reference: none)": 4 * parameters,
-        f"activations of {min(answers, micro_rows)} answers, a bf16 copy of the weights": kept,
+        "start policy (--no-reference: none)": start,
+        f"activations of {rows} answers{'' if fp32 else ', a bf16 copy of the weights'}": kept,
         "output layer: two chunks of logits, its gradient": output,
         "rollout: keys and values, distributions": rollout,
     }
-    needs["at the peak"] = 20 * parameters + max(kept + output, rollout)
+    needs["at the peak"] = 16 * parameters + start + max(kept + output, rollout)
     return {what: number / 1e9 for what, number in needs.items()}
 
 
-def measure(case: Case, config: train.Config, device: str) -> float:
-    """GB at the peak of a step, from building the model on. The start policy is there."""
+def most_rows(case: Case, gb: float, **choices) -> int:
+    """The most micro_rows that fit, a power of 2 up to 64; 0 if not even one does."""
+    rows = 1
+    while rows <= 64 and compute(case, rows, **choices)["at the peak"] <= gb:
+        rows *= 2
+    return rows // 2
+
+
+def measure(case: Case, config: train.Config, device: str, fp32: bool = False) -> float:
+    """GB at the peak of a step, from building the model on."""
 
     def work():
         policy = make_policy(case, Ids(), device)
         policy.fast = config.fast
-        reference = replace(policy, model=copy.deepcopy(policy.model))
-        step(policy, Task(case), config, reference=reference)
+        policy.bf16 = policy.bf16 and not fp32
+        start = replace(policy, model=copy.deepcopy(policy.model)) if config.reference else None
+        step(policy, Task(case), config, reference=start)
 
     return peak_gb(work, device)
 
@@ -127,6 +148,9 @@ def main(argv: list[str] | None = None):
     sizes = dict(prompts=16, micro_rows=8, prompt=120, max_tokens=512, layers=24)
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--reference", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--fits", type=float, metavar="GB")
     parser.add_argument("--measure", choices=("cuda", "cpu"))
     options = parser.parse_args(argv)
     case = replace(
@@ -136,12 +160,19 @@ def main(argv: list[str] | None = None):
         cap=options.max_tokens,
         layers=options.layers,
     )
-    for what, gb in compute(case, options.micro_rows).items():
+    choices = dict(fp32=options.fp32, reference=options.reference)
+    if options.fits:
+        for cap in (256, 512, 1024, 2048):
+            rows = most_rows(replace(case, cap=cap), options.fits, **choices)
+            print(f"--max-tokens {cap}: --micro-rows {rows or 'none'} fits, computed")
+        return
+    for what, gb in compute(case, options.micro_rows, **choices).items():
         print(f"{gb:7.1f} GB  {what}, computed")
     for fast in (True, False) if options.measure else ():
-        config = make_config(case, micro_rows=options.micro_rows, lr=1e-6, fast=fast)
-        way = "with --fast" if fast else "with --no-fast"
-        print(f"{measure(case, config, options.measure):7.1f} GB  at the peak {way}, measured")
+        more = dict(lr=1e-6, fast=fast, reference=options.reference)
+        config = make_config(case, micro_rows=options.micro_rows, **more)
+        gb = measure(case, config, options.measure, options.fp32)
+        print(f"{gb:7.1f} GB  at the peak with --{'' if fast else 'no-'}fast, measured")
 
 
 if __name__ == "__main__":
