@@ -90,7 +90,9 @@ def test_value_and_gradient_are_those_of_losses(engine, regime):
             b = audit.whole_batch(draw, regime)
             kept = 1.0
             if ours is losses.dapo:  # TRL's mean counts the tokens of groups without an advantage
-                kept = b.mask[draw.mixed].sum() / b.mask.sum()
+                groups = torch.as_tensor(draw.adv).view(-1, draw.G)
+                mixed = groups.any(1).repeat_interleave(draw.G)  # (N,)
+                kept = b.mask[mixed].sum() / b.mask.sum()
             is_whole = callable(name) or draw.N % 2
             parts = [b] if is_whole else audit.micro_batches(b, 2)
             pair = kept * ours(b, **hyper), sum(theirs(part, b) for part in parts)
