@@ -329,7 +329,7 @@ def test_lopti_measures_what_naive_steps_do(group):
     ends = {"all": everything, "only p < .25": parts[0][0], "only p > .75": parts[3][0]}
     for name, end in ends.items():
         moved = (end.exp() - old.exp()).abs()
-        assert measures[lopti.MOVES, name].tolist() == by_quarter(moved)
+        assert measures[lopti.MOVES + "SGD", name].tolist() == by_quarter(moved)
     low, high = METHODS["lopti"].passes
     for kind in lopti.RATES:
         ends = [[lambda batch: losses.token_grpo(batch) / 2] * 2, [low, high], [high, low]]

@@ -42,7 +42,7 @@ STARTS = 6
 QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
 RATES = {"SGD": 0.1, "AdamW": 1e-3}
 GRADIENT = "1. one quarter alone"
-MOVES = "2. how far p moves, SGD"
+MOVES = "2. how far p moves, "  # and the optimiser
 RIGHT = "3. moves the right way, "
 Measures = dict[tuple[str, str], Tensor]  # (table, line): a value for each quarter
 
@@ -99,10 +99,11 @@ def measure(policy: Policy, scored: Scored) -> Measures:
     whole = climb(policy, scored, "SGD", [token_grpo])[1]
     found[GRADIENT, "gradient, of all = 1"] = torch.tensor(parts) / whole
     movers = {"all": token_grpo, "only p < .25": only(0), "only p > .75": only(3)}
-    for name, loss in movers.items():
-        after, _ = climb(policy, scored, "SGD", [loss])
-        moved = (after.exp() - batch.logp_old.exp()).abs()
-        found[MOVES, name] = mean_by_quarter(moved, batch, batch.mask)
+    for kind in RATES:
+        for name, loss in movers.items():
+            after, _ = climb(policy, scored, kind, [loss])
+            moved = (after.exp() - batch.logp_old.exp()).abs()
+            found[MOVES + kind, name] = mean_by_quarter(moved, batch, batch.mask)
     low, high = METHODS["lopti"].passes
     for kind in RATES:
         right = []
@@ -144,7 +145,7 @@ def plot(measures: Measures, path: Path):
     finding = "Rare tokens have the longest gradient. Lopti's order of two steps is no gain here."
     figure = make_figure(finding, 3)
     *axes, last = figure.subplots(1, 3)
-    titles = {GRADIENT: "a quarter's tokens alone", MOVES: "how far p moves, SGD"}
+    titles = {GRADIENT: "a quarter's tokens alone", MOVES + "SGD": "how far p moves, SGD"}
     for axis, (table, title) in zip(axes, titles.items(), strict=True):
         axis.set_title(title)
         axis.set_xlabel("p of the tokens")
