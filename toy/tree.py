@@ -1,6 +1,6 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
-    python -m toy.tree                 tree.html: a toy group under every method
+    python -m toy.tree                 tree.html: a toy group under most methods
     python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
 
 The page is one file, without a network or a library. All coefficients c of all its settings are
