@@ -150,16 +150,19 @@ def test_gates_limits_compare_methods_at_the_rate_that_is_best_on_other_seeds(mo
     }
 
 
-def test_where_nothing_speaks_for_a_way_only_a_projection_moves_the_shares():
-    for kind, *published in (
-        ("grpo", 0, -0.00937, 0.7, 0.7),
-        ("node mean", 0.00293, -0.00273, 0.993, 0.5),
-        ("unbiased", 0.00249, -0.00117, 0.993, 0.5),
-    ):
-        groups = [alike.make_groups(x, 4) for x in (alike.ALIKE, alike.UNLIKE, alike.EXCHANGED)]
-        pushes = [alike.expected_push(groups[k], 0.7 - 0.2 * k, kind, "mean")[0] for k in (0, 1)]
-        shares = [alike.train(groups[k], 0.7, kind)[0] for k in (0, 2)]
-        assert pushes == near(5, *published[:2]) and shares == near(3, *published[2:])
+def test_where_nothing_speaks_for_a_way_only_a_projection_moves_the_shares(capsys):
+    alike.main([])
+    assert {*printed(capsys)} >= {
+        "alike, 0.7: grpo 0.00000 0.00000 0.00000",
+        "alike, 0.7: node mean 0.00293 0.00225 0.00163",
+        "alike, 0.7: unbiased 0.00249 0.00075 0.00019",
+        "unlike, 0.5: grpo -0.00937 -0.01094 -0.01146",
+        "unlike, 0.5: node mean -0.00273 -0.00155 -0.00104",
+        "alike: grpo 0.700 0.610",
+        "alike: node mean 0.993 0.000",
+        "exchanged: node mean 0.500 0.000",
+        "exchanged: unbiased 0.500 0.125",
+    }
 
 
 # ---------------- sampled groups: drift, ibpo
@@ -178,9 +181,9 @@ def test_a_token_that_earns_nothing_stays_where_the_theory_says_so(monkeypatch, 
     assert all(curves[name]["tax"] == pytest.approx([0] * 6) for name in curves if "+" in name)
     drift.show(curves)
     assert {*printed(capsys)} >= {
-        "grpo 0.2260 0.0122 0.6333 0.2976 0.1026",
-        "gspo+proj 0 0 0.5662 0.4269 0",
-        "dfpo-min eps 0.2 0 0 0.5812 0.3034 0",
+        "grpo 0.2260 0.6333 0.2976 0.1026",
+        "gspo+proj 0 0.5662 0.4269 0",
+        "dfpo-min eps 0.2 0 0.5812 0.3034 0",
     }
 
 
@@ -197,33 +200,22 @@ def test_drift_measures_sums_over_all_answers():
             chances[y[0]] += p
             if x is policy and y[0] == 1 and y[1] != 3 and [a for a in y if a][-1] == 1:
                 right[y[1]] += p
-    p, q = first
     odds = [math.log(x[1] / (1 - x[1])) for x in first]
     total = right[1] + right[2]
     assert drift.measure(policy, start) == pytest.approx(
         {
             "drift": abs(odds[0] - odds[1]),
-            "kl": sum(p[a] * math.log(p[a] / q[a]) for a in p),
             "solutions": -sum(x / total * math.log(x / total) for x in right.values()),
-            "reward": total / p[1],
+            "reward": total / first[0][1],
         }
     )
 
 
-def test_ibpo_teaches_and_pays_as_published():
-    for reading, *moved in (
-        ("grpo", 0, 0),
-        ("sign", 0.58, -0.15),
-        ("none", 0.16, 0),
-        ("changed", -0.42, 0.13),
-    ):
-        steps = torch.tensor([ibpo.one_step(reading, seed) for seed in range(24)])
-        assert steps.mean(0).tolist() == pytest.approx(moved, abs=0.03)  # chance of another CPU
+def test_ibpo_pays_as_published(monkeypatch):
+    monkeypatch.setattr(ibpo, "LIMIT", 20_000)  # a broken loss never gets there
     names = "grpo", "ibpo", "ibpo, 3 siblings", "grpo at 0.7", "ibpo at 0.7"
     costs = [ibpo.measure_cost(ibpo.METHODS[name], 8) for name in names]
     assert [sum(x) / 24 for x in costs] == pytest.approx([1.01, 1.12, 1.28, 0.61, 0.83], rel=0.2)
-    shares = ibpo.measure_start(ibpo.METHODS["ibpo, 7 siblings"], 16)
-    assert shares == pytest.approx((0.854, 0.502), abs=0.03)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -236,7 +228,7 @@ def test_a_correction_has_6_times_the_odds_for_each_answer_it_sees(count, monkey
         return (logits.argmax(2) + wrong[:, None]) % 10
 
     monkeypatch.setattr(ibpo, "draw", draw)
-    method = ibpo.Method("sign", 0.7, count)
+    method = ibpo.Method(True, 0.7, count)
     words, answers, _ = ibpo.sample(ibpo.start_table(), 2, 2, method, torch.Generator())
     expected = torch.full((16, 2, 10), 0.37 / 9, dtype=torch.float64)
     expected.scatter_(2, words[..., None] % 10, 0.63)
@@ -314,7 +306,7 @@ def test_nthrs_rows_have_their_differences_and_shares(capsys):
     values = {"grpo": [1.0, 3.0], "nthr": [2.0, 1.0], "random": [0.0, 0.0]}
     rows = {name: torch.tensor([values.get(name, [0.0, 0.0])] * 2) for name in nthr.METHODS}
     nthr.show({(kind, name): row for kind in nthr.RATES for name, row in rows.items()})
-    row = "nthr 1.500 +- 0.000 -0.500 +- 0.000 +1.500 +- 0.000 50% 0%"
+    row = "nthr 1.500 +- 0.000 -0.500 +- 0.000 +1.500 +- 0.000 50%"
     assert printed(capsys).count(row) == len(nthr.RATES)
     delta = torch.arange(20.0).view(2, 10)
     deltas = {(kind, "grpo"): delta for kind in nthr.RATES}
@@ -352,22 +344,13 @@ def test_lopti_measures_what_naive_steps_do(group):
             assert measures[lopti.RIGHT + kind, name].tolist() == by_quarter(values)
 
 
-def test_a_reset_takes_adamws_history_away_before_the_second_step(group, monkeypatch):
-    made, real = [], nthr.make_optimizer
-    monkeypatch.setattr(lopti, "make_optimizer", lambda *args: made.append(real(*args)) or made[-1])
-    for kind in ("AdamW", "AdamW, reset"):
-        lopti.climb(group[0], group[2], kind, METHODS["lopti"].passes)
-    steps = [{int(state["step"]) for state in optimizer.state.values()} for optimizer in made]
-    assert steps == [{2}, {1}, {1}]
-
-
 # ---------------- whole commands
 
 SMALL = {
     drift: dict(STEPS=1, SEEDS=2),
     tax: dict(BATCHES=1, UPDATES=1),
     gate: dict(G=3, BATCHES=1, NAMES=[*gate.LINES]),
-    ibpo: dict(START_GROUPS=2, LENGTHS=(2,), SEEDS=range(2), TUNING_SEEDS=range(1), RATES=(400,)),
+    ibpo: dict(LENGTHS=(2,), SEEDS=range(2), TUNING_SEEDS=range(1), RATES=(400,)),
     nthr: dict(STARTS=2, QUESTIONS=2, LAZIEST=1),
     lopti: dict(STARTS=2),
 }

@@ -26,7 +26,6 @@ LINKS = re.findall(r'<a href="#([^"]+)">', (FOLDER / "tree_page.html").read_text
 PRESETS = [link.replace("&amp;", "&").replace("+", " ") for link in LINKS]
 LOSSES = tree.toy_losses()
 START = "method=reinforce&project=off&lengths=unequal&won=1010&moved=1&spread=none"
-FEELS_ITS_WHOLE_ANSWER = {"gspo", "dfpo-min", "dfpo-orthogonal", "recentred"}  # a token
 NASTY = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 
 
@@ -57,12 +56,10 @@ def fresh(setting: str) -> tuple:
             own = tree.FACTOR[i] ** tree.SPREAD[chosen["spread"]] if alone else 1.0
             logp[i, t] += math.log(float(chosen["moved"]) * own)
     rewards = torch.tensor([float(digit) for digit in chosen["won"]]).double()
-    shaped = method.repair(rewards, group.facts["repaired"]) if method.repair else rewards
-    A = group_advantages(shaped, 4, method.scale)
+    A = group_advantages(rewards, 4, method.scale)
     adv = A[:, None].expand_as(group.old)
     if method.credit:
-        gen = torch.Generator().manual_seed(0)
-        old = OldPolicy(group.tokens, group.mask, group.old, rewards, 4, gen, **group.facts)
+        old = OldPolicy(group.tokens, group.mask, group.old, rewards, 4)
         adv = method.credit(adv, old)
     batch = Batch(logp.requires_grad_(), group.old, adv, group.mask, group_size=4, max_tokens=6)
     loss = loss_fn(batch)
@@ -75,7 +72,8 @@ def fresh(setting: str) -> tuple:
 def test_the_page_holds_what_losses_say_of_each_policy_alone(page):
     data, rng = unpack(page), random.Random(0)
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
-    assert {name.partition(" pass ")[0] for name in LOSSES} == {*METHODS}
+    without = {*METHODS} - {name.partition(" pass ")[0] for name in LOSSES}
+    assert without == {"nthr", "nthr-random", "ibpo"}
     settings = [
         f"method={method}&project={rng.choice(['off', 'on'])}&lengths={rng.choice([*tree.ANSWERS])}"
         f"&won={rng.randrange(16):04b}&moved={rng.choice(tree.MOVED)}"
@@ -101,7 +99,6 @@ def test_the_page_holds_what_losses_say_of_each_policy_alone(page):
             (scene["lengths"], lengths),
         ):
             assert shown == pytest.approx(right.tolist(), rel=1e-4, abs=1e-9), setting
-        assert loss["s"] == (chosen["method"] in FEELS_ITS_WHOLE_ANSWER)
 
 
 def test_why_w_is_what_it_is_also_for_a_method_of_ones_own_with_a_narrow_clip(monkeypatch):
@@ -116,7 +113,7 @@ def test_why_w_is_what_it_is_also_for_a_method_of_ones_own_with_a_narrow_clip(mo
         ("dapo", "r", "mean T"),
         ("gspo", "s", "T"),
         ("dfpo-min", "min s", "L"),
-        ("nthr",),  # it has a factor of its own
+        ("advantage-reweighting",),  # it has a factor of its own
     ):
         assert tree.explain_weight(*choices[name]) == (fraction or None)
     group = tree.toy_group("equal", "1010")
@@ -124,17 +121,6 @@ def test_why_w_is_what_it_is_also_for_a_method_of_ones_own_with_a_narrow_clip(mo
     c = [tree.coefficients(group, choices[name][1], A, adv)[0] for name in ("mine", "gspo")]
     torch.testing.assert_close(c[0], 2 * c[1])
     assert (c[0][9] != 0)[group.mask].all()  # shared tokens moved by 1.1: nothing is clipped
-
-
-def test_what_the_toy_knows_for_nthr_and_ibpo():
-    group = tree.toy_group("unequal", "1010")
-    V = len({text for row in group.texts for text in row})
-    # Both answers 2 and 1 begin with "so": <e_a - pi, e_a - pi>, what pi does not say being spread.
-    square = 0.4**2 + 0.6**2 / (V - 1)
-    assert float(group.facts["scores"][1, 0]) == pytest.approx(2 * (1 - 0.8 + square))
-    assert group.facts["repaired"].tolist() == [False, True, False, False]
-    changed = (group.mask & ~group.facts["kept_mask"]).nonzero().tolist()
-    assert [(i, group.texts[i][t]) for i, t in changed] == [(1, "#75"), (3, "#84")]
 
 
 def numbers_of(setting: str) -> list[float]:

@@ -18,14 +18,14 @@ import torch
 import losses
 from claims.tax import apply_projection
 from claims.worlds import Groups, Outcome
-from toy.figure import parse_arguments
+from toy.figure import parse_arguments, print_row
 
 RIGHT = 0.6  # the chance to be right
 ALIKE = ((24, 4), (24, 4))  # lengths: of the first way's right and wrong answers, of the second's
 EXCHANGED = ((4, 24), (4, 24))
 UNLIKE = ((16, 16), (4, 24))
 SIZES = (4, 8, 12)  # G
-UPDATES = {4: 300, 8: 100}  # G: how many
+TRAINED, UPDATES = 4, 300  # G of the second table, and how many
 STEP = 4.0  # the learning rate
 KINDS = ("grpo", "node mean", "unbiased")  # as apply_projection names them
 
@@ -50,7 +50,7 @@ def expected_push(groups: Groups, start: float, kind: str, scale: str) -> tuple[
 def train(groups: Groups, start: float, kind: str) -> tuple[float, float]:
     """GRPO's share of the first way at the end, and the mean learning tax."""
     share, taxes = start, []
-    for _ in range(UPDATES[groups.G]):
+    for _ in range(UPDATES):
         push, tax = expected_push(groups, share, kind, losses.METHODS["grpo"].scale)
         taxes.append(tax)
         log_odds = math.log(share / (1 - share)) + 2 * STEP * push  # the other logit falls as much
@@ -62,21 +62,19 @@ def main(argv: list[str] | None = None):
     parse_arguments(__doc__, argv, {})
     torch.set_num_threads(1)
     print("Expected push on the first way's logit, advantages R - mean R\n")
-    print(f"{'':28}" + "".join(f"{f'G = {G}':>10}" for G in SIZES))
+    print_row("", [f"G = {G}" for G in SIZES])
     for name, lengths, start in (("alike", ALIKE, 0.7), ("unlike", UNLIKE, 0.5)):
         for kind in KINDS:
             groups = [make_groups(lengths, G) for G in SIZES]
             pushes = [expected_push(x, start, kind, "mean")[0] for x in groups]
-            cells = [f"{x if abs(x) > 1e-9 else 0:>10.5f}" for x in pushes]
-            print(f"{f'{name}, from {start}':18}{kind:10}" + "".join(cells))
-    print("\nShare of the first way after training, advantages of GRPO, and mean learning tax\n")
-    for name, lengths in (("alike, from 0.7", ALIKE), ("lengths exchanged", EXCHANGED)):
-        for G, updates in UPDATES.items():
-            groups = make_groups(lengths, G)
-            for kind in KINDS:
-                share, tax = train(groups, 0.7, kind)
-                where = f"{name:19}G = {G}, {updates} updates  {kind:10}"
-                print(f"{where}{share:>8.3f}{tax:>8.3f}")
+            cells = [f"{x if abs(x) > 1e-9 else 0:.5f}" for x in pushes]
+            print_row(f"{name}, {start}: {kind}", cells)
+    print(f"\nFrom 0.7, {UPDATES} updates with G = {TRAINED}, advantages of GRPO\n")
+    print_row("", ["first way's share", "learning tax"])
+    for name, lengths in (("alike", ALIKE), ("exchanged", EXCHANGED)):
+        for kind in KINDS:
+            share, tax = train(make_groups(lengths, TRAINED), 0.7, kind)
+            print_row(f"{name}: {kind}", [f"{share:.3f}", f"{tax:.3f}"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ length, in which it may still slip, or it guesses:
     opener, 3, EOS                       a guess, never right
 
 Nothing is estimated but the step itself, which takes sampled groups: drift is the change of the
-opener's log-odds, and KL, entropy and reward are sums over the policy's own probabilities.
+opener's log-odds, and entropy and reward are sums over the policy's own probabilities.
 toy/README.md says what came out.
 """
 
@@ -34,7 +34,7 @@ from toy.figure import (
     print_row,
     save_picture,
 )
-from toy.policy import EOS, Policy, all_histories, kl, pad, tabular
+from toy.policy import EOS, Policy, all_histories, pad, tabular
 
 PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
 AFTER = (*PROMPT, OPENER)
@@ -50,7 +50,6 @@ NAMES = (
 HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}, "dfpo-min eps 0.2": {"eps": 0.2}}
 COLUMNS = {
     "drift": "opener: change of log-odds",
-    "kl": "opener: KL to the start (nats)",
     "solutions": "entropy of A and B (nats)",
     "reward": "expected reward",
     "tax": "learning tax",
@@ -97,7 +96,6 @@ def measure(policy: Policy, start: Policy) -> dict[str, float]:
     share = a / (a + b)
     return {
         "drift": abs(math.log(p / (1 - p)) - math.log(q / (1 - q))),
-        "kl": kl(policy, start, PROMPT),
         "solutions": -sum(x * math.log(x) for x in (share, 1 - share) if x > 0),
         "reward": sum(p for y, p in after if reward(y)),
     }

@@ -155,6 +155,7 @@ def draw_differences(axis, differences: dict[str, list[float]]):
         axis.errorbar(mean, -y, xerr=half, color="#000000", marker="o")
     axis.axvline(0, color="#999999", linewidth=0.8)
     axis.set_yticks([-y for y in range(len(differences))], differences)
+    axis.margins(y=0.12)
 
 
 def save_picture(plot: Callable, *data, path: Path | None):

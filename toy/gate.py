@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +26,8 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from claims.worlds import Groups, Outcome
-from losses import Batch, group_advantages, prefix_nodes, token_coefficients
+from losses import Batch, group_advantages, prefix_nodes
 from toy.figure import (
-    compute_loss,
     draw_lines,
     find_method,
     format_interval,
@@ -39,13 +37,13 @@ from toy.figure import (
     print_row,
     save_picture,
 )
+from toy.tax import compute_push
 
 G = 4
 NAMES = (
     *("grpo", "dr-grpo", "gspo", "grpo+proj", "grpo-symmetric", "cispo", "dfpo-min"),
     *("dfpo-min eps 0.2", "reinforce", "recentred"),
 )
-HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}, "dfpo-min eps 0.2": {"eps": 0.2}}
 ADAM = functools.partial(AdamW, betas=(0.9, 0.95), weight_decay=0.0)
 
 
@@ -101,14 +99,10 @@ def start_batch(name: str, groups: Groups, logits: Tensor, sampled: int, generat
     return tokens, Batch(old, old, A[:, None].expand_as(old), mask, G, max_tokens=2)
 
 
-def compute_push(name: str, tokens: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+def push(name: str, tokens: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of a method's J, (policies, 2, 2), and the token coefficients, (N, 2)."""
-    logits = logits.detach().requires_grad_()
-    logp = log_probs(logits, tokens).flatten(0, 1)
     nodes = prefix_nodes(tokens.flatten(0, 1), batch.mask, G) if "+" in name else batch.mask
-    loss = compute_loss(name, HYPER, replace(batch, logp=logp), nodes)
-    c = token_coefficients(loss, logp)
-    return torch.autograd.grad(logp, logits, c / len(c))[0], c
+    return compute_push(name, batch, nodes, logits, lambda z: log_probs(z, tokens).flatten(0, 1))
 
 
 def train(setting: Setting, name: str, rates: Tensor) -> list[Tensor]:
@@ -122,7 +116,7 @@ def train(setting: Setting, name: str, rates: Tensor) -> list[Tensor]:
     for _ in range(setting.batches):
         tokens, batch = start_batch(name, groups, path[-1], setting.sampled, generator)
         for _ in range(setting.updates):
-            moved.grad = -compute_push(name, tokens, batch, path[-1])[0]
+            moved.grad = -push(name, tokens, batch, path[-1])[0]
             optimizer.step()
             path.append(start + rates.view(-1, 1, 1) * moved)
     return path
@@ -154,7 +148,7 @@ def sum_by_sign(name: str) -> list[tuple[float, float, float]]:
     good, winner = tokens[0, :, 0] == 0, batch.adv[:, 0] > 0
     sums = []
     for logits in path[:2]:
-        c = compute_push(name, tokens, batch, logits)[1][:, 0] / len(good)
+        c = push(name, tokens, batch, logits)[1][:, 0] / len(good)
         winners, losers = float(c[good & winner].sum()), float(c[good & ~winner].sum())
         sums.append((winners, losers, winners + losers))
     return sums
@@ -220,7 +214,6 @@ def show_limits():
     print(f"\nThe best reward of {len(RATES[::2])} rates, B = 120 if not said\n")
     columns = {
         "M = 2, B = 480": Setting(GOOD, 2, 4 * BATCHES),
-        "M = 8": Setting(GOOD, 8, BATCHES),
         "M = 2, start .01": Setting((GOOD[0], 0.01), 2, BATCHES),
     }
     compare(columns, RATES[::2])

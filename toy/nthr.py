@@ -48,9 +48,6 @@ METHODS = {  # name: a method and its hyperparameters
     "grpo": ("nthr", ["eta=1"]),  # the paper's: its token mean, nothing softened
     "nthr": ("nthr", []),
     "random": ("nthr-random", []),
-    "nthr, eta 0": ("nthr", ["eta=0"]),
-    "random, eta 0": ("nthr-random", ["eta=0"]),
-    "nthr, self term": ("nthr", ["self_term=True"]),
     "pos-only": ("pos-only", []),
 }
 RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
@@ -149,18 +146,16 @@ def format_starts(values: Tensor, form: str = ".3f") -> str:
 def show(deltas: dict[tuple[str, str], Tensor]):
     print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval")
     for kind, lr in RATES.items():
-        titles = ("Delta", "minus grpo's", "minus random's", "above grpo's", "Delta <= 0")
+        titles = ("Delta", "minus grpo's", "minus random's", "above grpo's")
         print()
         print_row(f"{kind} {lr:g}", titles)
         for name in METHODS:
             delta = deltas[kind, name]
             gain = delta - deltas[kind, "grpo"]
             cells = [format_starts(delta), format_starts(gain, "+.3f"), ""]
-            control = name.replace("nthr", "random")
-            if control != name and control in METHODS:
-                cells[2] = format_starts(delta - deltas[kind, control], "+.3f")
-            cells += [f"{share.float().mean():.0%}" for share in (gain > 0, delta <= 0)]
-            print_row(name, cells)
+            if name == "nthr":
+                cells[2] = format_starts(delta - deltas[kind, "random"], "+.3f")
+            print_row(name, [*cells, f"{(gain > 0).float().mean():.0%}"])
 
 
 def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
@@ -177,7 +172,7 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
     finding = "NTHR lifts right answers more than GRPO. With equal steps, chance does as well."
     figure = make_figure(finding, 2.6)
-    names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
+    names = [name for name in METHODS if name != "grpo"]
     for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
         grpo = deltas[kind, "grpo"]
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}

@@ -15,6 +15,8 @@ out, and claim C18 why.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +50,7 @@ SETTINGS = {
     "5: B right is short": ((16, 16), 0.2, (4, 24)),
 }
 NAMES = ("grpo", "gspo", "grpo+proj", "dr-grpo", "cispo", "dfpo-min", "recentred")
-HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}}
+HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}, "dfpo-min eps 0.2": {"eps": 0.2}}
 LINES = ("grpo", "gspo", "grpo+proj", "dr-grpo")  # cispo and dfpo-min lie on dr-grpo
 PANELS = {  # what happens to the reward in some settings
     "2: A wrong is long": "better way A: wrong answers long",
@@ -81,11 +83,16 @@ def start_batch(groups: Groups, logits: Tensor, scale: str) -> Batch:
     return groups.batch(old, groups.probabilities(old), scale)
 
 
-def compute_push(groups: Groups, name: str, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a method's J, (2,), and the token coefficients, (N, T)."""
+def compute_push(
+    name: str, batch: Batch, nodes: Tensor, logits: Tensor, forward: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a method's J by the logits, and the token coefficients, (N, T).
+
+    forward: logits -> log pi of the batch's tokens, (N, T). Nodes: (N, T).
+    """
     logits = logits.detach().requires_grad_()
-    logp = log_probs(groups, logits)
-    loss = compute_loss(name, HYPER, replace(batch, logp=logp), groups.nodes)
+    logp = forward(logits)
+    loss = compute_loss(name, HYPER, replace(batch, logp=logp), nodes)
     c = token_coefficients(loss, logp)
     return torch.autograd.grad(logp, logits, c / len(c))[0], c
 
@@ -96,11 +103,12 @@ def train(groups: Groups, name: str) -> tuple[Tensor, float]:
     And the mean learning tax of the last updates of the batches.
     """
     logits, rate = torch.tensor(START, dtype=torch.float64), None
+    forward = functools.partial(log_probs, groups)
     path, taxes = [logits], []
     for _ in range(BATCHES):
         batch = start_batch(groups, logits, find_method(name).scale)
         for _ in range(UPDATES):
-            push, c = compute_push(groups, name, batch, logits)
+            push, c = compute_push(name, batch, groups.nodes, logits, forward)
             rate = rate or SIZE / push.norm()
             logits = logits + rate * push
         path.append(logits)

@@ -1,6 +1,6 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
-    python -m toy.tree                 tree.html: a toy group under every method
+    python -m toy.tree                 tree.html: a toy group under most methods
     python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
 
 The page is one file, without a network or a library. All coefficients c of all its settings are
@@ -11,7 +11,8 @@ them, and adds them up at the nodes that several answers share:
 
 The toy group answers "37+48=" four times. Every setting of the page is a policy that exists: in
 each, the probabilities after every history sum to 1. toy/tree.svg, README's picture, is the
-group under REINFORCE and under GRPO.
+group under REINFORCE and under GRPO. NTHR and IBPO need more than a policy's probabilities, so they
+are not on the page.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ import torch
 from torch import Tensor
 
 import losses
-from llm.neighbours import kept_tokens, nthr_scores
 from losses import METHODS, Batch, Method, OldPolicy
 from toy.figure import parse_arguments
 from toy.policy import pad
@@ -77,7 +77,6 @@ class Group:
     old: Tensor  # (G, T) log pi_old
     logp: Tensor  # (S, G, T) log pi of each policy
     max_tokens: int
-    facts: dict[str, Tensor]  # for methods that need a model: fields of OldPolicy
 
     def __post_init__(self):
         self.nodes = losses.prefix_nodes(self.tokens, self.mask, len(self.tokens))
@@ -97,32 +96,12 @@ def toy_group(lengths: str, won: str) -> Group:
     old = torch.zeros(mask.shape, dtype=torch.float64)
     old[mask] = torch.tensor([float(p) for row in steps for _, p in row], dtype=torch.float64).log()
     rewards = torch.tensor([float(digit) for digit in won], dtype=torch.float64)
-    group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L, {})
+    group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L)
     own = group.count_visitors() == 1
     factor = torch.tensor(FACTOR, dtype=torch.float64).log()[:, None] * own  # (G, T)
     moves = [math.log(float(m)) + s * factor for m in MOVED for s in SPREAD.values()]
     group.logp = old + torch.stack(moves).masked_fill(~mask, 0.0)  # (S, G, T)
-    group.facts = toy_facts(group, len(vocabulary), vocabulary.index(RIGHT))
     return group
-
-
-def toy_facts(group: Group, V: int, right: int) -> dict[str, Tensor]:
-    """For NTHR, hidden states that are one-hot, one for each prefix. For IBPO, corrections that
-    mend the last number; that of answer 4 is wrong again."""
-    tokens, mask, rewards = group.tokens, group.mask, group.rewards
-    before = torch.cat([torch.full((G, 1), -1), group.nodes[:, :-1]], 1)  # the prefix of a token
-    prefixes = before[mask].unique()
-    hidden = (before[..., None] == prefixes).double()  # (G, T, d)
-    head = torch.full((V, len(prefixes)), math.nan, dtype=torch.float64)  # log-probs, (V, d)
-    head[tokens[mask], hidden.argmax(2)[mask]] = group.old[mask]
-    rest, others = 1 - head.exp().nansum(0), head.isnan().sum(0)
-    head = torch.where(head.isnan(), (rest / others).log(), head)
-    facts = dict(tokens=tokens, mask=mask, logp=group.old, rewards=rewards, group_size=G)
-    scores, own_scores = nthr_scores(**facts, hidden=hidden, head=head)
-    corrections = tokens.scatter(1, mask.sum(1, keepdim=True) - 2, right)
-    kept_mask = kept_tokens(tokens, mask, corrections, mask)
-    repaired = (rewards == 0) & (torch.arange(G) < 3)
-    return dict(scores=scores, own_scores=own_scores, kept_mask=kept_mask, repaired=repaired)
 
 
 # ---------------- the groups of a run
@@ -158,7 +137,7 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
     texts = [batch["pieces"][i][: mask[i - rows[0]].sum()] for i in rows.tolist()]
     prompt, rewards = batch["prompts"][k], batch["rewards"][rows].double()
     logp, budget = torch.stack([old, new]), batch["max_tokens"]
-    return Group(prompt, texts, tokens, mask, rewards, old, logp, budget, {})
+    return Group(prompt, texts, tokens, mask, rewards, old, logp, budget)
 
 
 def count_contested(group: Group) -> int:
@@ -171,15 +150,15 @@ def count_contested(group: Group) -> int:
 # ---------------- what a loss does to a group
 
 
-def bind_losses(hyper: dict[str, dict], model: bool) -> dict[str, tuple[Method, Callable]]:
+def bind_losses(hyper: dict[str, dict]) -> dict[str, tuple[Method, Callable]]:
     """name -> a method and one of its losses; Lopti has two, the others one.
 
-    Without a model only those of methods that need none.
+    Only those of methods that need neither a model's hidden states nor corrections.
     """
     found = {}
     for name in METHODS:
         method = losses.bind(name, hyper.get(name, {}), reference=False)
-        if model or not (method.needs_scores or method.repair):
+        if not (method.needs_scores or method.repair):
             for k, loss in enumerate(method.passes, 1):
                 found[f"{name} pass {k}" if len(method.passes) > 1 else name] = method, loss
     return found
@@ -193,20 +172,16 @@ def toy_losses() -> dict[str, tuple[Method, Callable]]:
         taken = inspect.signature(method.passes[0]).parameters
         narrow = [key for key in WIDE if key in taken and taken[key].default < 0.1]
         hyper[name] = {key: WIDE[key] for key in narrow}
-    return bind_losses(hyper, model=True)
+    return bind_losses(hyper)
 
 
 def advantages(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     """A_i (G,), and what the method's credit rule makes of it (G, T)."""
-    rewards = group.rewards
-    if method.repair:
-        rewards = method.repair(rewards, group.facts["repaired"])
-    A = losses.group_advantages(rewards, len(rewards), method.scale)
+    A = losses.group_advantages(group.rewards, len(group.rewards), method.scale)
     adv = A[:, None].expand_as(group.old).masked_fill(~group.mask, 0.0)
     if method.credit:
-        gen = torch.Generator().manual_seed(0)
-        known = group.tokens, group.mask, group.old, group.rewards, len(A), gen
-        adv = method.credit(adv, OldPolicy(*known, **group.facts))
+        old = OldPolicy(group.tokens, group.mask, group.old, group.rewards, len(A))
+        adv = method.credit(adv, old)
     return A, adv
 
 
@@ -231,20 +206,9 @@ def sequence_ratios(group: Group) -> Tensor:
     return torch.stack([losses.sequence_ratio(batch) for batch in rows])
 
 
-def feels_whole_answer(loss: Callable) -> bool:
-    """Whether the coefficient of a token depends on the ratios of the answer's other tokens."""
-    old, adv = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
-    first = []
-    for move in (0.0, 0.05):
-        logp = torch.tensor([[0.0, move], [0.0, move]], requires_grad=True)
-        batch = Batch(logp, old, adv, old == 0, group_size=2, max_tokens=2)
-        first.append(losses.token_coefficients(loss(batch), logp)[:, 0])
-    return not torch.allclose(*first)
-
-
 def explain_weight(method: Method, loss: Callable) -> list[str] | None:
     """The fraction that w is wherever it is not 0, such as r / T; None if it is none of these."""
-    group = toy_group("unequal", "1000")  # with two right ones of four NTHR's factor is 0
+    group = toy_group("unequal", "1000")
     A, adv = advantages(group, method)
     w = coefficients(group, loss, A, adv)[0] / A[:, None]  # (S, G, T)
     T, s = group.mask.sum(1, keepdim=True), sequence_ratios(group)[:, :, None]
@@ -274,7 +238,6 @@ def scene(group: Group, choices: dict[str, tuple[Method, Callable]]) -> str:
             table[f"{name}/{projection}"] = {
                 "A": brief(A),
                 "adv": brief(adv[mask]) if method.credit else None,
-                "s": feels_whole_answer(loss),
                 "c": brief(c[:, mask]),
             }
     about = {"prompt": group.prompt, "texts": shown, "nodes": group.nodes[mask].tolist()}
@@ -292,15 +255,14 @@ def brief(x: Tensor) -> list:
 
 def describe(method: Method, loss: Callable) -> dict:
     """What a loss does, and where its functions stand, with their formula."""
-    functions, lines = [f for f in (method.repair, method.credit, loss) if f], []
+    functions, lines = [f for f in (method.credit, loss) if f], []
     for function in functions:
         given = ""
         if isinstance(function, functools.partial):
             given = ", ".join(f"{key} = {value}" for key, value in function.keywords.items())
             function = function.func
         doc = inspect.getdoc(function) or ""
-        starts = "J = ", "A_", "R' = "
-        formula = next((line for line in doc.splitlines() if line.startswith(starts)), "")
+        formula = next((line for line in doc.splitlines() if line.startswith(("J = ", "A_"))), "")
         number = inspect.getsourcelines(function)[1]
         lines.append([f"losses.py:{number} {function.__name__} {given}", formula])
     first = getattr(functions[0], "func", functions[0])
@@ -347,7 +309,7 @@ def run_page(run: Path) -> str:
     name, states = flags["method"], ["before the step", "after it"]
     hyper = dict(text.split("=", 1) for text in flags["hyper"])
     hyper.pop("kl", None)  # the log-probs of the reference are not saved
-    choices = bind_losses({name: hyper}, model=False)
+    choices = bind_losses({name: hyper})
     own = [choice for choice in choices if choice.split(" pass ")[0] == name]
     lead = f"Groups of {run}, a run of {name}. Each is shown as if it were a batch of its own."
     lead += " Choose a token in the title of a card to see its account."
