@@ -89,14 +89,17 @@ def test_a_card_before_ampere_computes_in_fp32(quick):
     assert dtypes == {torch.float32}
 
 
-def test_the_chunked_output_layer(start, monkeypatch):
+def test_the_chunked_output_layer_computes_in_fp32(start, monkeypatch):
     monkeypatch.setitem(fast.CHUNK, "cuda", 1)  # then 512 rows a chunk
+    policy, *_ = start
     with pretended_cuda():
-        hidden = torch.ones(600, 16, device="cuda", requires_grad=True)
+        hidden = torch.full((600, 16), 1 / 3, device="cuda", requires_grad=True)
         targets = torch.zeros(600, dtype=torch.long, device="cuda")
-        logp, _ = fast.token_log_probs(start[0].model, hidden, targets, 1.0)
+        with fast.autocast(policy):
+            logp, _ = fast.token_log_probs(policy.model, hidden, targets, 1.0)
         logp.sum().backward()
-        assert logp.dtype == torch.float32 and hidden.grad.device.type == "cuda"
+        exact = (hidden @ policy.model.get_output_embeddings().weight.T).log_softmax(1)[:, 0]
+        assert (logp - exact).abs().max() < 1e-5 and hidden.grad.device.type == "cuda"
 
 
 def test_gradients_of_a_weight_that_is_used_twice_are_added_in_fp32(start):

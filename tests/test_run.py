@@ -36,6 +36,7 @@ def made(tmp_path_factory):
         )
         patch.setattr(torch, "set_num_threads", made.threads.append)
         flags = ["--eval-every", "3", "--temperature", "0.7", "--threads", "3"]
+        flags += ["--method", "advantage-reweighting"]
         made.folder = run(tmp_path_factory.mktemp("made") / "run", *flags)
     made.about = json.loads((made.folder / "config.json").read_text())
     made.config = train.Config(**made.about["config"])
@@ -62,7 +63,7 @@ def test_each_step_has_its_own_prompts_and_the_policy_that_rl_began_from(made, e
 def test_a_run_leaves_what_it_promises(made):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert made.config.method == "grpo" and made.config.out == str(made.folder)
+    assert made.config.method == "advantage-reweighting" and made.config.out == str(made.folder)
     assert made.about["versions"]["torch"] == torch.__version__ and made.threads == [3]
     names = {"config.json", "metrics.jsonl", "start", "checkpoints", "batches"}
     assert {path.name for path in made.folder.iterdir()} - {"lock"} == names
@@ -91,7 +92,7 @@ def test_a_saved_batch_is_the_steps_batch_and_its_log_probs_before_and_after(mad
     assert torch.equal(batch["logp_old"], scored.batch.logp_old)
     assert batch["texts"] == answers.texts
     assert batch["prompts"] == [item.prompt for item in answers.items[::3]]
-    facts = dict(step=4, method="grpo", group_size=3, max_tokens=12)
+    facts = dict(step=4, method=made.config.method, group_size=3, max_tokens=12)
     assert facts.items() <= batch.items()
     advantages = naive.advantages(batch["rewards"].tolist(), 3, "std")
     assert batch["advantages"].tolist() == pytest.approx(advantages, rel=1e-5)
