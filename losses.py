@@ -597,9 +597,9 @@ def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask:
     because wbar depends on the visitors' rewards.
 
     Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
-    with A_i = 0 keep their c. Meant for losses with c proportional to A_i: a KL term's c/A_i may be
-    huge, so add such a term outside. What a method breaks on purpose (pos-only, nthr, the mask of
-    ibpo) is averaged, too. Claim C17 (D, ours).
+    with A_i = 0 keep their c. Meant for losses with c proportional to A_i, so not for recentred. A
+    KL term's c/A_i may be huge, so add such a term outside. What a method breaks on purpose
+    (pos-only, nthr, the mask of ibpo) is averaged, too. Claim C17 (D, ours).
     scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise.
     """
     c = token_coefficients(loss, logp)

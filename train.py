@@ -8,7 +8,7 @@
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
 The policy that sampled is called the old one. A token's ratio is its probability now over its
-probability then. What a loss really does to a token is one number, its coefficient.
+probability then. How hard a loss pushes a token is one number, its coefficient: c = -N dLoss/dlogp.
 
 One step is: sample, score, learn. The order below is
 
@@ -168,7 +168,7 @@ def parse(argv: list[str] | None = None) -> Config:
         else:
             options |= {"type": type(default), "choices": f.metadata["choices"]}
         parser.add_argument(flag, **options)
-    # Parsed again and again: each time the defaults may be others, and flags win.
+    # Parsed more than once: what was given decides which defaults hold, and a flag beats a default.
     given = parser.parse_args(argv)
     saved = read_config(given.resume) if given.resume else {}
     if saved:
@@ -522,7 +522,7 @@ def generate(
         logp = (out.logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (N, V)
         token = draw(logp, uniform[:, t, None]) if temperature else logp.argmax(-1)  # (N,)
         # The mask is made before EOS is looked for: an EOS counts, what follows it does not. Rows
-        # that have ended run on unseen, until all have.
+        # that have ended are computed on, behind the mask, until all have.
         tokens.append(token.masked_fill(~alive, 0))
         mask.append(alive)
         logps.append(logp.gather(1, token[:, None]).squeeze(1).masked_fill(~alive, 0.0))
@@ -678,7 +678,7 @@ class Update:
 
     rows: Tensor  # (n,) of the rollout batch
     coefficients: Tensor  # (n, T) how hard it pushed each token
-    live: Tensor  # (n, T) bool, pushed where all ratios are 1; if no more, a token is clipped
+    live: Tensor  # (n, T) bool, c is not 0 where all ratios are 1: if it is now, the clip did it
     loss: float
     grad_norm: float
 
@@ -754,7 +754,8 @@ def projected(loss_fn, part: Scored):
 def diagnose(policy: Policy, scored: Scored, updates: list[Update], config: Config) -> dict:
     """A step's metrics; log-probs, entropy and KL in nats.
 
-    clip_share counts coefficients of 0. So it misses clips beside a KL term, and cispo's.
+    clip_share counts tokens whose c the clip has set to 0. Beside a KL term, and with cispo, a
+    clipped token keeps some c, and is not counted.
     """
     answers, batch = scored.answers, scored.batch
     mask, rewards, tokens = answers.mask, answers.rewards, answers.mask.sum()
@@ -839,7 +840,7 @@ def warm_start(policy: Policy, task, config: Config):
         corrections = round(0.3 * config.warm_rows)
     optimizer = adamw(model, config.warm_lr)
     for step in tqdm(range(config.warm_steps), "warm start", disable=None):
-        for group in optimizer.param_groups:  # up in 20 steps, and down on a line
+        for group in optimizer.param_groups:  # 20 steps of warm-up, linear decay
             group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
         gen = rng(config.seed, "warm", step)
         picks = torch.randint(len(task.train), (config.warm_rows,), generator=gen).tolist()
@@ -954,6 +955,7 @@ def record(metrics: dict, folder: Path):
 def summarize(folder: Path):
     """What the first and the last training batch, and evaluation, say."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # The evaluation before step 1 (line 0) and the training batch of step 1 (line 1) side by side.
     before, after = lines[min(1, len(lines) - 1)] | lines[0], lines[-1]
     n = after["step"]
     print(f"\ntraining batches 1 and {n}; evaluations after steps 0 and {n}")

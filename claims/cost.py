@@ -131,7 +131,7 @@ def c18(module, name, draws, evidence):
     q = 1 that cannot be, and with a constant weight A takes all.
 
     Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
-    has no closed form.
+    is another. C19 has it for two ways outside the clip range.
 
     Measured: three ways with two kinds of answers each, with random rewards and lengths, groups of
     2 to 4. Then the same with all ways alike: the push is 0. Then two ways with rewards 0 and 1 and

@@ -66,8 +66,8 @@ def c13(module, name, draws, evidence):
     extremes=False,
 )
 def c14(module, name, draws, evidence):
-    """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if the
-    coefficients cancel there: equal norms are not needed.
+    """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if no third one
+    takes their tokens and the coefficients cancel there: equal norms are not needed.
 
     Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
 
@@ -98,8 +98,9 @@ def c14(module, name, draws, evidence):
     has S = what its node gets, not 0.
 
     S = 0 asks for more than that shared tokens cancel. It sums over different tokens, whose ratios
-    differ off-policy. Weights of whole answers whose sum over the group is 0 have it: reinforce,
-    both of DFPO's, recentred. grpo-symmetric and cispo have it on-policy only.
+    differ off-policy. Coefficients that are one number for a whole answer, and sum to 0 over the
+    group, have it: those of reinforce, both of DFPO's, recentred. grpo-symmetric and cispo have it
+    on-policy only.
 
     Measured, off-policy: the identity at every history of every tree; and S = 0 where the whole
     group is together. "left" is taken by autograd from log(pi(y_a)/pi(y_b)) of the first two

@@ -59,12 +59,12 @@ def c19(module, name, draws, evidence):
 
       -p'(1-p') K ((1-q_u) b + q_d (1-b)).
 
-    This is negative for all q. It pulls the choice back to the old policy whichever way is better.
-    And it is a sum, where the credit is a difference: at q_u = .6, q_d = .5, p = .5 it is 4.45
-    times the credit. So after a first update that leaves the clip range, a second one may undo more
-    than the first has done. A clip that is blind to the sign stops all four
-    terms: 0. cispo keeps all four up to a ratio of 5. reinforce has p (1-p) K (q_u - q_d): its
-    weight is 1. recentred has exactly the gradient at p', p'(1-p') (1 - 1/G) (q_u - q_d).
+    This is never positive, and 0 only for q_u = 1, q_d = 0. It pulls the choice back to the old
+    policy whichever way is better. And it is a sum, where the credit is a difference: at q_u = .6,
+    q_d = .5, p = .5 it is 4.45 times the credit. So after a first update that leaves the clip
+    range, a second one may undo more than the first has done. A clip that is blind to the sign
+    stops all four terms: 0. cispo keeps all four up to a ratio of 5. reinforce has p (1-p) K (q_u -
+    q_d): its weight is 1. recentred has exactly the gradient at p', p'(1-p') (1 - 1/G) (q_u - q_d).
 
     `python -m toy.gate` has what follows for a whole training, and its limits. Measured on random
     ways, p, p' and G, for both scales of the advantage. "left": the size of the push over that of
@@ -117,7 +117,8 @@ def c20(module, name, draws, evidence):
     With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
     same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -
     f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
-    tax is the largest of all methods here, each sibling pays alike, and it costs nothing.
+    tax, K q (1 - q) a visitor, differs between the ways. With the credit K q (q - b) it adds up to
+    K q (1 - b), so it costs nothing.
 
     Measured: the sign of the push on A, and the value of that for binary rewards with the same Q.
     "left": the size of the push over reinforce's with the mean scale.

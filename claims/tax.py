@@ -115,8 +115,8 @@ def check_learning_tax(module, draw: Draw, evidence) -> None:
     extremes=False,
 )
 def c16(module, name, draws, evidence):
-    """Off-policy, of the methods with a weight for each answer, only the plain product is unbiased:
-    they pay for cancellation with bias.
+    """Off-policy a weight for each answer is unbiased if it is the answer's own plain product. The
+    other methods here pay for cancellation with bias.
 
     Source: exact enumeration (D)
 
@@ -232,7 +232,8 @@ def c17(module, name, draws, evidence):
       (d) A node with one visitor has w' = w. Where answers differ, the loss and its clip are what
           they were, so the trust region stays where it does its work.
       (e) Where the whole group shares the token, c' = mean(w) A_i: a group constant, as with
-          Min-Replace, but with the mean instead of the minimum. The sum is wbar sum A_i = 0.
+          Min-Replace, but with the mean instead of the minimum. The sum is wbar sum A_i = 0, if
+          the loss leaves answers with A_i = 0 alone. All but recentred do.
       (f) Methods that are exchangeable already (reinforce, grpo-symmetric, cispo, dfpo-min) have
           nothing to remove.
 
@@ -342,11 +343,11 @@ def c17h(module, name, draws, evidence):
     It is larger for rarer nodes. That can do what the tax itself does not. In one softmax the logit
     of way a is pushed by p_a (f_a - fbar), up to a factor. Here f_a is the expected sum at a over
     p_a, and fbar = sum p_a f_a: what all ways have alike drops out. Let there be two ways, exactly
-    alike. Their odds move by 2 p_a p_b (f_a - f_b). Without a projection f is the same for both,
-    tax included, and nothing moves. The node mean leaves more of the tax to each visitor of the
-    rarer one. So for C < 0 the commoner way grows, and for C > 0 the rarer one. No reward asks for
-    it, and the learning tax of every batch is 0: `python -m toy.alike`. With a third way, f_a - f_b
-    is as stated, but the odds of a and b also depend on the third one's f.
+    alike. Their log-odds move by 2 p_a p_b (f_a - f_b). Without a projection f is the same for
+    both, tax included, and nothing moves. The node mean leaves more of the tax to each visitor of
+    the rarer one. So for C < 0 the commoner way grows, and for C > 0 the rarer one. No reward asks
+    for it, and the learning tax of every batch is 0: `python -m toy.alike`. With a third way, f_a -
+    f_b is as stated, but the odds of a and b also depend on the third one's f.
 
     If all ways are alike, who visits v says nothing about w and A. Then S_v is a random part of the
     group. Given the group, the loss has the expectation (n/G) sum w_i A_i, and the tax of the batch

@@ -211,7 +211,9 @@ def main(argv: list[str] | None = None):
     failures = run_all(starts)
     failures |= run_all([job for job in runs if job.start not in failures])
     if failures:
-        lines = [f"{folder}: {reason}" for folder, reason in failures.items()]
+        # In the order of the plan, not in that of ending.
+        failed = [job.folder for job in jobs if job.folder in failures]
+        lines = [f"{folder}: {failures[folder]}" for folder in failed]
         sys.exit("error: " + "\n       ".join(lines))
     made = [read_run(job.folder) for job in runs]
     if unfinished := [Path(run.folder).name for run in made if not run.finished]:

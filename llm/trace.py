@@ -10,9 +10,9 @@ SHOWN = 12  # tokens of an answer; longer ones are cut
 def show_group(policy, scored, made, after: Tensor):
     """Print a group: what was sampled, how hard each token is pushed, and where pushes cancel.
 
-    made: the first update of a step, a train.Update, in which every ratio is 1. It is the first
-    group of that update in which rewards differ. after: (N, T) log pi when all updates of the step
-    are done, those on other groups included.
+    made: the first update of a step, a train.Update, in which every ratio is 1. It is a group of
+    that update in which rewards differ. after: (N, T) log pi when all updates of the step are done,
+    those on other groups included.
     """
     answers, batch, G = scored.answers, scored.batch, scored.batch.group_size
     A = scored.advantages[made.rows].view(-1, G)
@@ -20,9 +20,11 @@ def show_group(policy, scored, made, after: Tensor):
     print(f"\nThe first update of step {answers.step}: {len(A)} groups of {G} answers")
     print(f"loss {made.loss:.4f}, gradient norm {made.grad_norm:.4f}")
     if not mixed:
-        print("All answers of a group have one reward, in each of them: there is nothing to learn.")
+        print("In each of them all answers have one reward, so all advantages are 0.")
         return
-    first = mixed[0] * G
+    # The one in which most answers begin alike.
+    starts = scored.nodes[made.rows, 0].view(-1, G)
+    first = G * max(mixed, key=lambda k: starts[k].unique(return_counts=True)[1].max().item())
     rows = made.rows[first : first + G].tolist()
     c = made.coefficients[first : first + G].cpu()
     print(f"\nOne of these groups: {answers.items[rows[0]].prompt}")
@@ -45,8 +47,9 @@ def show_group(policy, scored, made, after: Tensor):
         "\nTokens that answers share, with all that stands before them. If their weights are equal,"
     )
     print("the sums of c are in proportion to those of A: 0 where the whole group shares one.\n")
-    print(f"{'place':>5} {'token':>8} {'sum of A':>9} {'sum of c':>9}  answers")
+    print(f"{'sum of A':>9} {'sum of c':>9}  answers and what they share")
     nodes, mask = scored.nodes[rows].cpu(), answers.mask[rows].cpu()
+    shared = {}  # (answers, sums): their tokens
     for place in range(nodes.shape[1]):
         for node in nodes[:, place][mask[:, place]].unique().tolist():
             who = (nodes[:, place] == node) & mask[:, place]  # (G,)
@@ -55,7 +58,10 @@ def show_group(policy, scored, made, after: Tensor):
                 token = show(policy, answers.tokens[rows[ones[0]], place])
                 sums = scored.advantages[rows].cpu()[who].sum(), c[who, place].sum()
                 names = " ".join(str(i + 1) for i in ones.tolist())
-                print(f"{place + 1:5} {token:>8} {sums[0]:9.3f} {sums[1]:9.4f}  {names}")
+                line = f"{sums[0]:9.3f} {sums[1]:9.4f}  {names}:"
+                shared[line] = [*shared.get(line, []), token]
+    for line, pieces in shared.items():
+        print(line, " ".join(pieces))
     print(flush=True)
 
 

@@ -48,6 +48,7 @@ METHODS = {  # name: a method and its hyperparameters
     "grpo": ("nthr", ["eta=1"]),  # the paper's: its token mean, nothing softened
     "nthr": ("nthr", []),
     "random": ("nthr-random", []),
+    "nthr, self term": ("nthr", ["self_term=True"]),
     "pos-only": ("pos-only", []),
 }
 RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
@@ -172,7 +173,7 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
     finding = "NTHR lifts right answers more than GRPO. With equal steps, chance does as well."
     figure = make_figure(finding, 2.6)
-    names = [name for name in METHODS if name != "grpo"]
+    names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
     for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
         grpo = deltas[kind, "grpo"]
         gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
