@@ -704,10 +704,20 @@ def _convert(key: str, value: object, default: object) -> object:
     return number
 
 
+LEGEND = """\
+r, s  r = pi_theta / pi_old of a token; s: its geometric mean over the answer (recentred: product)
+A     the answer's advantage: reward - group mean, for "std" also / the group's deviation
+sg    stop-gradient: what is in brackets counts as a constant
+clip  clip(r, low, high): r, but at least low and at most high
+(P)   stated by the paper; (S) known only second-hand; (D) derived here
+"""
+
 if __name__ == "__main__":  # every method with its formulas, from the docstrings
+    print(LEGEND)
     for name, method in METHODS.items():
-        steps = "one optimiser step" if len(method.passes) == 1 else "two optimiser steps"
-        print(f'{name}: advantage "{method.scale}", {steps} a minibatch')
+        steps = len(method.passes)
+        several = f", {steps} optimiser steps a minibatch" if steps > 1 else ""
+        print(f'{name}: advantage "{method.scale}"{several}')
         for function in filter(None, (method.repair, method.credit, *method.passes)):
             lines = [line.strip() for line in function.__doc__.splitlines()]
             formula = next(line for line in lines if line.startswith(("J = ", "A_", "R' = ")))

@@ -60,16 +60,16 @@ def audit(module, name, draws, evidence):
       grpo                         something outside the clip range, and with unequal lengths (C8)
       gspo                         something with unequal lengths (C8), and off-policy always (C4)
       pos-only                     something always: nothing stands against the winners
-      project                      nothing, whichever method is projected (C17), but for recentred
+      project                      nothing, whichever of these methods but recentred is projected
 
     GSPO gets the clip range 0.2/0.28, because its own is made for long answers; so does every other
     loss whose clip range is below 0.1. lopti_high gets eta = 0, so that it takes every token. The
     row "project" puts one method after another through the projection of C17. recentred is left
-    out: it pushes answers with A_i = 0 as well, and these have no weight. A method of your own has
-    no prediction in this table; M1 compares its coefficients.
+    out, because it also pushes answers with A_i = 0, which the projection leaves as they are. A
+    method of your own has no prediction in this table; M1 compares its coefficients.
     """
-    # recentred also pushes answers with A_i = 0, which have no weight to average.
-    methods = itertools.cycle(x for x in single_losses(losses) if x != "recentred")
+    projected = [method for method in single_losses(losses) if method in AUDIT]
+    methods = itertools.cycle([method for method in projected if method != "recentred"])
     expected = AUDIT.get(name, "    ")
     cells = []
     for (spread, offset, equal_lengths), what in zip(SETTINGS, expected, strict=True):

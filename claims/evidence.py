@@ -80,10 +80,11 @@ class Evidence:
         self.error = 0.0  # largest |measured - predicted| / max(1, |predicted|)
         self.excess = -1.0  # the same over its tolerance: at most 1 agrees, -1 compared nothing
         self.pair = (math.nan, math.nan)  # predicted and measured where they are furthest apart
+        self.what = ""  # which of several things the pair is, if the claim says so
         self.left = []  # sizes of what a dropped condition leaves, or of a statement's error
         self.rows = []  # of the claim's own table: a name, then numbers
 
-    def equal(self, predicted, measured, tolerance: float = TOLERANCE) -> None:
+    def equal(self, predicted, measured, tolerance: float = TOLERANCE, what: str = "") -> None:
         p, m = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (predicted, measured))
         if p.shape != m.shape:
             raise ValueError(f"a result of shape {tuple(m.shape)}; {tuple(p.shape)} was expected")
@@ -95,6 +96,7 @@ class Evidence:
             self.error = float(errors[worst])
             self.excess = self.error / tolerance
             self.pair = (float(p.flatten()[worst]), float(m.flatten()[worst]))
+            self.what = what and f"{what}: "
 
     def record_left(self, size) -> None:
         self.left.append(torch.as_tensor(size, dtype=torch.float64).abs().mean().item())
@@ -140,7 +142,8 @@ def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Eviden
         return evidence
     if evidence.excess > 1:
         evidence.state = "wrong"
-        evidence.message = f"expected {evidence.pair[0]:.6g}, got {evidence.pair[1]:.6g}"
+        predicted, measured = evidence.pair
+        evidence.message = f"{evidence.what}expected {predicted:.6g}, got {measured:.6g}"
     elif evidence.mean_left < NOTICEABLE and not any(draw.kind for draw in draws):
         evidence.state, evidence.message = "wrong", "what must differ here is the same"
     return evidence

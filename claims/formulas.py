@@ -295,8 +295,8 @@ def m1(module, name, draws, evidence):
         if not hasattr(losses, name):  # a new loss of the file under test
             hyper = known | hyper
         value, c = formula_of(name, batch, **hyper)
-        evidence.equal(c, coefficients(loss, batch))
-        evidence.equal(value, loss)
+        evidence.equal(c, coefficients(loss, batch), what="a token's coefficient")
+        evidence.equal(value, loss, what="the loss's value")
 
 
 @claim("M2", every_loss)

@@ -254,6 +254,21 @@ def masks_after_exp(batch, eps_low, eps_high):
     return -losses.budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
 
 
+def with_average(average: Callable) -> Callable:
+    """Exercise 4 with another average, (N, T) terms, mask -> scalar."""
+
+    def loss(batch, eps_low, eps_high):
+        ratio = losses.token_ratio(batch)
+        return -average(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch.mask)
+
+    return loss
+
+
+TOKEN_MEANS = (  # they differ on a batch without tokens: 0, nan, and nan with a gradient of nan
+    losses.token_mean,
+    lambda x, mask: x[mask].mean(),
+    lambda x, mask: (x * mask).sum() / mask.sum(),
+)
 SYMMETRIC = Question(
     "grpo_symmetric",
     "r A L eps_low eps_high",
@@ -275,6 +290,13 @@ SYMMETRIC = Question(
         (
             masks_after_exp,
             "The exp of the padding is inf, and 0 * inf makes the gradient nan. Mask before exp.",
+        ),
+        *(
+            (
+                with_average(token_mean),
+                "You divide by the number of tokens; the formula says N L.",
+            )
+            for token_mean in TOKEN_MEANS
         ),
     ),
     call_with_batch,
@@ -551,6 +573,8 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
     return loss(batch).item(), float(first_coefficients(loss, batch).sum())
 
 
+WITHOUT_G = "c is G times dJ/dlog pi."
+BY_LENGTH = "Long answers count more often: the value is -sum A T / (G L)."
 GRPO_ON_POLICY = Question(
     "grpo_on_policy",
     "advantages lengths",
@@ -568,6 +592,17 @@ GRPO_ON_POLICY = Question(
             ),
             "This is the value of J. The loss is -J.",
         ),
+        (
+            lambda advantages, lengths: (
+                -sum(advantages) / len(advantages),
+                sum(map(truediv, advantages, lengths)) / len(advantages),
+            ),
+            WITHOUT_G,
+        ),
+        (
+            lambda advantages, lengths: (0.0, 0.0),
+            "A loss of 0 may have a gradient. c is G times dJ/dlog pi, and has the answer's 1/T_i.",
+        ),
     ),
 )
 DR_GRPO_ON_POLICY = Question(
@@ -575,6 +610,18 @@ DR_GRPO_ON_POLICY = Question(
     "advantages lengths budget",
     (([1.0, -1.0], [1, 2], 6), *grow(draw_values, draw_lengths, lambda rng, size: size + 2)),
     lambda *x: on_policy(losses.dr_grpo, *x),
+    (
+        (lambda A, lengths, budget: (0.0, 0.0), BY_LENGTH),
+        (lambda A, lengths, budget: (0.0, sum(A) / budget), BY_LENGTH),
+        (lambda A, lengths, budget: (-sum(A) / len(A) / budget, sum(A) / budget), BY_LENGTH),
+        (
+            lambda A, lengths, budget: (
+                on_policy(losses.dr_grpo, A, lengths, budget)[0],
+                sum(A) / len(A) / budget,
+            ),
+            WITHOUT_G,
+        ),
+    ),
 )
 NOTHING_IS_LEARNED = Question(
     "nothing_is_learned",
@@ -585,6 +632,10 @@ NOTHING_IS_LEARNED = Question(
         (
             lambda rewards: not any(rewards),
             "All right is like all wrong: there is nothing to compare.",
+        ),
+        (
+            lambda rewards: sum(rewards) in (0, len(rewards)),
+            "Rewards may be any numbers: compare the largest and the smallest.",
         ),
     ),
 )
@@ -605,5 +656,5 @@ EXERCISES = {
     8: Exercise(f"{EXPLAIN} C15", (LEARNING_TAX,)),
     9: Exercise(f"{EXPLAIN} C14", (COUNTEREXAMPLE, LOG_ODDS)),
     10: Exercise(f"{EXPLAIN} C15", (WEIGHT,)),
-    11: Exercise(f"{EXPLAIN} C8", (GRPO_ON_POLICY, DR_GRPO_ON_POLICY, NOTHING_IS_LEARNED)),
+    11: Exercise(f"{EXPLAIN} loss", (GRPO_ON_POLICY, DR_GRPO_ON_POLICY, NOTHING_IS_LEARNED)),
 }
