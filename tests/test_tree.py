@@ -108,11 +108,12 @@ def test_why_w_is_what_it_is_also_for_a_method_of_ones_own_with_a_narrow_clip(mo
     monkeypatch.setitem(METHODS, "mine", losses.Method((mine,)))
     choices = tree.toy_losses()
     for name, *fraction in (
-        ("reinforce", "1", "L"),
-        ("grpo", "r", "T"),
-        ("dapo", "r", "mean T"),
-        ("gspo", "s", "T"),
-        ("dfpo-min", "min s", "L"),
+        ("reinforce", "1", "L", ""),
+        ("grpo", "r", "T", "0 if clipped"),
+        ("dapo", "r", "mean T", "0 if clipped"),
+        ("gspo", "s", "T", "0 if clipped"),
+        ("dfpo-min", "min s", "L", ""),
+        ("lopti pass 1", "r", "mean T", "0 if clipped or left out"),
         ("advantage-reweighting",),  # it has a factor of its own
     ):
         assert tree.explain_weight(*choices[name]) == (fraction or None)
