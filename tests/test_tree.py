@@ -187,6 +187,16 @@ def test_a_run_shows_its_most_contested_groups_before_and_after_the_step(run):
         assert scene["losses"]["gspo/off"]["c"][state] == pytest.approx(c.tolist(), rel=1e-4)
 
 
+def test_a_run_opens_on_the_group_with_the_largest_learning_tax(run):
+    (path,) = run.glob("batches/*2.pt")
+    saved = torch.load(path)
+    saved["mask"][3, 6:] = False  # an answer of the least contested group is shorter now
+    torch.save(saved, path)
+    data = unpack(tree.run_page(run))
+    assert [key[3:] for key in data["scenes"]] == ["two", NASTY[:24], "three"]
+    assert data["start"]["group"] == "1: two" and "step 2" in data["lead"]
+
+
 def test_what_is_no_run_is_refused_in_one_line(run):
     (path,) = run.glob("batches/*2.pt")
     equal = torch.load(path) | {"rewards": torch.ones(12)}

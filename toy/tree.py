@@ -107,10 +107,10 @@ def toy_group(lengths: str, won: str) -> Group:
 # ---------------- the groups of a run
 
 
-def run_groups(run: Path) -> tuple[dict, int, dict[str, Group]]:
-    """The flags of a run, and the step and up to three groups of the newest batch that it saved.
+def run_groups(run: Path) -> tuple[dict, int, list[Group]]:
+    """The flags of a run, and the step and the groups of the newest batch that it saved.
 
-    Those in which most tokens are shared by answers that differ in reward.
+    Those in which answers that differ in reward share tokens; first where they share most.
     """
     saved = sorted(run.glob("batches/step-*.pt"))
     if not saved:
@@ -124,10 +124,10 @@ def run_groups(run: Path) -> tuple[dict, int, dict[str, Group]]:
         reason = str(error).partition("\n")[0]
         what = f"is not as train.py writes it: {type(error).__name__} {reason}"
         sys.exit(f"error: {saved[-1]}, or config.json beside it, {what}")
-    best = sorted(groups, key=count_contested, reverse=True)[:3]
-    if not count_contested(best[0]):
+    contested = [group for group in groups if count_contested(group)]
+    if not contested:
         sys.exit(f"error: {saved[-1]} has no group in which right and wrong answers share tokens")
-    return flags, step, {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(best, 1)}
+    return flags, step, sorted(contested, key=count_contested, reverse=True)
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
@@ -323,7 +323,10 @@ def toy_page() -> str:
 
 
 def run_page(run: Path) -> str:
-    """The page of a run: three groups of its newest saved batch, before and after the step."""
+    """The page of a run: three groups of its newest saved batch, before and after the step.
+
+    Those with the largest learning tax.
+    """
     flags, step, groups = run_groups(run)
     name, states = flags["method"], ["before the step", "after it"]
     hyper = dict(text.split("=", 1) for text in flags["hyper"])
@@ -331,19 +334,21 @@ def run_page(run: Path) -> str:
     choices = bind_losses({name: hyper})
     own = [choice for choice in choices if choice.split(" pass ")[0] == name]
     lead = f"Groups of {run}, a run of {name}, at step {step}."
+    lead += " They have the largest learning tax of their batch."
     lead += " Each is shown as if it were a batch of its own."
     lead += " Choose a token in the title of a card to see its account."
     if not own:
         lead += f" {name} needs more than a saved batch holds, so grpo is shown first."
     data = {"digits": 4, "states": states, "lead": lead}
-    data["scenes"] = {key: scene(group, choices) for key, group in groups.items()}
     first = (own or ["grpo"])[0]
-    taxes = {key: tax_before(group, *choices[first]) for key, group in groups.items()}
-    data["start"] = {"group": max(taxes, key=taxes.get), "method": first}
+    groups.sort(key=lambda group: -round(tax_before(group, *choices[first]), data["digits"]))
+    named = {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(groups[:3], 1)}
+    data["scenes"] = {key: scene(group, choices) for key, group in named.items()}
+    data["start"] = {"group": next(iter(named)), "method": first}
     data["start"] |= {"project": "on" if flags["project"] else "off"}
     data["start"] |= {"policy": states[0], "look": "0.0"}
     data["controls"] = [
-        control("group", "group", groups, "scene", "select"),
+        control("group", "group", named, "scene", "select"),
         control("policy", "policy", states, "state"),
     ]
     return write_page(data, choices)
