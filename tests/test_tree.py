@@ -108,11 +108,12 @@ def test_why_w_is_what_it_is_also_for_a_method_of_ones_own_with_a_narrow_clip(mo
     monkeypatch.setitem(METHODS, "mine", losses.Method((mine,)))
     choices = tree.toy_losses()
     for name, *fraction in (
-        ("reinforce", "1", "L"),
-        ("grpo", "r", "T"),
-        ("dapo", "r", "mean T"),
-        ("gspo", "s", "T"),
-        ("dfpo-min", "min s", "L"),
+        ("reinforce", "1", "L", ""),
+        ("grpo", "r", "T", "0 if clipped"),
+        ("dapo", "r", "mean T", "0 if clipped"),
+        ("gspo", "s", "T", "0 if clipped"),
+        ("dfpo-min", "min s", "L", ""),
+        ("lopti pass 1", "r", "mean T", "0 if clipped or left out"),
         ("advantage-reweighting",),  # it has a factor of its own
     ):
         assert tree.explain_weight(*choices[name]) == (fraction or None)
@@ -184,6 +185,16 @@ def test_a_run_shows_its_most_contested_groups_before_and_after_the_step(run):
         batch = Batch(logp, old, A[:, None].expand(3, 12), saved["mask"], 3, max_tokens=12)
         c = token_coefficients(losses.gspo(batch, 0.02, 0.03), logp)[:, :10].flatten()
         assert scene["losses"]["gspo/off"]["c"][state] == pytest.approx(c.tolist(), rel=1e-4)
+
+
+def test_a_run_opens_on_the_group_with_the_largest_learning_tax(run):
+    (path,) = run.glob("batches/*2.pt")
+    saved = torch.load(path)
+    saved["mask"][3, 6:] = False  # an answer of the least contested group is shorter now
+    torch.save(saved, path)
+    data = unpack(tree.run_page(run))
+    assert [key[3:] for key in data["scenes"]] == ["two", NASTY[:24], "three"]
+    assert data["start"]["group"] == "1: two" and "step 2" in data["lead"]
 
 
 def test_what_is_no_run_is_refused_in_one_line(run):

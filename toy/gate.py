@@ -170,7 +170,11 @@ def compare(columns: dict[str, Setting], rates: Tensor = RATES) -> dict:
 
 def plot(rewards: dict, sums: list[tuple[float, float, float]], path: Path):
     """The mechanism, and the end at every rate."""
-    figure = make_figure("GRPO's min undoes a first update. So no rate suits both tokens.", 3.4)
+    finding = (
+        "GRPO's min undoes a first update. So no learning rate teaches both good tokens.\n"
+        "(An answer is two tokens. Each good one makes a right answer likelier.)"
+    )
+    figure = make_figure(finding, 3.6)
     bars, ends = figure.subplots(1, 2)
     sides = {"winners": "#56B4E9", "losers": "#CC79A7", "their sum": "#000000"}
     for k, (side, color) in enumerate(sides.items()):
@@ -178,12 +182,16 @@ def plot(rewards: dict, sums: list[tuple[float, float, float]], path: Path):
         bars.bar(places, [update[k] for update in sums], 0.25, color=color, label=side)
     bars.axhline(0, color="#999999", linewidth=0.8)
     bars.set_xticks([1, 2], ["first update", "second update"])
-    bars.set_ylabel("sum of the coefficients c")
-    bars.set_title("grpo at the good token 1, which has to grow")
+    bars.set_ylabel("sum of the coefficients c (up: it grows)")
+    bars.set_title("grpo: push on the good first token")
     bars.legend()
     ends.set_xscale("log")
     curves = {name: rewards["M = 2", name].tolist() for name in LINES}
     draw_lines(ends, curves, RATES.tolist())
+    for reward, learned in ((0.3, "none learned"), (0.4, "one token learned"), (0.5, "both")):
+        ends.axhline(reward, color="#999999", linewidth=0.8, linestyle=":")
+        ends.annotate(learned, (1, reward), (0, 3), textcoords="offset points", fontsize=8)
+    ends.set_ylim(0.29, 0.52)
     ends.set_title(f"reward after {BATCHES} batches of 2 updates")
     ends.set_ylabel("expected reward (best: 0.5)")
     ends.set_xlabel("learning rate")

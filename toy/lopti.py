@@ -162,8 +162,8 @@ def plot(measures: Measures, path: Path):
         if " - " in name
     }
     draw_differences(last, differences)
-    last.set_title("p > .75: moves as A says")
-    last.set_xlabel("difference of two shares")
+    last.set_title("p > .75 moving the right way")
+    last.set_xlabel("share of these tokens:\nfirst method minus second")
     figure.savefig(path)
 
 

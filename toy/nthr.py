@@ -171,8 +171,11 @@ def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
-    finding = "NTHR lifts right answers more than GRPO. With equal steps, chance does as well."
-    figure = make_figure(finding, 2.6)
+    finding = (
+        "NTHR lifts right answers more than GRPO.\n"
+        "With equal steps, choosing tokens at random does as well."
+    )
+    figure = make_figure(finding, 2.8)
     names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
     for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
         grpo = deltas[kind, "grpo"]

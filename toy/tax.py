@@ -139,16 +139,16 @@ def predict_reward(setting: str) -> float:
 
 def plot(curves: dict[tuple[str, str], Tensor], path: Path):
     """Expected reward in three settings, and where grpo's closed form ends."""
-    finding = "GRPO and GSPO divide by length, and lose reward for good in two of these worlds"
-    figure = make_figure(finding, 2.9)
+    finding = "GRPO and GSPO divide by length, and lose reward permanently in two of these worlds"
+    figure = make_figure(finding, 3.0)
     axes = figure.subplots(1, len(PANELS), sharey=True)
     axes[0].set_ylim(0.15, 0.68)
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
         draw_lines(axis, {name: curves[setting, name].tolist() for name in LINES})
         axis.axhline(predict_reward(setting), **line_style("grpo") | dict(linestyle=":"))
-        axis.set_title(title)
-        axis.set_xlabel("batches; dotted: C18's forecast")
+        axis.set_title(title, pad=12)  # the names of the lines stay below it
+        axis.set_xlabel("batches; dotted: predicted end")
     figure.savefig(path)
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 import losses
-from losses import METHODS, Batch, Method, OldPolicy
+from losses import METHODS, Batch, Method, OldPolicy, learning_tax
 from toy.figure import parse_arguments
 from toy.policy import pad
 
@@ -107,10 +107,10 @@ def toy_group(lengths: str, won: str) -> Group:
 # ---------------- the groups of a run
 
 
-def run_groups(run: Path) -> tuple[dict, dict[str, Group]]:
-    """The flags of a run, and up to three groups of the newest batch that it saved, by a name each.
+def run_groups(run: Path) -> tuple[dict, int, list[Group]]:
+    """The flags of a run, and the step and the groups of the newest batch that it saved.
 
-    Those in which most tokens are shared by answers that differ in reward.
+    Those in which answers that differ in reward share tokens; first where they share most.
     """
     saved = sorted(run.glob("batches/step-*.pt"))
     if not saved:
@@ -119,15 +119,15 @@ def run_groups(run: Path) -> tuple[dict, dict[str, Group]]:
         batch = torch.load(saved[-1], map_location="cpu", weights_only=True)
         flags = json.loads((run / "config.json").read_text())["config"]
         rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
-        groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
+        step, groups = batch["step"], [run_group(batch, k, part) for k, part in enumerate(rows)]
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, pickle.PickleError) as error:
         reason = str(error).partition("\n")[0]
         what = f"is not as train.py writes it: {type(error).__name__} {reason}"
         sys.exit(f"error: {saved[-1]}, or config.json beside it, {what}")
-    best = sorted(groups, key=count_contested, reverse=True)[:3]
-    if not count_contested(best[0]):
+    contested = [group for group in groups if count_contested(group)]
+    if not contested:
         sys.exit(f"error: {saved[-1]} has no group in which right and wrong answers share tokens")
-    return flags, {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(best, 1)}
+    return flags, step, sorted(contested, key=count_contested, reverse=True)
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
@@ -200,6 +200,13 @@ def coefficients(group: Group, loss: Callable, A: Tensor, adv: Tensor) -> tuple[
     return plain.view(S, G, T), projected.view(S, G, T)
 
 
+def tax_before(group: Group, method: Method, loss: Callable) -> float:
+    """The learning tax of the group before the step, without the projection."""
+    A, adv = advantages(group, method)
+    c = coefficients(group, loss, A, adv)[0][0]
+    return learning_tax(c, A, group.nodes, group.mask)
+
+
 def sequence_ratios(group: Group) -> Tensor:
     """s_i of every answer under every policy of the group. (S, G)."""
     rows = [Batch(x, group.old, x, group.mask, len(x), group.max_tokens) for x in group.logp]
@@ -207,7 +214,10 @@ def sequence_ratios(group: Group) -> Tensor:
 
 
 def explain_weight(method: Method, loss: Callable) -> list[str] | None:
-    """The fraction that w is wherever it is not 0, such as r / T; None if it is none of these."""
+    """The fraction that w is, such as r / T, as two texts; None if it is none of these.
+
+    And a third text: when it is 0 instead, "" for never.
+    """
     group = toy_group("unequal", "1000")
     A, adv = advantages(group, method)
     w = coefficients(group, loss, A, adv)[0] / A[:, None]  # (S, G, T)
@@ -217,8 +227,17 @@ def explain_weight(method: Method, loss: Callable) -> list[str] | None:
     for top, bottom in itertools.product(tops, bottoms):
         fraction = tops[top] / bottoms[bottom] * torch.ones_like(w)
         if torch.allclose(w, fraction.masked_fill(w == 0, 0.0)):
-            return [top, bottom]
+            return [top, bottom, explain_zero(group, w)]
     return None
+
+
+def explain_zero(group: Group, w: Tensor) -> str:
+    """When a weight is 0. Without a move of the policy nothing is clipped. (S, G, T)."""
+    zero = (w == 0) & group.mask
+    moved = (group.logp != group.old).flatten(1).any(1)  # (S,)
+    if zero[~moved].any():
+        return "0 if clipped or left out"
+    return "0 if clipped" if zero.any() else ""
 
 
 # ---------------- the page
@@ -304,24 +323,32 @@ def toy_page() -> str:
 
 
 def run_page(run: Path) -> str:
-    """The page of a run: three groups of its newest saved batch, before and after the step."""
-    flags, groups = run_groups(run)
+    """The page of a run: three groups of its newest saved batch, before and after the step.
+
+    Those with the largest learning tax.
+    """
+    flags, step, groups = run_groups(run)
     name, states = flags["method"], ["before the step", "after it"]
     hyper = dict(text.split("=", 1) for text in flags["hyper"])
     hyper.pop("kl", None)  # the log-probs of the reference are not saved
     choices = bind_losses({name: hyper})
     own = [choice for choice in choices if choice.split(" pass ")[0] == name]
-    lead = f"Groups of {run}, a run of {name}. Each is shown as if it were a batch of its own."
+    lead = f"Groups of {run}, a run of {name}, at step {step}."
+    lead += " They have the largest learning tax of their batch."
+    lead += " Each is shown as if it were a batch of its own."
     lead += " Choose a token in the title of a card to see its account."
     if not own:
         lead += f" {name} needs more than a saved batch holds, so grpo is shown first."
     data = {"digits": 4, "states": states, "lead": lead}
-    data["scenes"] = {key: scene(group, choices) for key, group in groups.items()}
-    data["start"] = {"group": next(iter(groups)), "method": (own or ["grpo"])[0]}
+    first = (own or ["grpo"])[0]
+    groups.sort(key=lambda group: -round(tax_before(group, *choices[first]), data["digits"]))
+    named = {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(groups[:3], 1)}
+    data["scenes"] = {key: scene(group, choices) for key, group in named.items()}
+    data["start"] = {"group": next(iter(named)), "method": first}
     data["start"] |= {"project": "on" if flags["project"] else "off"}
     data["start"] |= {"policy": states[0], "look": "0.0"}
     data["controls"] = [
-        control("group", "group", groups, "scene", "select"),
+        control("group", "group", named, "scene", "select"),
         control("policy", "policy", states, "state"),
     ]
     return write_page(data, choices)
