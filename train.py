@@ -374,8 +374,7 @@ def load_policy(config: Config, task, path: str) -> Policy:
     if torch.cuda.is_available():
         policy.model.to("cuda")
         policy.eos = policy.eos.to("cuda")
-        # Cards before Ampere, such as the T4, can only emulate bf16. They compute in fp32.
-        policy.bf16 = torch.cuda.get_device_capability() >= (8, 0)
+        policy.bf16 = has_bf16(policy.model.device)
         # With a mask and some lengths, cuDNN's attention gives nan in backward on H100 and H200
         # (torch 2.11 to 2.13: pytorch's issue 196678). Others of torch's kernels take over.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -405,6 +404,12 @@ def make_model(config: Config, tokenizer) -> torch.nn.Module:
 def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     betas = (0.9, 0.95)
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether to compute in bf16. Cards before Ampere, such as the T4, can only emulate it: they
+    compute in fp32, as a CPU does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def bf16(policy: Policy) -> torch.autocast:

@@ -83,9 +83,10 @@ def plan(argv: list[str] | None = None) -> list[Job]:
             folder = Path(options.out, f"{variant.replace(':', ',')}-s{seed}")
             args = [*flags, "--seed", str(seed)]
             config, start = parse(args), None
-            if replace(config, out="") in asked:
+            settings = replace(config, out="")
+            if settings in asked:
                 sys.exit(f"error: --method {options.method}: {variant} stands there twice")
-            asked.append(replace(config, out=""))
+            asked.append(settings)
             if config.model == "scratch" and config.warm_steps:
                 repair = METHODS[config.method].repair and config.task == "arithmetic"
                 start = Path(options.out, f"start-repair-s{seed}" if repair else f"start-s{seed}")

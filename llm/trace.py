@@ -15,9 +15,9 @@ def show_group(policy, scored, made, after: Tensor):
     those on other groups included.
     """
     answers, batch, G = scored.answers, scored.batch, scored.batch.group_size
-    A = scored.advantages[made.rows].view(-1, G)
-    mixed = A.any(1).nonzero().flatten().tolist()
-    print(f"\nThe first update of step {answers.step}: {len(A)} groups of {G} answers")
+    advantages = scored.advantages[made.rows].view(-1, G)
+    mixed = advantages.any(1).nonzero().flatten().tolist()
+    print(f"\nThe first update of step {answers.step}: {len(advantages)} groups of {G} answers")
     print(f"loss {made.loss:.4f}, gradient norm {made.grad_norm:.4f}")
     if not mixed:
         print("In each of them all answers have one reward, so all advantages are 0.")
@@ -26,16 +26,13 @@ def show_group(policy, scored, made, after: Tensor):
     starts = scored.nodes[made.rows, 0].view(-1, G)
     first = G * max(mixed, key=lambda k: starts[k].unique(return_counts=True)[1].max().item())
     rows = made.rows[first : first + G].tolist()
-    c = made.coefficients[first : first + G].cpu()
+    c, A = made.coefficients[first : first + G].cpu(), scored.advantages[rows].cpu()
     print(f"\nOne of these groups: {answers.items[rows[0]].prompt}")
-    print(
-        "push c: how hard the loss lifts a token's log pi. after: log pi when the step is done.\n"
-    )
+    print("push c: how hard the loss lifts a token's log pi. after: log pi after the step.\n")
     for number, row in enumerate(rows, start=1):
         ids = answers.tokens[row][answers.mask[row]].tolist()[:SHOWN]
         end = " ..." if answers.mask[row].sum() > SHOWN else ""
-        reward, advantage = answers.rewards[row], scored.advantages[row]
-        print(f"answer {number}: reward {reward:g}, A {advantage:+.3f}")
+        print(f"answer {number}: reward {answers.rewards[row]:g}, A {A[number - 1]:+.3f}")
         print("  token  " + "".join(f"{show(policy, i):>8}" for i in ids) + end)
         for name, values in (
             ("push c", c[number - 1]),
@@ -43,9 +40,7 @@ def show_group(policy, scored, made, after: Tensor):
             ("after", after[row]),
         ):
             print(f"  {name:7}" + "".join(f"{x:8.4f}" for x in values[: len(ids)].tolist()))
-    print(
-        "\nTokens that answers share, with all that stands before them. If their weights are equal,"
-    )
+    print("\nTokens that answers share, with all that stands before them. With equal weights")
     print("the sums of c are in proportion to those of A: 0 where the whole group shares one.\n")
     print(f"{'sum of A':>9} {'sum of c':>9}  answers and what they share")
     nodes, mask = scored.nodes[rows].cpu(), answers.mask[rows].cpu()
@@ -56,7 +51,7 @@ def show_group(policy, scored, made, after: Tensor):
             if who.sum() > 1:
                 ones = who.nonzero().flatten()
                 token = show(policy, answers.tokens[rows[ones[0]], place])
-                sums = scored.advantages[rows].cpu()[who].sum(), c[who, place].sum()
+                sums = A[who].sum(), c[who, place].sum()
                 names = " ".join(str(i + 1) for i in ones.tolist())
                 line = f"{sums[0]:9.3f} {sums[1]:9.4f}  {names}:"
                 shared[line] = [*shared.get(line, []), token]

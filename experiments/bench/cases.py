@@ -75,8 +75,8 @@ def make_policy(case: Case, tokenizer=None, device: str = "cpu") -> train.Policy
         head.bias.data[EOS] = math.log((case.vocab - 1) / (case.mean - 1))
         model.config.tie_word_embeddings = False
         model.set_output_embeddings(head)
-    eos = torch.tensor([EOS], device=device)
-    return train.Policy(model.to(device).eval(), tokenizer, eos, bf16=device == "cuda")
+    model, eos = model.to(device).eval(), torch.tensor([EOS], device=device)
+    return train.Policy(model, tokenizer, eos, bf16=train.has_bf16(eos.device))
 
 
 class Task:
