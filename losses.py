@@ -1,11 +1,14 @@
 """Group-relative policy-gradient losses, one short pure function each.
 
-N answers ("trajectories") are rewarded at the end only. The G answers to one prompt are a group and
-are compared with each other: A_i is the advantage of answer i. Every method turns the log-probs of
-the sampled tokens into one scalar. What that scalar really does to a token is its coefficient
-c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there the coefficients
-of the group add up. They ought to add up to what the token earned, its credit, and to nothing
-where all G answers share the token.
+N answers are rewarded at the end only. The G answers to one prompt are a group and are compared
+with each other: A_i is the advantage of answer i. Every method turns the log-probs of the sampled
+tokens into one scalar. What that scalar really does to a token is its coefficient
+c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there the coefficients of
+the group add up. A token that the whole group shares says nothing about which answer was better, so
+they ought to add up to 0: they cancel.
+
+`cancel` makes them add up to 0 for any loss, and leaves the expected update where it was. So
+cancelling changes the noise of an update. What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
@@ -22,6 +25,8 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     dfpo-min               std   min of s          none            budget   always
     dfpo-orthogonal        std   s, not along A    none            budget   always
     recentred              mean  product of two s  none            budget   always
+    balanced               std   r                 min, 0.2        signs    equal mean T, unclipped
+    off-policy-mask        std   r; far losers 0   min, 0.2        answer   as grpo, if none is far
     pos-only               std   r; losers 0       min, 0.2        tokens   never
     nthr, nthr-random      std   r; losers softer  min, 0.2        tokens   unclipped, unsoftened
     advantage-reweighting  std   r; rare softer    min, 0.2/0.24   tokens   unclipped
@@ -33,16 +38,13 @@ function deviates from its paper, its docstring says so. `python losses.py` prin
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO (MiniMax-M1)
 2506.13585, DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti")
-2505.12929, IBPO 2605.16302.
+2505.12929, IBPO 2605.16302, Balanced Aggregation 2605.04077, DeepSeek-V3.2 2512.02556.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,16 +116,16 @@ def token_ratio(batch: Batch) -> Tensor:
     return (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).exp()
 
 
-def sequence_ratio(batch: Batch, kind: str = "geometric") -> Tensor:
-    """s_i, one ratio per answer. (N,). Raises ValueError for another kind.
+def sequence_ratio(batch: Batch, ratio: str = "geometric") -> Tensor:
+    """s_i, one ratio per answer. (N,). Raises ValueError for another kind of ratio.
 
     "geometric": (prod_t r_{i,t})^(1/T_i), GSPO Eq. 7 (P). "product": prod_t r_{i,t}, of DFPO's
-    theory (S). It under- and overflows on long answers, so it is the default nowhere.
+    theory (S). It under- and overflows on long answers, so only recentred has it by default.
     """
-    if kind not in ("geometric", "product"):
-        raise ValueError(f'ratio must be "geometric" or "product", not {kind!r}')
+    if ratio not in ("geometric", "product"):
+        raise ValueError(f'ratio must be "geometric" or "product", not {ratio!r}')
     log_ratio = (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).sum(1)
-    return (log_ratio / lengths(batch) if kind == "geometric" else log_ratio).exp()
+    return (log_ratio / lengths(batch) if ratio == "geometric" else log_ratio).exp()
 
 
 def trajectory_advantage(batch: Batch) -> Tensor:
@@ -157,9 +159,9 @@ def budget_mean(x: Tensor, batch: Batch) -> Tensor:
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
-def token_mean(x: Tensor, mask: Tensor) -> Tensor:
+def token_mean(x: Tensor, batch: Batch) -> Tensor:
     """sum x / number of tokens. DAPO (P), which averages over one group; here over the batch."""
-    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+    return x.masked_fill(~batch.mask, 0.0).sum() / batch.mask.sum().clamp(min=1)
 
 
 def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
@@ -183,6 +185,21 @@ def k3(batch: Batch) -> Tensor:
 
 
 # ---------------- the losses: Batch -> scalar to minimise
+#
+# Four answers to one prompt, budget L = 8. Two are right, so with scale "mean" A is 1/2 or -1/2.
+# All ratios are 1. This is how hard two losses push "so", which all four share:
+#
+#     answer              reward     A    T_i    reinforce: A / L    grpo: A / T_i
+#     so # 4 .               1     +1/2    4           +1/16              +1/8
+#     so 2 + 2 : # 4 .       1     +1/2    8           +1/16              +1/16
+#     so # 5 .               0     -1/2    4           -1/16              -1/8
+#     so # 3 .               0     -1/2    4           -1/16              -1/8
+#                                          sum           0                -1/16
+#
+# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch, and
+# over many batches the sum is 0 on average if what is behind every opener is alike. Three answers
+# go on with "#". There reinforce leaves -1/16, on purpose: they earn less than the group does. This
+# is the credit of "#".
 
 
 def reinforce(batch: Batch) -> Tensor:
@@ -236,7 +253,8 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     """
     groups = (masked_adv(batch) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
-    return -token_mean(clipped(batch, eps_low, eps_high), batch.mask & mixed[:, None])
+    only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
+    return -token_mean(clipped(batch, eps_low, eps_high), only_mixed)
 
 
 def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
@@ -263,7 +281,7 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     Shared token: cancels always. Its weight is the same for all who share it.
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
-    return -token_mean(weight * masked_adv(batch) * batch.logp, batch.mask)
+    return -token_mean(weight * masked_adv(batch) * batch.logp, batch)
 
 
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
@@ -291,14 +309,18 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
     """REINFORCE under a sequence ratio that Min-Replace has made equal within the group.
 
     J = sg[min_j s_j] A log pi, budget mean. DFPO Eq. 17 (transform S, loss D).
-    The paper's full text was not available. Notes on it have an objective with neither 1/T_i nor L,
-    called clip-free, and the plain product in its theory (S). Ours are the score form around the
-    detached weight, the budget mean, because a 1/T_i would undo the cancellation (C8), and the
+    The paper's full text was not available to us. Notes on it have an objective with neither 1/T_i
+    nor L, called clip-free, and the plain product in its theory (S). Ours are the score form around
+    the detached weight, the budget mean, because a 1/T_i would undo the cancellation (C8), and the
     geometric s, because a product under- and overflows. Which ratio the authors' code has is not
     known. With eps (ours) tokens whose ratio is outside 1 +- eps are clipped for both signs of A.
     Shared token: cancels always, on every zero-sum subset too (C9).
     """
-    return _dfpo(batch, ratio, min_replace, eps)
+    groups = (-1, batch.group_size)  # (P, G)
+    s, adv = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
+    w = min_replace(s, adv).reshape(-1, 1)  # (N, 1)
+    outside = (token_ratio(batch) - 1).abs() > eps
+    return -budget_mean((w * masked_adv(batch) * batch.logp).masked_fill(outside, 0.0), batch)
 
 
 def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
@@ -308,13 +330,9 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
     What is ours, and eps: as in dfpo_min.
     Shared token: cancels where the whole group shares it, not on subsets (C10).
     """
-    return _dfpo(batch, ratio, adv_orthogonal, eps)
-
-
-def _dfpo(batch: Batch, ratio: str, transform: Callable, eps: float = float("inf")) -> Tensor:
-    groups = (-1, batch.group_size)
+    groups = (-1, batch.group_size)  # (P, G)
     s, adv = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
-    w = transform(s, adv).reshape(-1, 1)  # (N, 1)
+    w = adv_orthogonal(s, adv).reshape(-1, 1)  # (N, 1)
     outside = (token_ratio(batch) - 1).abs() > eps
     return -budget_mean((w * masked_adv(batch) * batch.logp).masked_fill(outside, 0.0), batch)
 
@@ -335,6 +353,41 @@ def recentred(batch: Batch, ratio: str = "product") -> Tensor:
     return -budget_mean(pairs.mean(2).view(-1, 1) * batch.logp, batch)
 
 
+def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+    """GRPO's surrogate, averaged over the tokens of winners and over those of losers, apart.
+
+    J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r, 1-e, 1+e) A).
+    n is how many answers of the group have that sign; then a mean over groups. Aimed at the tie of
+    sign and length in a token mean. Balanced Aggregation (words P: its abstract; formula S).
+    Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left on-policy.
+    """
+    surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)
+    total = 0.0
+    for side in (adv > 0, adv < 0):  # (N,)
+        counted = (batch.mask & side[:, None]).view(-1, batch.group_size, surrogate.shape[1])
+        sums = surrogate.view(counted.shape).masked_fill(~counted, 0.0).sum((1, 2))  # (P,)
+        answers = side.view(-1, batch.group_size).sum(1)  # (P,)
+        total = total + (answers * sums / counted.sum((1, 2)).clamp(min=1)).sum()
+    return -total / len(adv)
+
+
+def off_policy_mask(
+    batch: Batch, delta: float = 0.1, eps_low: float = 0.2, eps_high: float = 0.2
+) -> Tensor:
+    """GRPO without the losers that the policy has moved away from.
+
+    J = min(r A, clip(r, 1-e, 1+e) A) unless A_i < 0 and d_i > delta, mean per answer.
+    d_i is the answer's mean log(pi_old / pi_theta). DeepSeek-V3.2 Eq. 9 (S: as theirs is
+    transcribed by the libraries that have it).
+    The paper prints no delta. eps inf leaves the mask alone. The KL term is left out.
+    Shared token: as grpo. Where losers are masked, their share of the winners' push is left: the
+    purest case of a choice by the sign of A.
+    """
+    far = sequence_ratio(batch).log() < -delta  # (N,) the geometric mean, so a mean of logs
+    masked = far & (trajectory_advantage(batch) < 0)
+    return -seq_mean(clipped(batch, eps_low, eps_high).masked_fill(masked[:, None], 0.0), batch)
+
+
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
@@ -353,7 +406,7 @@ def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tens
     out is its KL term (1e-4).
     Shared token: cancels inside the clip range (C6), where the credit rule softens nothing.
     """
-    return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
+    return -token_mean(clipped(batch, eps_low, eps_high), batch)
 
 
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Tensor:
@@ -364,7 +417,7 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Te
     micro-batch, we over the minibatch's.
     Shared token: cancels inside the clip range only (C6).
     """
-    return -token_mean(clipped(batch, eps_low, eps_high), batch.mask)
+    return -token_mean(clipped(batch, eps_low, eps_high), batch)
 
 
 def lopti_low(
@@ -391,7 +444,7 @@ def lopti_high(
 
 
 def _lopti(batch: Batch, chosen: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~chosen, 0.0), batch.mask)
+    return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~chosen, 0.0), batch)
 
 
 # ---------------- credit rules: what the old policy knew -> (N, T) advantages
@@ -443,7 +496,7 @@ def nthr(
 ) -> Tensor:
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
-    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR Eq. 7 (P).
+    A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}. NTHR 5.2 (P).
     i runs over the correct answers. s is the score of llm/neighbours.nthr_scores. For a correct
     token the paper's prose sums over the *other* correct answers, so with a single one tau is 0.
     Two reimplementations count the own answer, too: self_term.
@@ -497,7 +550,7 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     """Blame a repaired answer for what its correction changed, or praise it for what was kept.
 
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
-    A' comes from shaped_rewards. IBPO (S): the full text was not available, and this reading,
+    A' comes from shaped_rewards. IBPO (S): the full text was not available to us, and this reading,
     "sign", is in no source that we know. It is ours (D), by a principle: a repaired answer never
     rewards what its correction changed, or blames what it kept. "changed", m = 1[changed] for both
     signs, is the literal reading of what the best source calls a variant of the method. Where
@@ -561,53 +614,70 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     return ((group * group_size + first) * width + place).masked_fill(~mask, -1)
 
 
-def _visitors(advantages: Tensor, nodes: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The K tokens of answers with A_i != 0: a mask (N, T), their A_i (K,), their node (K,)."""
-    adv = advantages[:, None].expand_as(mask)
-    used = mask & (adv != 0)
-    return used, adv[used], nodes[used].unique(return_inverse=True)[1]
-
-
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
     """What unequal weights add to a batch's push on shared tokens, relative to all of it there.
 
     With w = c/A and wbar its mean over S_v, the answers that visit node v, the node's tax is
     tax_v = sum_{S_v} (w_i - wbar) A_i. The result is sum_v |tax_v| / sum_v sum_{S_v} |c_i| over
     nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
-    Answers with A_i = 0 are left out. It speaks of this batch, not of the expected push. It does
-    not see what single visitors pay, and it counts what cancels between sibling nodes. With n > 1
-    of G answers at v, tax_v n (G - 1) / (G (n - 1)) estimates the expected tax without bias, under
-    the condition of C17h.
-    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D).
+    Answers with A_i = 0 are left out.
+
+    It speaks of this batch, not of the expected push. It does not see what single visitors pay, and
+    it counts what cancels between sibling nodes. Where n of G answers visit v, tax_v times
+    n (G - 1) / (G (n - 1)) has the expected tax as its mean, if groups are drawn at random, A has
+    the scale "mean", and none is 0 in a mixed group.
+    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D); the paper has no
+    such number.
     """
-    used, adv, node = _visitors(advantages, nodes, mask)
-    c = coefficients[used]
-    terms = torch.stack([c, c / adv, adv, c.abs(), torch.ones_like(c)], 1)  # (K, 5)
-    sums = terms.new_zeros(len(terms), 5).index_add_(0, node, terms)  # (K >= V, 5)
-    total, weight, advantage, size, visitors = sums[sums[:, 4] > 1].unbind(1)
-    tax = (total - weight / visitors * advantage).abs().sum()
-    return float(tax / size.sum()) if size.sum() > 0 else 0.0
+    adv = advantages[:, None].expand_as(mask)
+    used = mask & (adv != 0)
+    c, adv = coefficients[used], adv[used]  # (K,) each: the tokens that count
+    ids, node = nodes[used].unique(return_inverse=True)
+
+    def sum_at_nodes(x: Tensor) -> Tensor:  # (K,) -> (V,)
+        return x.new_zeros(len(ids)).index_add_(0, node, x)
+
+    visitors = sum_at_nodes(torch.ones_like(c))
+    mean_weight = sum_at_nodes(c / adv) / visitors
+    tax = sum_at_nodes(c) - mean_weight * sum_at_nodes(adv)
+    shared = visitors > 1
+    size = sum_at_nodes(c.abs())[shared].sum()
+    return float(tax[shared].abs().sum() / size) if size > 0 else 0.0
 
 
-def project(loss: Tensor, logp: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
-    """Give each token of any loss the node mean of its weights: no batch has a tax then (C17).
+def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
+    """Any loss, with coefficients that add up to 0 wherever all visitors of a history go one way.
 
-    w' = wbar, the mean of w = c/A over the answers that visit a token's node. Single visitors keep
-    their w. In expectation a part of the tax stays where only a part of the group shares (C17h),
-    because wbar depends on the visitors' rewards.
+    c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other answers j that take a
+    token at the same history; where there is none, c stays. Each answer's push is compared with
+    that of the others: a leave-one-out baseline at every history, a control variate. Given the
+    history and the others, E[r grad log pi] is 0, so the *expected* update does not move.
 
-    Returns the surrogate -(1/N) sum c' log pi with c' detached; its value means nothing. Answers
-    with A_i = 0 keep their c. Meant for losses with c proportional to A_i, so not for recentred. A
-    KL term's c/A_i may be huge, so add such a term outside. What a method breaks on purpose
-    (pos-only, nthr, the mask of ibpo) is averaged, too. Claim C17 (D, ours).
-    scalar, (N, T), (N,) trajectory advantages, (N, T), (N, T) -> scalar to minimise.
+    This holds where c_i depends on answer i alone: reinforce, grpo, grpo-symmetric, dr-grpo, gspo,
+    and with a constant divisor cispo, pos-only and advantage-reweighting; if A_i = R_i - b with a
+    fixed b, answers are independent draws from pi_old, which can draw all that pi can, and theta
+    does not depend on the batch. The group's mean for b holds the own reward, and then the update
+    moves: with w free of rewards, by (1/G) wbar times the true gradient where all share a history
+    on-policy (C22 has the rest). Nothing is promised for DFPO (off-policy), recentred, nthr, lopti,
+    ibpo and dapo.
+
+    Returns a scalar with the loss's value and the gradient -(1/N) sum c' grad log pi. batch.logp is
+    what the loss was computed from; nodes are prefix_nodes, (N, T). Claim C22 (D, ours).
+    Raises ValueError for nodes of another shape.
     """
-    c = token_coefficients(loss, logp)
-    used, adv, node = _visitors(advantages, nodes, mask)
-    terms = torch.stack([c[used] / adv, torch.ones_like(adv)], 1)  # (K, 2)
-    weight, visitors = terms.new_zeros(len(terms), 2).index_add_(0, node, terms).unbind(1)
-    c = c.masked_scatter(used, (weight / visitors)[node] * adv)
-    return -(c * logp).masked_fill(~mask, 0.0).sum() / len(logp)
+    if nodes.shape != batch.logp.shape:
+        raise ValueError(f"nodes has shape {tuple(nodes.shape)}, logp {tuple(batch.logp.shape)}")
+    c, r = token_coefficients(loss, batch.logp), token_ratio(batch).detach()
+    # A history is the node of the token before; the first tokens of a group have one history.
+    group = torch.arange(len(nodes), device=nodes.device)[:, None] // batch.group_size  # (N, 1)
+    ids, history = torch.cat([-2 - group, nodes[:, :-1]], 1)[batch.mask].unique(return_inverse=True)
+    unit = (c / r)[batch.mask]  # (K,)
+    sums = unit.new_zeros(len(ids)).index_add_(0, history, unit)
+    others = torch.bincount(history)[history] - 1  # (K,) visitors besides oneself
+    mean = ((sums[history] - unit) / others.clamp(min=1)).masked_fill(others == 0, 0.0)
+    c = c.masked_scatter(batch.mask, c[batch.mask] - r[batch.mask] * mean)
+    surrogate = -(c * batch.logp).masked_fill(~batch.mask, 0.0).sum() / len(c)
+    return loss.detach() + surrogate - surrogate.detach()
 
 
 # ---------------- a method = advantage scale + credit + passes
@@ -635,6 +705,8 @@ METHODS: dict[str, Method] = {
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),
     "recentred": Method((recentred,), scale="mean"),
+    "balanced": Method((balanced,)),
+    "off-policy-mask": Method((off_policy_mask,)),
     "pos-only": Method((pos_only,)),
     "nthr": Method((nthr_grpo,), credit=nthr, needs_scores=True),
     "nthr-random": Method((nthr_grpo,), credit=nthr_random, needs_scores=True),
@@ -643,65 +715,6 @@ METHODS: dict[str, Method] = {
     "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
     "ibpo": Method((grpo,), credit=ibpo, repair=shaped_rewards),
 }
-
-
-def bind(name: str, chosen: dict[str, object], reference: bool = True) -> Method:
-    """METHODS[name] with the chosen hyperparameters filled in.
-
-    Values may be text, as on a command line. reference: whether there will be the log-probs of a
-    frozen reference, which a KL term needs. Raises ValueError for an unknown method or name, and
-    for a value that the method does not take.
-    """
-    if name not in METHODS:
-        raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
-    method, defaults, values = METHODS[name], {}, {}
-    for function in filter(None, (*method.passes, method.credit, method.repair)):
-        parameters = inspect.signature(function).parameters.values()
-        defaults |= {p.name: p.default for p in parameters if p.default is not p.empty}
-    for key, value in chosen.items():
-        if key not in defaults:
-            accepted = ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none"
-            raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
-        values[key] = _convert(key, value, defaults[key])
-
-    def fill(function):
-        taken = inspect.signature(function).parameters
-        return partial(function, **{key: v for key, v in values.items() if key in taken})
-
-    bound = replace(
-        method,
-        passes=tuple(fill(loss) for loss in method.passes),
-        credit=method.credit and fill(method.credit),
-        repair=method.repair and fill(method.repair),
-    )
-    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
-    zeros = torch.zeros(2, 1)
-    yes, ref = zeros == 0, zeros if reference else None
-    for loss in bound.passes:
-        loss(Batch(zeros, zeros, zeros, yes, group_size=2, max_tokens=1, logp_ref=ref))
-    if bound.repair:
-        bound.repair(zeros[:, 0], yes[:, 0])
-    if bound.credit:
-        facts = dict(scores=zeros, own_scores=zeros, kept_mask=yes, repaired=yes[:, 0])
-        bound.credit(zeros, OldPolicy(yes.long(), yes, zeros, zeros[:, 0], 2, **facts))
-    return bound
-
-
-def _convert(key: str, value: object, default: object) -> object:
-    """A chosen value as one of its default's type."""
-    if isinstance(default, bool):
-        if str(value) not in ("True", "False"):
-            raise ValueError(f"{key}={value}: accepted: True, False")
-        return str(value) == "True"
-    if isinstance(default, str):
-        return str(value)
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if number != default and not 0 <= number < math.inf:
-        raise ValueError(f"{key}={value}: accepted: a finite number, at least 0")
-    return number
 
 
 LEGEND = """\

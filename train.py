@@ -46,12 +46,11 @@ from losses import (
     Batch,
     Method,
     OldPolicy,
-    bind,
+    cancel,
     group_advantages,
     k3,
     learning_tax,
     prefix_nodes,
-    project,
     token_coefficients,
 )
 
@@ -72,7 +71,9 @@ class Config:
     task: str = knob("arithmetic", "what to learn", choices=("arithmetic", "gsm8k"))
     method: str = knob("grpo", "which loss of losses.py", choices=tuple(METHODS))
     hyper: list[str] = knob([], "hyperparameters of the method: NAME=VALUE ..., as in eps_high=0.3")
-    project: bool = knob(False, "give a token that answers share one weight (project in losses.py)")
+    cancel: bool = knob(
+        False, "compare each push with the others at its history (cancel in losses.py)"
+    )
 
     # The model and the data.
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
@@ -192,6 +193,65 @@ def parse(argv: list[str] | None = None) -> Config:
     return config
 
 
+def bind(name: str, chosen: dict[str, object], reference: bool = True) -> Method:
+    """METHODS[name] with the chosen hyperparameters filled in.
+
+    Values may be text, as on a command line. reference: whether there will be the log-probs of a
+    frozen reference, which a KL term needs. Raises ValueError for an unknown method or name, and
+    for a value that the method does not take.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
+    method, defaults, values = METHODS[name], {}, {}
+    for function in filter(None, (*method.passes, method.credit, method.repair)):
+        parameters = inspect.signature(function).parameters.values()
+        defaults |= {p.name: p.default for p in parameters if p.default is not p.empty}
+    for key, value in chosen.items():
+        if key not in defaults:
+            accepted = ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none"
+            raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
+        values[key] = _convert(key, value, defaults[key])
+
+    def fill(function):
+        taken = inspect.signature(function).parameters
+        return partial(function, **{key: v for key, v in values.items() if key in taken})
+
+    bound = replace(
+        method,
+        passes=tuple(fill(loss) for loss in method.passes),
+        credit=method.credit and fill(method.credit),
+        repair=method.repair and fill(method.repair),
+    )
+    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
+    zeros = torch.zeros(2, 1)
+    yes, ref = zeros == 0, zeros if reference else None
+    for loss in bound.passes:
+        loss(Batch(zeros, zeros, zeros, yes, group_size=2, max_tokens=1, logp_ref=ref))
+    if bound.repair:
+        bound.repair(zeros[:, 0], yes[:, 0])
+    if bound.credit:
+        facts = dict(scores=zeros, own_scores=zeros, kept_mask=yes, repaired=yes[:, 0])
+        bound.credit(zeros, OldPolicy(yes.long(), yes, zeros, zeros[:, 0], 2, **facts))
+    return bound
+
+
+def _convert(key: str, value: object, default: object) -> object:
+    """A chosen value as one of its default's type."""
+    if isinstance(default, bool):
+        if str(value) not in ("True", "False"):
+            raise ValueError(f"{key}={value}: accepted: True, False")
+        return str(value) == "True"
+    if isinstance(default, str):
+        return str(value)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if number != default and not 0 <= number < math.inf:
+        raise ValueError(f"{key}={value}: accepted: a finite number, at least 0")
+    return number
+
+
 def check(config: Config):
     """Refuse what cannot work."""
     for f in fields(config):
@@ -210,8 +270,6 @@ def check(config: Config):
         sys.exit(f"error: {both}")
     if config.width % 8:
         sys.exit(f"error: --width {config.width}: must be a multiple of 8")
-    if config.project and any(text.startswith("kl=") for text in config.hyper):
-        sys.exit("error: --project averages c / A, which a KL term makes huge; leave one out")
     if config.out and not config.resume and Path(config.out).exists():
         sys.exit(f"error: --out {config.out} exists; choose another, or --resume it")
 
@@ -707,7 +765,7 @@ def learn(policy: Policy, optimizer, scored: Scored, config: Config) -> list[Upd
                 part = take(scored, rows)
                 if updates:  # the policy has moved: its log-probs anew. Before, ratios are 1
                     part.batch.logp, _ = in_pieces(policy, part.answers, config)
-                used_fn = projected(loss_fn, part) if config.project else loss_fn
+                used_fn = cancelled(loss_fn, part) if config.cancel else loss_fn
                 loss, c, norm = update(policy, optimizer, used_fn, part, config)
                 at_old = replace(part.batch, logp=part.batch.logp_old)
                 live = coefficients(used_fn, at_old)[1] != 0
@@ -746,10 +804,9 @@ def coefficients(loss_fn, batch: Batch) -> tuple[float, Tensor]:
     return loss.item(), token_coefficients(loss, logp)
 
 
-def projected(loss_fn, part: Scored):
-    """The loss with the node mean of its weights (--project). Its value means nothing."""
-    A, nodes = part.advantages, part.nodes
-    return lambda batch: project(loss_fn(batch), batch.logp, A, nodes, batch.mask)
+def cancelled(loss_fn, part: Scored):
+    """The loss with its cancelled gradient (--cancel)."""
+    return lambda batch: cancel(loss_fn(batch), batch, part.nodes)
 
 
 # -------------------------------------------------------------------------------------------------
