@@ -13,7 +13,7 @@
     questions.py        Q1..Q5     what people ask about the numbers of a run
 
 evidence.py says what a claim is and examines it. trees.py has the random prefix trees, ordinary and
-extreme ones; readout.py has answers with hidden states; worlds.py has worlds without chance.
+extreme ones; readout.py has answers with hidden states; toy/worlds.py has worlds without chance.
 """
 
 # The order of these imports is the order of the claims.

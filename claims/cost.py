@@ -5,7 +5,7 @@ another. So a tax moves a way only as far as it differs from the tax of its sibl
 reward only where it moves a better way down.
 
 The push on a way's logit is the gradient of the expected objective. It is measured through the
-losses, over all groups of G answers, each with its probability (worlds.py).
+losses, over all groups of G answers, each with its probability (toy/worlds.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from claims.evidence import claim
 from claims.formulas import DFPO, average_of
+from claims.tax import random_worlds
 from claims.trees import ascent
-from claims.worlds import Outcome, World, random_worlds
+from toy.worlds import Outcome, World
 
 OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 

@@ -13,7 +13,7 @@ import losses
 from claims.cost import factor, measure_push
 from claims.evidence import claim
 from claims.trees import ascent, coefficients
-from claims.worlds import Outcome, Toy, World
+from toy.worlds import Outcome, Toy, World
 
 # ---------------- C19: what the min costs
 

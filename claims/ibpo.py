@@ -18,8 +18,8 @@ from torch import Tensor
 
 from claims.evidence import claim
 from claims.trees import ascent, coefficients
-from claims.worlds import Groups, Outcome
 from toy.policy import Policy
+from toy.worlds import Groups, Outcome
 
 
 def variance(x, odds) -> float:

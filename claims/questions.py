@@ -15,8 +15,8 @@ from claims.cost import factor
 from claims.evidence import claim
 from claims.formulas import average_of, shares_in
 from claims.trees import ascent, coefficients
-from claims.worlds import Toy
 from toy.policy import Policy
+from toy.worlds import Toy
 
 SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
 

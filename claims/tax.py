@@ -23,7 +23,7 @@ import losses
 from claims.evidence import TOLERANCE, claim
 from claims.formulas import FORMULAS, average_of, fitting, single_losses
 from claims.trees import Draw, ascent, coefficients
-from claims.worlds import Toy, World, random_worlds
+from toy.worlds import Outcome, Toy, World
 
 
 def visitors(draw: Draw, c: Tensor) -> Iterator[tuple[list[tuple[int, int]], list, list]]:
@@ -261,6 +261,19 @@ def c17(module, name, draws, evidence):
 
 
 # ---------------- C17: the projection in expectation
+
+
+def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
+    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
+    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
+        outcomes = []
+        for way in range(ways):
+            chances = draw.randn(kinds).softmax(0).tolist()
+            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
+            random_rewards = draw.randn(kinds).tolist()
+            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
 def expected_sums(module, world: World, kind: str) -> Tensor:

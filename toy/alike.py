@@ -17,8 +17,8 @@ import torch
 
 import losses
 from claims.tax import apply_projection
-from claims.worlds import Groups, Outcome
 from toy.figure import parse_arguments, print_row
+from toy.worlds import Groups, Outcome
 
 RIGHT = 0.6  # the chance to be right
 ALIKE = ((24, 4), (24, 4))  # lengths: of the first way's right and wrong answers, of the second's

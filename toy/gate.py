@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from claims.worlds import Groups, Outcome
 from losses import Batch, group_advantages, prefix_nodes
 from toy.figure import (
     draw_lines,
@@ -38,6 +37,7 @@ from toy.figure import (
     save_picture,
 )
 from toy.tax import compute_push
+from toy.worlds import Groups, Outcome
 
 G = 4
 NAMES = (

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from claims.worlds import Groups, Outcome
 from losses import Batch, learning_tax, token_coefficients
 from toy.figure import (
     compute_loss,
@@ -36,6 +35,7 @@ from toy.figure import (
     print_row,
     save_picture,
 )
+from toy.worlds import Groups, Outcome
 
 G, BATCHES, UPDATES = 4, 120, 8
 START = (2.0, 0.0)  # the logits of way A and of a good plan

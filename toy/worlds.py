@@ -7,7 +7,7 @@ probability. So a push is the expected one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.trees import Draw
 from toy.policy import Policy, all_histories, count_orders, tabular
 
 
@@ -87,19 +86,6 @@ class World(Groups):
 
     def logits(self) -> Tensor:
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
-
-
-def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
-    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
-    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
-        outcomes = []
-        for way in range(ways):
-            chances = draw.randn(kinds).softmax(0).tolist()
-            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
-            random_rewards = draw.randn(kinds).tolist()
-            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
-            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
-        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
 class Toy:
