@@ -11,8 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from claims.evidence import claim
-from claims.trees import ascent, coefficients
+from claims.evidence import ascent, claim, coefficients
 from toy.policy import kl
 
 

@@ -4,7 +4,22 @@ A loss that is identically 0 would pass every claim of the form "the sum is 0". 
 first. They compare each loss, number by number, with a twin in plain Python that is written from
 the paper's definition and shares no code with losses.py.
 
-The twin of a loss is a row of FORMULAS: what one token adds to J, and over what J is averaged.
+The twin of a loss is a row of FORMULAS: a function of an answer y, a place t and the loss's
+hyperparameters hyper (hyper.eps_low, ...), and the name of an average. The function returns two
+plain numbers: what token t of answer y adds to J, and the slope of that in log pi of this token.
+
+    y.logp[t]  log pi of the token       y.r[t]    its ratio pi / pi_old
+    y.old[t]   log pi_old                y.s       the answer's sequence ratio; geometric, unless
+    y.ref[t]   log pi_ref                          the loss has the hyperparameter ratio
+    y.adv[t]   the token's advantage     y.T       the answer's length
+    y.A        their mean, the answer's  y.group   the answers to its prompt, y included
+
+The average is one of these.
+
+    answer                  (1/N) sum_i (1/T_i) sum_t
+    budget                  (1/(N L)) sum_i sum_t
+    tokens                  sum_i sum_t over the number of tokens in the batch
+    tokens of mixed groups  the same over groups whose advantages are not all 0
 """
 
 from __future__ import annotations
@@ -20,9 +35,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import claim
-from claims.readout import Readout
-from claims.trees import Draw, coefficients
+from claims.evidence import Draw, NotYetWritten, Readout, claim, coefficients
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
@@ -36,12 +49,6 @@ def every_loss(module) -> list[str]:
     """The names of all loss functions of METHODS."""
     passes = [loss for method in module.METHODS.values() for loss in method.passes]
     return list(dict.fromkeys(map(name_of, passes)))
-
-
-def single_losses(module) -> list[str]:
-    """Those of the methods that are one loss and nothing else."""
-    methods = module.METHODS.values()
-    return [name_of(x.passes[0]) for x in methods if len(x.passes) == 1 and not x.credit]
 
 
 def defaults(function) -> dict[str, object]:
@@ -175,10 +182,17 @@ FORMULAS = {
 }
 
 
+AVERAGES = ("answer", "budget", "tokens", "tokens of mixed groups")
+
+
 def average_of(name: str) -> str:
     if name not in FORMULAS:
-        raise LookupError(f"{name} has no row in FORMULAS of claims/formulas.py")
-    return FORMULAS[name][1]
+        raise NotYetWritten("there is no row for it in FORMULAS of claims/formulas.py")
+    average = FORMULAS[name][1]
+    if average not in AVERAGES:
+        accepted = ", ".join(AVERAGES)
+        raise ValueError(f"the formula of {name} has the average {average!r}; accepted: {accepted}")
+    return average
 
 
 def shares(name: str, T: list[int], mixed: list[bool], max_tokens: int) -> list[float]:
@@ -206,7 +220,7 @@ def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
     """The value of a loss and its coefficients c = -N dLoss/dlogp, by two loops over plain numbers.
 
     Hyperparameters that are not given are losses.py's. The coefficients are lists of T_i floats.
-    Raises LookupError for a loss that has no formula.
+    Raises NotYetWritten for a loss that has no formula.
     """
     average_of(name)
     given = defaults(getattr(losses, name)) if hasattr(losses, name) else {}
@@ -364,11 +378,11 @@ def m6(module, name, draws, evidence):
     """NTHR multiplies by eta the negative advantages of wrong tokens scoring above tau; its control
     as many, by chance.
 
-    Source: NTHR Eq. 7, Algorithm 1, App. 7.3 (P); the self term is open
+    Source: NTHR sec. 5.2, Algorithm 1, App. 7.3 (P); the self term is open
 
     The score of a token is s = sum <g, g'> <h, h'> over the tokens of the group's correct answers.
     Here h is the hidden state that predicts a token, and g = e_y - pi(.|h) is its prediction error;
-    N3 derives why this product matters. A wrong token with a large s pushes the correct answers
+    N4 derives why this product matters. A wrong token with a large s pushes the correct answers
     down. The rule selects the tokens of wrong answers with s > tau, where tau is beta times the
     smallest mean score of a correct answer. It multiplies their negative advantages by eta.
 
