@@ -6,9 +6,9 @@
     tax.py              C15, C16   learning tax, price
     choice.py           C18..C21   what a tax, the min and graded rewards cost; a baseline
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             N3, N4     negative gradients
-    low_probability.py  A1..A4     Advantage Reweighting and Lopti
-    ibpo.py             I1..I3     comparing and correcting
+    nthr.py             N4         negative gradients
+    low_probability.py  A2, A4     Advantage Reweighting and Lopti
+    ibpo.py             I1, I3     comparing and correcting
     questions.py        Q1..Q5     what people ask about the numbers of a run
 
 evidence.py says what a claim is, draws the random prefix trees and examines the claim on them.
@@ -63,4 +63,4 @@ Grades: P stated by the paper; S known only second-hand; D derived here and chec
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585,
 DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929,
-IBPO 2605.16302 (all arXiv). The full text of DFPO and IBPO was not available."""
+IBPO 2605.16302 (all arXiv). The full text of DFPO and IBPO was not available to us."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from claims.evidence import claim, coefficients
+from claims.evidence import NOTICEABLE, claim, coefficients
 from claims.formulas import every_loss, fitting
 
 REGIMES = (
@@ -76,6 +76,7 @@ def audit(module, name, draws, evidence):
         cells.append(sum(left) / max(1, len(left)))
         if what == "0":
             evidence.equal([0] * len(left), left)
-        elif what == "x":
+        elif what == "x" and left:
+            evidence.equal(True, cells[-1] > NOTICEABLE)
             evidence.record_left(cells[-1])
     evidence.rows.append([name, *cells])

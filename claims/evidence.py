@@ -93,6 +93,7 @@ class Evidence:
         self.excess = -1.0  # the same over its tolerance: at most 1 agrees, -1 compared nothing
         self.pair = (math.nan, math.nan)  # predicted and measured where they are furthest apart
         self.what = ""  # which of several things the pair is, if the claim says so
+        self.dtype = ""  # of what was measured there
         self.left = []  # sizes of what a dropped condition leaves
         self.rows = []  # of the claim's own table: a name, then numbers
 
@@ -109,6 +110,7 @@ class Evidence:
             self.excess = self.error / tolerance
             self.pair = (float(p.flatten()[worst]), float(m.flatten()[worst]))
             self.what = what and f"{what}: "
+            self.dtype = getattr(measured, "dtype", "Python's float")
 
     def record_left(self, size) -> None:
         self.left.append(torch.as_tensor(size, dtype=torch.float64).abs().mean().item())
@@ -123,8 +125,9 @@ class Evidence:
         predicted, measured = self.pair
         said = f"{self.what}expected {predicted:.6g}, got {measured:.6g}"
         said += f", a difference of {measured - predicted:.1g}"
-        # A tensor of ints divided by another is float32, and so is torch.tensor(0.1).
-        return said + " (float32 in place of float64?)" * (1e-9 < self.error < 1e-6)
+        if 1e-9 < self.error < 1e-6:
+            said += f" in {self.dtype}: is a part of it float32, as an int by an int is?"
+        return said
 
 
 def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Evidence:

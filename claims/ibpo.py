@@ -17,10 +17,6 @@ import torch
 from claims.evidence import claim, coefficients
 
 
-def variance(x, odds) -> float:
-    return float((odds * x * x).sum() - (odds * x).sum() ** 2)
-
-
 @claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
 def i1(module, name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
@@ -45,13 +41,12 @@ def i1(module, name, draws, evidence):
     for p, q in itertools.product((0.05, 0.1, 0.15, 0.3, 0.5, 0.9), (0.05, 0.2, 0.8)):
         near_miss = (1 - p) * q
         odds = torch.tensor([p, near_miss, (1 - p) * (1 - q)], dtype=torch.float64)
-        cov = -p * near_miss * bonus
-        var = bonus**2 * near_miss * (1 - near_miss)
-        change = variance(shaped, odds) - variance(R, odds)
-        evidence.equal(2 * weight * cov + weight**2 * var, change)
-        evidence.equal(p > weight * bonus / 2 * (1 - near_miss), change < 0)
-        if change > 0:
-            evidence.record_left(change / variance(R, odds))
+        old, new = (float((odds * x * x).sum() - (odds * x).sum() ** 2) for x in (R, shaped))
+        cov, var = -p * near_miss * bonus, bonus**2 * near_miss * (1 - near_miss)
+        evidence.equal(2 * weight * cov + weight**2 * var, new - old)
+        evidence.equal(p > weight * bonus / 2 * (1 - near_miss), new < old)
+        if new > old:
+            evidence.record_left((new - old) / old)
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
     repaired = torch.tensor([True, True, True, False])
     evidence.equal([0.2 * 0.7, 1, 0.5, 0], module.shaped_rewards(rewards, repaired, 0.2, 0.7))

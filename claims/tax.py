@@ -147,7 +147,9 @@ def c16(module, name, draws, evidence):
             batch = toy.batch(off_policy, average, scale)
             updates.append(ascent(loss(batch, **fitting(loss)), W))
         cosines = [float((g * toy.exact).sum() / g.norm() / toy.exact.norm()) for g in updates]
-        evidence.equal([True, True], [x > 0 for x in cosines[::2]], what="an ascent on-policy")
+        evidence.equal(
+            [True, True], [x > 0 for x in cosines[::2]], what="whether it ascends on-policy"
+        )
         if average == "budget":
             evidence.equal(toy.unbiased, updates[0])
         on, off = (2 * g.norm() / toy.exact.norm() for g in updates[:2])
