@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import string
 import sys
 import textwrap
 from functools import partial
@@ -190,13 +191,18 @@ def look_up(word: str) -> list[str]:
 # ---------------- the command line
 
 
+def ids_of(claim: Claim) -> set[str]:
+    """The ids that mean this claim. C22 means C22b, too."""
+    return {claim.id.upper(), claim.id.rstrip(string.ascii_lowercase), "ALL"}
+
+
 def select(ids: list[str]) -> list[Claim]:
     """The claims of these ids, in order."""
     ids = {id_.upper() for id_ in " ".join(ids).replace(",", " ").split()}
-    accepted = [claim.id for claim in CLAIMS]
-    for id_ in ids - {"ALL", *accepted}:
-        sys.exit(f"error: there is no claim {id_}; accepted: {' '.join(accepted)}")
-    return [claim for claim in CLAIMS if {claim.id, "ALL"} & ids]
+    for id_ in ids.difference(*map(ids_of, CLAIMS)):
+        accepted = " ".join(claim.id for claim in CLAIMS)
+        sys.exit(f"error: there is no claim {id_}; accepted: {accepted}")
+    return [claim for claim in CLAIMS if ids_of(claim) & ids]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -213,8 +219,9 @@ def main(argv: list[str] | None = None) -> int:
         word = " ".join(options.explain).lower()
         if word in ("symbols", "all"):
             print(NOTATION + "\n")
-        found = look_up(word)
-        if found and word.upper() not in {"ALL", *(claim.id for claim in CLAIMS)}:
+        known = set().union(*map(ids_of, CLAIMS))
+        found = look_up(word) if word.upper() not in known else []
+        if found:
             print("\n\n".join(found))
         elif word != "symbols":
             explain(select(options.explain))

@@ -126,7 +126,7 @@ class Evidence:
         said = f"{self.what}expected {predicted:.6g}, got {measured:.6g}"
         said += f", a difference of {measured - predicted:.1g}"
         if 1e-9 < self.error < 1e-6:
-            said += f" in {self.dtype}: is a part of it float32, as an int by an int is?"
+            said += f" in {self.dtype}; a part may be float32, as an int over an int is in torch"
         return said
 
 

@@ -81,7 +81,7 @@ MIN = "def min_replace(w, adv):\n    return w.detach().amin(1, keepdim=True).exp
         (LUSPO.replace(".mean()", ".mean() + 3"), "! M1: luspo: the loss's value: expected"),
         (
             LUSPO.replace(".mean()", ".sum() * (torch.tensor(1) / len(ratio))"),
-            "part of it float32",
+            "a part may be float32",
         ),
         (LUSPO.replace("luspo", "other"), "! M1: other: there is no row for it in FORMULAS"),
         (LUSPO.replace("luspo", "typo"), "average 'token'; accepted: answer, budget, tokens,"),
