@@ -238,7 +238,7 @@ def c19(module, name, draws, evidence):
 
     The other two lines may have either sign. A rare way leaves the range long before the other one
     does: p = .01 becomes .02 at q_u = .9, q_d = 0. The push is then b q_u - q_d = .0081, forwards,
-    but it is a hundredth of the credit.
+    but only a hundredth of the credit.
 
     A clip that is blind to the sign stops two terms for each ratio that is outside: it leaves 0,
     b - q_d or q_u - b. For q_u > q_d none of these is negative. cispo keeps all four up to a ratio

@@ -388,9 +388,9 @@ def m6(module, name, draws, evidence):
 
     The defaults are beta = 1 and eta = 2|0.5 - p|, where p is the group's share of correct answers.
     Everything is detached and computed from the old policy, in fp32 at least. It is frozen for all
-    minibatches. The loss is nthr_grpo, divided by all tokens. Right answers, groups all right or
-    all wrong, and padding keep their advantages. The control nthr_random multiplies by the same eta
-    as many tokens of each wrong answer, drawn at random.
+    minibatches. The loss is nthr_grpo (M1), divided by all tokens. Right answers, groups all right
+    or all wrong, and padding keep their advantages. The control nthr_random multiplies by the same
+    eta as many tokens of each wrong answer, drawn at random.
 
     One choice is open, so it is an argument: whether a correct token's score counts its own answer.
     The paper's prose says "other correct responses" twice, so the default leaves it out. Two
@@ -415,7 +415,3 @@ def m6(module, name, draws, evidence):
         p = readout.correct.double().view(-1, draw.G).mean(1).repeat_interleave(draw.G)
         eta = hyper.get("eta", 2 * draw.rows((0.5 - p).abs()))
         evidence.equal(torch.where(softened, eta * adv, adv), measured)
-        batch = draw.batch(module, 0.3, adv=measured)
-        loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
-        _, c = formula_of("nthr_grpo", batch)
-        evidence.equal(c, coefficients(loss, batch))
