@@ -58,8 +58,9 @@ def audit(module, name, draws, evidence):
       pos-only                     something always: nothing stands against the winners
 
     GSPO gets the clip range 0.2/0.28, because its own is made for long answers; so does every other
-    loss whose clip range is below 0.1. lopti_high gets eta = 0, so that it takes every token. A
-    method of your own has no prediction in this table; M1 compares its coefficients.
+    loss whose clip range is below 0.1. lopti_high gets eta = 0, so that it takes every token, and
+    off_policy_mask delta = 0.02, because few answers here are as far away as 0.1. A method of your
+    own has no prediction in this table; M1 compares its coefficients.
 
     All of this is about one optimiser step that holds the whole group. If a group is torn over two
     steps, nothing cancels in either of them: the advantages of a part do not sum to 0.

@@ -61,8 +61,9 @@ def fitting(function) -> dict[str, object]:
     """Hyperparameters for small trees: a clip range that is made for long answers is widened."""
     if defaults(function).get("eps_high", 1.0) < 0.1:
         return {"eps_low": 0.2, "eps_high": 0.28}
-    # few shared tokens are likelier than lopti's 0.5
-    return {"eta": 0.0} if function.__name__ == "lopti_high" else {}
+    # few shared tokens are likelier than lopti's 0.5, few answers as far away as the mask's 0.1
+    small = {"lopti_high": {"eta": 0.0}, "off_policy_mask": {"delta": 0.02}}
+    return small.get(function.__name__, {})
 
 
 # ---------------- the twin of losses.py

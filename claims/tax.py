@@ -123,7 +123,7 @@ def c16(module, name, draws, evidence):
     rewards are graded. So the scale "std", with which METHODS ships most methods, turns the update
     on-policy already (C20): the last two columns have the cosines with the scale that is shipped.
     The rows of dapo, cispo and the other token means have the divisor of an infinite batch.
-    lopti_high gets eta = 0, so that it takes every token.
+    lopti_high and off_policy_mask get the hyperparameters of AUDIT, and gspo its clip range.
 
     A descent is cancelled as well as an ascent, and may be its own formula. So a positive cosine
     with grad J is required on-policy, of every loss, in every toy.
