@@ -39,6 +39,7 @@ import torch
 import losses
 from claims import CLAIMS, NOTATION, Claim, Evidence, examine, random_draws
 from claims.audit import REGIMES
+from claims.control_variate import STEPS
 from claims.evidence import TOLERANCE
 from claims.formulas import name_of
 
@@ -63,6 +64,18 @@ TABLES = {  # claims with a table of their own: title, head
     "C21": (
         'What cancelling without bias costs: a group\'s bias and variance (scale "mean")',
         ["weight", *(f"{what}, G = {G}" for G in (2, 3, 4) for what in ("bias", "variance"))],
+    ),
+    "C22b": (
+        "`cancel`, off-policy, fixed baseline: what it leaves, and by how much the update moves",
+        ["method", "moves", "left before", "left after"],
+    ),
+    "C23": (
+        "Variance with `cancel` over without, for n visitors: it pays only if t is above 1/n",
+        ["coefficients", "t", *(f"n = {n}" for n in (2, 4, 8, 16)), "best lam, n = 4"],
+    ),
+    "C24": (
+        "Both are unbiased, but not in a second update on the same group: its bias",
+        ["weight", *(f"step {step}" for step in STEPS)],
     ),
     "Q2": (
         "Q2: a question's expected update is K grad p, in groups of 8",
