@@ -74,8 +74,8 @@ TABLES = {  # claims with a table of their own: title, head
         ["coefficients", "t", *(f"n = {n}" for n in (2, 4, 8, 16)), "best lam, n = 4"],
     ),
     "C24": (
-        "Both are unbiased, but not in a second update on the same group: its bias",
-        ["weight", *(f"step {step}" for step in STEPS)],
+        "The bias of an update on two answers after a first step on the same two",
+        ["weight", *(f"step {step}" for step in STEPS), "a step for all groups"],
     ),
     "Q2": (
         "Q2: a question's expected update is K grad p, in groups of 8",
