@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.evidence import claim
-from claims.formulas import UNCLIPPED, fitting, single_losses
-from claims.gate import product_loss
-from claims.trees import Draw, ascent, coefficients
-from claims.worlds import Groups, Outcome, Toy
+from claims.choice import own_product
+from claims.evidence import Draw, ascent, claim, coefficients
+from claims.formulas import UNCLIPPED, fitting
+from toy.worlds import Groups, Outcome, Toy
 
 # With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo", "off_policy_mask")
@@ -68,28 +67,28 @@ def c22(module, name, draws, evidence):
     times with the weight 1/(n - 1). So the sum is 0, whatever the c are: for the whole group or a
     part of it, at every ratio, with a clip, a min, a 1/T_i or a KL term.
 
-    Measured: every coefficient after `cancel`, on random trees, against two loops over plain
-    numbers; the sums; and that the value of the loss stays what it was.
+    Measured: every coefficient after `cancel` of a loss with random coefficients, on random trees
+    off-policy, against a loop over histories; the sums; and that the loss keeps its value.
     """
-    methods = [(loss, {}) for loss in single_losses(losses)] + [("grpo", {"kl": 0.1})]
-    for draw, (method, hyper) in zip(draws, itertools.cycle(methods), strict=False):
+    for draw in draws:
         batch = draw.batch(losses, 0.6)
-        loss = getattr(losses, method)(batch, **hyper)
-        evidence.equal(loss, module.cancel(loss, batch, draw.nodes), what="the loss's value")
-        before, after = before_and_after(module, loss, batch, draw.nodes)
-        predicted, ratio = before.clone(), draw.log_ratio(0.6).exp()
+        c, ratio = draw.randn(*draw.mask.shape), draw.log_ratio(0.6).exp()
+        loss = -(c * batch.logp)[draw.mask].sum() / draw.N
+        cancelled = module.cancel(loss, batch, draw.nodes)
+        evidence.equal(loss, cancelled, what="the loss's value")
+        predicted, measured = c * draw.mask, coefficients(cancelled, batch)
         visits = defaultdict(list)  # by group and history
         for i, y in enumerate(draw.answers):
             for t in range(len(y)):
                 visits[i // draw.G, y[:t]].append((i, t))
         for at in (at for at in visits.values() if len(at) > 1):
-            units = [float(before[visit] / ratio[visit]) for visit in at]
+            units = [float(c[visit] / ratio[visit]) for visit in at]
             for visit, unit in zip(at, units, strict=True):
                 predicted[visit] -= ratio[visit] * (sum(units) - unit) / (len(at) - 1)
             if len({draw.answers[i][t] for i, t in at}) == 1:
-                c = torch.stack([after[visit] for visit in at])
-                evidence.equal(0, c.sum() / (1 + c.abs().sum()), what="what is left")
-        evidence.equal(predicted, after, what="a token's coefficient")
+                left = measured[tuple(zip(*at, strict=True))]
+                evidence.equal(0, left.sum() / (1 + left.abs().sum()), what="what is left")
+        evidence.equal(predicted, measured, what="a token's coefficient")
 
 
 toy_of = cache(Toy)  # one toy for all methods
@@ -244,7 +243,7 @@ def c22c(module, name, draws, evidence):
 # ---------------- C23: what cancelling does to the noise
 
 
-class Choice:
+class OneChoice:
     """All groups of G answers that take one way each, and then end somehow. The ways are learnt.
 
     logits: (ways,), or (N, ways) if every group has a policy of its own by now.
@@ -291,7 +290,7 @@ def variance_law(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Te
 
 def measure_variances(module, outcomes, n, logits, logits_old, b: float | None) -> list[float]:
     """The best factor and Var(cancelled) / Var(not), over all groups; b None: the group's mean."""
-    world = Choice(outcomes, n, logits, logits_old)
+    world = OneChoice(outcomes, n, logits, logits_old)
     batch = world.batch(losses, world.centred if b is None else world.groups.rewards - b)
     loss = losses.grpo(batch, **UNCLIPPED)
     c, after = (x[:, :1] for x in before_and_after(module, loss, batch, world.groups.nodes))
@@ -397,11 +396,11 @@ def second_bias(
 ) -> Tensor:
     """The bias of an update on two answers after a first step: on the same two, or, if common, the
     mean step for all."""
-    first = Choice(answers_to_one_choice(rewards), 2, logits, logits)
+    first = OneChoice(answers_to_one_choice(rewards), 2, logits, logits)
     batch = first.batch(losses, first.centred)
     g = first.updates(coefficients(loss_fn(batch), batch))  # (groups, ways)
     new = logits + step * ((first.odds @ g).expand_as(g) if common else g)
-    second = Choice(answers_to_one_choice(rewards), 2, new.repeat_interleave(2, 0), logits)
+    second = OneChoice(answers_to_one_choice(rewards), 2, new.repeat_interleave(2, 0), logits)
     batch = second.batch(losses, second.centred)
     update = second.odds @ second.updates(coefficients(loss_fn(batch), batch))
     p = new.softmax(1)
@@ -462,7 +461,7 @@ def c24(module, name, draws, evidence):
         rules = unbiased_pair_rules(*logits.softmax(1))
         evidence.equal(1, len(rules), what="solutions")
         alpha, beta = (rules[0, :-1] / rules[0, -1]).view(2, K, K)
-        world = Choice(answers_to_one_choice(R), 2, *logits)
+        world = OneChoice(answers_to_one_choice(R), 2, *logits)
         batch = world.batch(module, world.groups.rewards)
         y, z = world.groups.way.view(-1, 2).T
         measured = coefficients(module.recentred(batch), batch)[::2, 0]
@@ -471,22 +470,20 @@ def c24(module, name, draws, evidence):
         logits, low, gap = draw.randn(2, 3), *draw.randn(2).tolist()
         outcomes = [Outcome(way, 0.5, R, 1) for way in range(3) for R in (low, low + gap)]
         p, q = logits.softmax(1)
-        world, V = Choice(outcomes, G, *logits), p**2 @ (1 / q)
+        world, V = OneChoice(outcomes, G, *logits), p**2 @ (1 / q)
         batch = world.batch(module, world.centred)
         squares = coefficients(module.recentred(batch), batch).view(-1, G).square().mean(1)
         predicted = (G - 1) / G**2 * V * gap**2 / 4 * (2 * V + G - 2)
         evidence.equal(predicted, world.odds @ squares, what="the price")
-    weights = {
-        "recentred": module.recentred,
-        "own product": partial(product_loss, whole_group=False),
-    }
-    for title, loss_fn in weights.items():
-        cases = [(draw.randn(4), draw.randn(4)) for draw in draws[::4]]
+    columns, cases = [], [(draw.randn(4), draw.randn(4)) for draw in draws[::4]]
+    for loss_fn in (module.recentred, own_product):
         biases = [[second_bias(loss_fn, *case, step) for step in STEPS] for case in cases]
         common = [second_bias(loss_fn, *case, STEPS[-1], common=True) for case in cases]
         evidence.equal([0] * len(cases), torch.stack(common), what="after a common step")
         evidence.record_left(biases)
-        evidence.rows.append([title, *torch.tensor(biases).mean(0).tolist(), max(common)])
+        columns.append([*torch.tensor(biases).mean(0).tolist(), max(common)])
+    titles = (*map(str, STEPS), f"{STEPS[-1]}, the same for all groups")
+    evidence.rows += map(list, zip(titles, *columns, strict=True))
 
 
 # ---------------- C25: a sampler that is not the trainer
@@ -500,10 +497,10 @@ CAPS = (  # what an engine makes of the weight of an answer
 )
 
 
-@claim("C25", "reinforce", "recentred", only_if="no weight is capped or masked", extremes=False)
+@claim("C25", "reinforce", only_if="no weight is capped or masked", extremes=False)
 def c25(module, name, draws, evidence):
     """Weights u = prod_t pi_trainer/pi_sampler leave (G - 1) (J_trainer - J_sampler), in
-    expectation, at a token that all share. recentred leaves nothing.
+    expectation, at a token that all share: noise, as long as nothing caps them.
 
     Source: TIS and MIS (D, ours); TRL's default with vLLM, 0 above 3: its GRPOConfig (P)
 
@@ -523,27 +520,25 @@ def c25(module, name, draws, evidence):
     Without a cap that is an error of the baseline, the same for all siblings: the expected update
     is (1 - 1/G) grad J at the trainer (C16). With a cap E[w grad log pi] is not 0, and the expected
     update is biased ("left"). recentred with the sampler's log-probs as logp_old leaves nothing and
-    is unbiased (C24); its price grows with E[u^2].
+    is unbiased (C21); its price grows with E[u^2] (C24).
 
     Measured: both expectations over all groups of 2 to 4 answers to a choice, with no cap, TIS at
-    most 3, MIS within .5 to 2, and 0 above 3. The losses weigh all tokens of an answer alike, so
-    the sum of a group's coefficients is what a token gets that all share.
+    most 3, MIS within .5 to 2, and 0 above 3. reinforce weighs all tokens of an answer
+    alike, so the sum of a group's coefficients is what a token gets that all share.
     """
-    # The ratios of recentred are those to the sampler already.
-    caps = CAPS if name == "reinforce" else (torch.ones_like,)
     cases = zip(draws[::2], (2, 3, 4) * 4, strict=False)
-    for (draw, G), cap in itertools.product(cases, caps):
+    for (draw, G), cap in itertools.product(cases, CAPS):
         logits, R = draw.randn(2, 4), draw.randn(4)
         p, q = logits.softmax(1)
-        world = Choice(answers_to_one_choice(R), G, *logits)
+        world = OneChoice(answers_to_one_choice(R), G, *logits)
         batch = world.batch(module, world.centred)
         w, u = cap(p / q), losses.sequence_ratio(batch, "product").detach()
         batch = replace(batch, adv=cap(u)[:, None] * batch.adv)
-        c = coefficients(getattr(module, name)(batch), batch)
+        c = coefficients(module.reinforce(batch), batch)
         predicted = (G - 1) * (q @ (w * R) - (q @ w) * (q @ R))
         evidence.equal(predicted, world.odds @ c.view(-1, G).sum(1), what="the expected sum")
         update, unbiased = world.odds @ world.updates(c), (1 - 1 / G) * p * (R - p @ R)
-        if cap is caps[0]:
+        if cap is CAPS[0]:
             evidence.equal(unbiased, update, what="the expected update")
         else:
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
