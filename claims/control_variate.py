@@ -523,8 +523,8 @@ def c25(module, name, draws, evidence):
     is unbiased (C21); its price grows with E[u^2] (C24).
 
     Measured: both expectations over all groups of 2 to 4 answers to a choice, with no cap, TIS at
-    most 3, MIS within .5 to 2, and 0 above 3. reinforce weighs all tokens of an answer
-    alike, so the sum of a group's coefficients is what a token gets that all share.
+    most 3, MIS within .5 to 2, and 0 above 3. reinforce weighs all tokens of an answer alike, so
+    the sum of a group's coefficients is what a token gets that all share.
     """
     cases = zip(draws[::2], (2, 3, 4) * 4, strict=False)
     for (draw, G), cap in itertools.product(cases, CAPS):
