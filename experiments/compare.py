@@ -250,7 +250,7 @@ def make_tables(outcomes: pd.DataFrame) -> str:
     first = outcomes.index[0][0]
     base = outcomes.xs(first, level="method").reindex(outcomes.index, level="seed")
     # Where one of both never reached a score, there is no difference.
-    gaps = (outcomes - base).mask(np.isinf(outcomes + base), math.inf).drop(first)
+    gaps = (outcomes - base).mask(np.isinf(outcomes + base), math.inf).drop(first, level="method")
     gaps = gaps.dropna(how="all")
     if gaps.empty:
         return table(outcomes)
