@@ -32,9 +32,9 @@ def tables(folders) -> list[list[str]]:
 
 
 def test_what_runs_come_to_by_hand(tmp_path):
-    folder = make_run(tmp_path / "r", [0.0] * 11 + [1.0] * 9)
-    expected = dict(reward=0.45, final=0.9, greedy=0.75, jitter=2 / 18, drift=0.35, tax=0.25)
-    expected |= {"Steps(0.8)": 15, "clipped": 0.5}  # 4 of steps 11 to 15
+    folder = make_run(tmp_path / "r", [0.25] * 11 + [1.0] * 9)
+    expected = dict(reward=0.5875, final=0.925, greedy=0.75, jitter=1.5 / 18, drift=0.35, tax=0.25)
+    expected |= {"Steps(0.8)": 15, "clipped": 0.5}  # (0.25 + 4) / 5
     outcomes = compare.compute_outcomes(compare.read_runs([folder]))
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)
     assert refused(compare.read_runs, []) and refused(
