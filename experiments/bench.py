@@ -37,6 +37,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     PreTrainedTokenizerFast,
+    PrinterCallback,
     Qwen2Config,
     Qwen2ForCausalLM,
     TrainerCallback,
@@ -117,7 +118,7 @@ def make_policy(shape: Shape, way: str = "plain") -> train.Policy:
         eos=torch.tensor([EOS], device=DEVICE),
         sampler=functions.generate,
         scorer=functions.log_probs,
-        bf16=DEVICE == "cuda",
+        bf16=DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
     )
 
 
@@ -261,14 +262,16 @@ def run_rounds(shape: Shape, rounds: int) -> tuple[pd.DataFrame, pd.DataFrame]:
             save_strategy="no",
             disable_tqdm=True,
         )
-        GRPOTrainer(
+        trainer = GRPOTrainer(
             make_policy(shape).model,
             reward,
             config,
             Dataset.from_dict({"prompt": task.train * (rounds + 2)}),
             processing_class=task.tokenizer,
             callbacks=[sides],
-        ).train()
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return pd.DataFrame(sides.seconds[1:]), pd.DataFrame(sides.tokens[1:])
 
 
@@ -314,6 +317,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.load_policy
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for name in options.shapes:
