@@ -44,7 +44,7 @@ Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -692,6 +692,8 @@ class Method:
     credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T), once a rollout
     repair: Callable[..., Tensor] | None = None  # wrong answers are corrected -> rewards (N,)
     needs_scores: bool = False  # whether credit reads OldPolicy.scores
+    clips: Callable[[Batch], Tensor] = token_ratio  # (N, T) or (N, 1): the ratio that it clips
+    hyper: dict[str, object] = field(default_factory=dict)  # filled in by train.bind
 
 
 METHODS: dict[str, Method] = {
@@ -700,7 +702,7 @@ METHODS: dict[str, Method] = {
     "grpo-symmetric": Method((grpo_symmetric,)),
     "dr-grpo": Method((dr_grpo,), scale="mean"),
     "dapo": Method((dapo,)),
-    "gspo": Method((gspo,)),
+    "gspo": Method((gspo,), clips=lambda batch: sequence_ratio(batch)[:, None]),
     "cispo": Method((cispo,)),
     "dfpo-min": Method((dfpo_min,)),
     "dfpo-orthogonal": Method((dfpo_orthogonal,)),

@@ -10,16 +10,15 @@ Nothing here changes a number by more than rounding; tests/test_fast.py says so.
   tokens would need 10 GB.
 
 So it calls a model's trunk and its output layer itself, and copies its cache. This is wrong for a
-model that does more between the two (a soft cap), or keeps more in its cache. `trial` compares both
-ways before a run.
+model that does more between the two (a soft cap), or keeps more in its cache. train.check_fast
+compares both ways before a run.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ PADDING = {"cpu": 2**9, "cuda": 2**12}
 @torch.no_grad()
 def generate(policy, prompts, max_tokens: int, temperature: float, gen):
     """As train.generate: tokens, mask and their log-probs, (N, T) each."""
-    model, n, device = policy.model, len(prompts.ids), prompts.ids.device
+    model, n, device = policy.model, len(prompts), prompts.device
     if temperature:
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
@@ -83,7 +82,7 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
     return tokens[:, : t + 1], mask[:, : t + 1], logps[:, : t + 1]
 
 
-def log_probs(policy, answers, config) -> tuple[Tensor, Tensor]:
+def log_probs(policy, answers, temperature: float) -> tuple[Tensor, Tensor]:
     """As train.log_probs: log pi of the answers' tokens (differentiable) and entropies, (N, T)."""
     model, mask = policy.model, answers.mask
     logp = torch.zeros(mask.shape, device=mask.device)
@@ -107,37 +106,15 @@ def log_probs(policy, answers, config) -> tuple[Tensor, Tensor]:
                 hidden = torch.cat([hidden, rest], 1)  # (n, width, d)
             hidden = hidden[seen[:, :width]]  # (M, d)
             row, column = bucket[:, None].expand_as(seen)[seen], seen.nonzero()[:, 1]  # (M,)
-            new, its_entropy = token_log_probs(model, hidden, tokens[seen], config.temperature)
+            new, its_entropy = token_log_probs(model, hidden, tokens[seen], temperature)
             logp = logp.index_put((row, column), new)
             entropy[row, column] = its_entropy
     return logp, entropy
 
 
-def trial(policy, task, config, ask, log_probs):
-    """Refuse --fast in one line where it is wrong for the model at hand.
-
-    Four short answers to two prompts are sampled the quick way, and scored both ways. ask and
-    log_probs are train.py's; the policy is still on the CPU, where fp32 makes the limit sharp.
-    """
-    short = replace(config, max_tokens=min(8, config.max_tokens))
-    items = [task.train[0], task.train[-1]] * 2
-    try:
-        with torch.no_grad():
-            answers = ask(policy, task, items, short, torch.Generator().manual_seed(0))
-            plain, _ = log_probs(replace(policy, fast=False), answers, short)
-            quick, _ = log_probs(policy, answers, short)
-        gaps = torch.stack([answers.logp - plain, quick - plain])
-        gap = gaps.abs().max().item()  # nan if one is
-        reason = f"its log-probs differ by {gap:.3g} nats from the plain ones"
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        gap, reason = math.inf, (str(error) or repr(error)).splitlines()[0]
-    if not gap * min(1.0, config.temperature) < 1e-3:
-        sys.exit(f"error: --fast is not right for this model ({reason}); choose --no-fast")
-
-
 def autocast(policy) -> torch.autocast:
-    """As train.bf16, without a cache of weights: prompts and answers use each weight twice, and a
-    cached bf16 copy would add up their gradients in bf16."""
+    """As train.Policy.autocast, without a cache of weights: prompts and answers use each weight
+    twice, and a cached bf16 copy would add up their gradients in bf16."""
     device, on = policy.model.device.type, policy.bf16
     return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
 
@@ -165,8 +142,7 @@ class PromptStates:
 
 def read_prompts(model, prompts) -> PromptStates:
     """Send each different prompt through the model once: a group shares it, and its gradient."""
-    padded = prompts.ids.masked_fill(~prompts.seen, -1)
-    different, place = padded.unique(dim=0, return_inverse=True)  # (U, P), (N,)
+    different, place = prompts.unique(dim=0, return_inverse=True)  # (U, P), (N,)
     seen = different >= 0
     cache = DynamicCache(config=model.config)
     hidden = model.base_model(

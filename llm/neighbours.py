@@ -85,15 +85,15 @@ def hidden_states(policy, answers, config) -> Tensor:
     """The last hidden states, which predict the tokens of the answers, in fp32. (N, T, d)."""
     model, parts = policy.model, []
     device = answers.tokens.device
-    ids = torch.cat([answers.prompts.ids, answers.tokens], 1)  # (N, P + T)
-    attention = torch.cat([answers.prompts.seen, answers.mask], 1).long()
+    ids = torch.cat([answers.prompts.clamp(min=0), answers.tokens], 1)  # (N, P + T)
+    attention = torch.cat([answers.prompts >= 0, answers.mask], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
     for rows in torch.arange(len(ids), device=device).split(config.micro_rows):
-        with torch.autocast(device.type, torch.bfloat16, enabled=policy.bf16):
+        with policy.autocast():
             out = model.base_model(
                 ids[rows], attention_mask=attention[rows], position_ids=position[rows]
             )
-        first = answers.prompts.ids.shape[1] - 1  # the last token of the prompt
+        first = answers.prompts.shape[1] - 1  # the last token of the prompt
         parts.append(out.last_hidden_state[:, first:-1].float())
     return torch.cat(parts)
 

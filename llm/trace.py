@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 SHOWN = 12  # tokens of an answer; longer ones are cut
 
 
-def show_group(policy, scored, made, after: Tensor):
-    """Print a group: what was sampled, how hard each token is pushed, and where pushes cancel.
+def show_group(policy, scored, updates):
+    """Print a group: what was sampled, how hard each token was pushed, and where pushes cancel.
 
-    made: the first update of a step, a train.Update, in which every ratio is 1. It is a group of
-    that update in which rewards differ. after: (N, T) log pi when all updates of the step are done,
-    those on other groups included.
+    updates: of one step, each a train.Update. The group is of the first of them that has one in
+    which rewards differ and all answers begin with one token; else one in which the most do.
     """
-    answers, batch, G = scored.answers, scored.batch, scored.batch.group_size
-    advantages = scored.advantages[made.rows].view(-1, G)
-    mixed = advantages.any(1).nonzero().flatten().tolist()
-    print(f"\nThe first update of step {answers.step}: {len(advantages)} groups of {G} answers")
-    print(f"loss {made.loss:.4f}, gradient norm {made.grad_norm:.4f}")
-    if not mixed:
-        print("In each of them all answers have one reward, so all advantages are 0.")
+    answers, G = scored.answers, scored.batch.group_size
+    best = None  # (how many answers share their first token, number of the update, its group)
+    for number, made in enumerate(updates):
+        mixed = scored.advantages[made.rows].view(-1, G).any(1)
+        for k in mixed.nonzero().flatten().tolist():
+            starts = scored.nodes[made.rows[k * G : k * G + G], 0]
+            size = starts.unique(return_counts=True)[1].max().item()
+            if best is None or size > best[0]:
+                best = size, number, k
+    if best is None:
+        print(f"\nstep {answers.step}: in every group all rewards are equal, so nothing is pushed")
         return
-    # The one in which most answers begin alike.
-    starts = scored.nodes[made.rows, 0].view(-1, G)
-    first = G * max(mixed, key=lambda k: starts[k].unique(return_counts=True)[1].max().item())
-    rows = made.rows[first : first + G].tolist()
-    c, A = made.coefficients[first : first + G].cpu(), scored.advantages[rows].cpu()
-    print(f"\nOne of these groups: {answers.items[rows[0]].prompt}")
-    print("push c: how hard the loss lifts a token's log pi. after: log pi after the step.\n")
-    for number, row in enumerate(rows, start=1):
+    size, number, k = best
+    made, place = updates[number], slice(k * G, k * G + G)
+    rows = made.rows[place]
+    c, before, after = (x[place].cpu() for x in (made.coefficients, made.logp, made.after))
+    A, nodes, mask = (x[rows].cpu() for x in (scored.advantages, scored.nodes, answers.mask))
+    print(f"\nUpdate {number + 1} of step {answers.step}: a group of {G} answers to the prompt")
+    print(f"    {answers.items[rows[0]].prompt}")
+    if size < G:
+        print("In this step no group with different rewards shares its first token.")
+    print("push c: how hard the loss lifts a token's log pi. before, after: log pi around this")
+    print("update, which learns from other groups, too.\n")
+    for i, row in enumerate(rows.tolist()):
         ids = answers.tokens[row][answers.mask[row]].tolist()[:SHOWN]
-        end = " ..." if answers.mask[row].sum() > SHOWN else ""
-        print(f"answer {number}: reward {answers.rewards[row]:g}, A {A[number - 1]:+.3f}")
-        print("  token  " + "".join(f"{show(policy, i):>8}" for i in ids) + end)
-        for name, values in (
-            ("push c", c[number - 1]),
-            ("log pi", batch.logp_old[row]),
-            ("after", after[row]),
-        ):
+        end = " ..." if mask[i].sum() > SHOWN else ""
+        print(f"answer {i + 1}: reward {answers.rewards[row]:g}, A {A[i]:+.3f}")
+        print("  token  " + "".join(f"{show(policy, token):>8}" for token in ids) + end)
+        for name, values in (("push c", c[i]), ("before", before[i]), ("after", after[i])):
             print(f"  {name:7}" + "".join(f"{x:8.4f}" for x in values[: len(ids)].tolist()))
     print("\nTokens that answers share, with all that stands before them. With equal weights")
     print("the sums of c are in proportion to those of A: 0 where the whole group shares one.\n")
     print(f"{'sum of A':>9} {'sum of c':>9}  answers and what they share")
-    nodes, mask = scored.nodes[rows].cpu(), answers.mask[rows].cpu()
     shared = {}  # (answers, sums): their tokens
-    for place in range(nodes.shape[1]):
-        for node in nodes[:, place][mask[:, place]].unique().tolist():
-            who = (nodes[:, place] == node) & mask[:, place]  # (G,)
+    for t in range(nodes.shape[1]):
+        for node in nodes[:, t][mask[:, t]].unique().tolist():
+            who = (nodes[:, t] == node) & mask[:, t]  # (G,)
             if who.sum() > 1:
-                ones = who.nonzero().flatten()
-                token = show(policy, answers.tokens[rows[ones[0]], place])
-                sums = A[who].sum(), c[who, place].sum()
-                names = " ".join(str(i + 1) for i in ones.tolist())
-                line = f"{sums[0]:9.3f} {sums[1]:9.4f}  {names}:"
+                ones = who.nonzero().flatten().tolist()
+                names = " ".join(str(i + 1) for i in ones)
+                line = f"{A[who].sum():9.3f} {c[who, t].sum():9.4f}  {names}:"
+                token = show(policy, answers.tokens[rows[ones[0]], t])
                 shared[line] = [*shared.get(line, []), token]
     for line, pieces in shared.items():
         print(line, " ".join(pieces))
