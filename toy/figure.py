@@ -86,7 +86,7 @@ def make_figure(finding: str, height: float, note: str = ""):
 def line_style(name: str) -> dict:
     """Of a method; with `cancel` thin, black and dashed, so that it is seen on another line."""
     if "cancel" in name:
-        return dict(color="#000000", linestyle="--", linewidth=1.2, marker="")
+        return dict(color="#000000", linestyle="--", linewidth=1.2, marker="", zorder=3)
     plain = re.split("[ ,]", name)[0]
     return dict(color=COLORS[plain], linewidth=2, marker="")
 
