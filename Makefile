@@ -8,7 +8,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2> /dev/null)$(wildcard /proc/driver
 OTHER := $(if $(filter cpu,$(TORCH)),cuda,cpu)
 CPU_BUILDS := --retries 1 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: train test exercise exercises test-long test-verl gpu constraints clean
+.PHONY: train test exercise exercises test-long gpu constraints clean
 
 train: .venv/ready
 	$(BIN)/python train.py
@@ -16,7 +16,7 @@ train: .venv/ready
 test: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile
 	$(BIN)/python verify.py
 
 # make exercise N=6 grades one exercise. make exercises says how far you are. NOT YET (1) is no failure of make.
@@ -27,21 +27,11 @@ exercise exercises: .venv/ready
 # two processes, the notebook.
 test-long: .venv/ready-dev
 	$(BIN)/python -m pip install -q $(PINS) -e '.[notebook]'
-	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,promises readme run gsm8k trl notebook)
+	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,run tasks readme trl notebook)
 
-# verl pins another transformers, hence an environment of its own. No CUDA, vLLM or flash-attn is needed.
-test-verl: .venv-verl/ready
-	.venv-verl/bin/python -m pytest -q -rA tests/test_verl.py tests/test_audit.py
-	.venv-verl/bin/python -m engines.audit verl
-
-# Ten minutes on a machine with a GPU: a table to paste into an issue.
+# Ten minutes on a machine with a GPU: tables to paste into an issue.
 gpu: .venv/ready
-	$(BIN)/python -m experiments.gpu
-
-.venv-verl/ready: pyproject.toml
-	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install -q -e '.[verl]' pytest
-	touch $@
+	$(BIN)/python -m experiments.bench
 
 # torch comes first and alone. So pip asks the index of CPU builds once, and does without it if there is no answer.
 .venv/ready: pyproject.toml constraints.txt
@@ -65,4 +55,4 @@ constraints: .venv/ready
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .venv-verl
+	rm -rf .venv

@@ -170,6 +170,104 @@ def check(config: Config):
         sys.exit(f"error: {error}")
 
 
+# -------------------------------------------------------------------------------------------------
+# main: one step after another
+
+
+def main(argv: list[str] | None = None):
+    config = parse(argv)
+    method = bind_flags(config)
+    task = load_task(config)
+    folder = Path(config.resume or config.out)
+    try:
+        run(config, method, task, folder)
+    except KeyboardInterrupt:
+        how = "nothing is saved"
+        if newest_checkpoint(folder):
+            how = f"go on from the last evaluation: python train.py --resume {folder}"
+        sys.exit(f"interrupted; {how}")
+
+
+def run(config: Config, method: Method, task, folder: Path):
+    torch.set_num_threads(config.threads or os.cpu_count())
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.resume:
+        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+    # A run that was cut off goes on from its newest checkpoint; a new one has none.
+    checkpoint = newest_checkpoint(folder)
+    policy = load_policy(config, task, str(checkpoint or config.model))
+    optimizer = adamw(policy.model, config.lr)
+    size = sum(weight.numel() for weight in policy.model.parameters())
+    about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
+    print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
+    if checkpoint:
+        done = restore(optimizer, checkpoint, folder)  # so many steps
+    else:
+        done = 0
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
+        # Where every answer is wrong all rewards are equal, and RL has nothing to compare.
+        warm_start(policy, task, method, config)
+        if config.warm_steps:
+            write_model(policy, folder / "start")
+        record({"step": 0} | evaluate(policy, task, config), folder)
+    # The policy that RL started from. A KL term, and the metric kl_start, are measured from it.
+    start = str(folder / "start") if config.warm_steps else config.model
+    reference = load_policy(config, task, start) if config.reference else None
+    batches = prompt_batches(task, config)
+
+    todo = range(done + 1, config.steps + 1)
+    for step in tqdm(todo, "RL", initial=done, total=config.steps, disable=None):
+        t0 = time.perf_counter()
+        # 1. G answers to each prompt. Only here the policy acts; what follows looks back at it.
+        answers = sample(policy, task, batches[step - 1], step, config)
+        if method.repair:  # IBPO: the policy corrects its wrong answers, a second rollout
+            from llm.neighbours import correct
+
+            gen = rng(config.seed, "repair", step)
+            again = partial(ask, policy, task, config=config, gen=gen)
+            correct(answers, task, config, ask=again, eos=policy.eos)
+        # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
+        scored = score(policy, answers, method, config, reference)
+        # 3. Per minibatch: loss -> how hard to push each token -> gradient -> weights.
+        updates = learn(policy, optimizer, scored, method, config)
+        metrics = diagnose(policy, scored, updates, method, config)
+        metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - t0)
+
+        if config.trace and step == 1:
+            from llm.trace import show_group
+
+            show_group(policy, scored, updates)
+        due = step % config.eval_every == 0 or step == config.steps
+        if due:
+            metrics |= evaluate(policy, task, config)
+            if reference:
+                metrics["kl_start"] = divergence(reference, scored, config)
+            save_batch(policy, scored, config, folder)
+        record(metrics, folder)  # before the checkpoint, which promises the lines up to its step
+        if due:
+            save(policy, optimizer, step, folder)
+    print(f"everything is in {folder}; all flags: python train.py --help")
+
+
+def load_task(config: Config):
+    """The task object: .train and .test items, .encode, .reward, .make_tokenizer, .repair.
+
+    The toy has .correction and .shares as well.
+    """
+    if config.task == "arithmetic":
+        from toy.arithmetic import Arithmetic
+
+        return Arithmetic()
+    if config.task == "gsm8k":
+        from llm.gsm8k import GSM8K
+
+        try:
+            return GSM8K(config.data or None)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+    return runpy.run_path(config.task)["Task"]()
+
+
 def bind(name: str, hyper: dict[str, object]) -> Method:
     """METHODS[name] with its hyperparameters filled in; Method.hyper has all of them.
 
@@ -229,102 +327,6 @@ def bind_flags(config: Config) -> Method:
     if method.hyper.get("kl") and not config.reference:
         sys.exit("error: --hyper kl needs the start policy: leave out --no-reference")
     return method
-
-
-# -------------------------------------------------------------------------------------------------
-# main: one step after another
-
-
-def main(argv: list[str] | None = None):
-    config = parse(argv)
-    method = bind_flags(config)
-    task = load_task(config)
-    folder = Path(config.resume or config.out)
-    try:
-        run(config, method, task, folder)
-    except KeyboardInterrupt:
-        how = "nothing is saved"
-        if newest_checkpoint(folder):
-            how = f"go on from the last evaluation: python train.py --resume {folder}"
-        sys.exit(f"interrupted; {how}")
-
-
-def run(config: Config, method: Method, task, folder: Path):
-    torch.set_num_threads(config.threads or os.cpu_count())
-    folder.mkdir(parents=True, exist_ok=True)
-    if not config.resume:
-        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
-    checkpoint = newest_checkpoint(folder)
-    policy = load_policy(config, task, str(checkpoint or config.model))
-    optimizer = adamw(policy.model, config.lr)
-    size = sum(weight.numel() for weight in policy.model.parameters())
-    about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
-    print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
-    if checkpoint:
-        done = restore(optimizer, checkpoint, folder)  # so many steps
-    else:
-        done = 0
-        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
-        warm_start(policy, task, method, config)
-        if config.warm_steps:
-            write_model(policy, folder / "start")
-        record({"step": 0} | evaluate(policy, task, config), folder)
-    # The policy that RL started from. A KL term, and the metric kl_start, are measured from it.
-    start = str(folder / "start") if config.warm_steps else config.model
-    reference = load_policy(config, task, start) if config.reference else None
-    batches = prompt_batches(task, config)
-
-    todo = range(done + 1, config.steps + 1)
-    for step in tqdm(todo, "RL", initial=done, total=config.steps, disable=None):
-        t0 = time.perf_counter()
-        # 1. G answers to each prompt. Only here does the model act; the rest looks back at it.
-        answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:  # IBPO: the policy corrects its wrong answers, a second rollout
-            from llm.neighbours import correct
-
-            gen = rng(config.seed, "repair", step)
-            again = partial(ask, policy, task, config=config, gen=gen)
-            correct(answers, task, config, ask=again, eos=policy.eos)
-        # 2. Everything that stays fixed while we learn: old log-probs, advantages, their tokens.
-        scored = score(policy, answers, method, config, reference)
-        # 3. loss -> coefficients -> weights, once per minibatch.
-        updates = learn(policy, optimizer, scored, method, config)
-        metrics = diagnose(policy, scored, updates, method, config)
-        metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - t0)
-
-        if config.trace and step == 1:
-            from llm.trace import show_group
-
-            show_group(policy, scored, updates)
-        due = step % config.eval_every == 0 or step == config.steps
-        if due:
-            metrics |= evaluate(policy, task, config)
-            if reference:
-                metrics["kl_start"] = divergence(reference, scored, config)
-            save_batch(policy, scored, config, folder)
-        record(metrics, folder)  # before the checkpoint, which promises the lines up to its step
-        if due:
-            save(policy, optimizer, step, folder)
-    print(f"everything is in {folder}; all flags: python train.py --help")
-
-
-def load_task(config: Config):
-    """The task object: .train and .test items, .encode, .reward, .make_tokenizer, .repair.
-
-    The toy has .correction and .shares as well.
-    """
-    if config.task == "arithmetic":
-        from toy.arithmetic import Arithmetic
-
-        return Arithmetic()
-    if config.task == "gsm8k":
-        from llm.gsm8k import GSM8K
-
-        try:
-            return GSM8K(config.data or None)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-    return runpy.run_path(config.task)["Task"]()
 
 
 def prompt_batches(task, config: Config) -> list[list]:

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from itertools import accumulate, repeat
 from pathlib import Path
-from ssl import SSLError
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 VOCAB_SIZE = 2048
 # A word is all that hangs on a digit, judged whole so that a piece of a malformed number never
@@ -89,25 +86,6 @@ def read_items(path: Path) -> list[Item]:
     return items
 
 
-def use_cache_without_hub():
-    """If the hub does not answer, let its libraries read their cache. On their own they retry.
-
-    They do that for two minutes even where the model and the data set are in the cache.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        urlopen(constants.ENDPOINT, timeout=5).close()
-    except HTTPError:
-        pass  # this is an answer, too
-    except Exception as error:
-        # So is a certificate that Python does not know: the libraries have a list of their own.
-        unknown_certificate = isinstance(getattr(error, "reason", None), SSLError)
-        constants.HF_HUB_OFFLINE = not unknown_certificate
-
-
 class GSM8K:
     """Problems from the hub (data=None) or from DIR/train.jsonl and DIR/test.jsonl.
 
@@ -121,7 +99,6 @@ class GSM8K:
             files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
             self.train, self.test = map(read_items, files)
             return
-        use_cache_without_hub()
         try:
             from datasets import load_dataset
 

@@ -1,8 +1,10 @@
-"""Tiny language models of three architectures, saved as a user's own model would be, and a tiny
-GSM8K."""
+"""What several tests use: tiny runs, models saved as a user's own would be, tasks, float64."""
 
 import json
 import os
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 # Before torch and transformers are imported. The tests are about bits: they run on the CPU,
 # whatever else is there. And they wait for no network.
@@ -15,6 +17,85 @@ import transformers  # noqa: E402
 
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 torch.set_num_threads(1)  # the models are tiny; threads only wait for each other
+
+import train  # noqa: E402
+from toy.arithmetic import Arithmetic, Item  # noqa: E402
+
+TINY = "--steps 4 --warm-steps 3 --warm-rows 8 --prompts 4 --group-size 3 --layers 1 --width 16"
+TINY += " --max-tokens 12 --eval-items 6 --eval-every 2 --minibatches 2"
+TINY = TINY.split()
+
+
+def run(folder: Path, *args) -> Path:
+    """Train in a directory, which is returned."""
+    train.main([*TINY, "--out", str(folder), *map(str, args)])
+    return folder
+
+
+def metrics(folder: Path) -> list[dict]:
+    """metrics.jsonl without what differs between equal runs."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+def refused(function, *args) -> str:
+    """What a function says in the one line with which it ends the process."""
+    with pytest.raises(SystemExit) as stopped:
+        function(*args)
+    said = stopped.value.code
+    assert isinstance(said, str) and said.startswith("error: ") and "\n" not in said
+    return said
+
+
+class Letters(Arithmetic):
+    """Right: an odd number of the item's own letters. Half right: two of them."""
+
+    shares = None
+
+    def __init__(self):
+        pairs = [("1+1=", "13579,so"), ("23=", "2"), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
+        others = [("6+6=", "02468so"), ("7=", "13579"), ("8+8+8=", "hm+"), ("9+=", "so")]
+        others.append(("0=", ""))
+        self.train = [Item(*pair, "") for pair in pairs]
+        self.test = [Item(*pair, "") for pair in others]
+
+    def reward(self, text, item):
+        count = sum(letter in item.answer for letter in text)
+        return count % 2 + 0.5 * (count == 2)
+
+
+def random_policy(seed: int, fast: bool = False) -> train.Policy:
+    """A small GPT-2 that repeats itself, with three ids that end an answer."""
+    policy = load("scratch", width=8, seed=seed, fast=fast)
+    policy.model.get_input_embeddings().weight.data *= 1.5
+    return replace(policy, eos=torch.tensor([1, 5, 9]))
+
+
+def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
+    """Answers to prompts that belong to no task."""
+    width = max(map(len, prompts))
+    padded = torch.tensor([[-1] * (width - len(row)) + row for row in prompts])
+    tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
+    n = len(prompts)
+    return train.Answers([None] * n, [""] * n, padded, tokens, mask, logp, torch.zeros(n), 0)
+
+
+def rows_of(answers) -> list[list[int]]:
+    """The tokens of each answer."""
+    return [y[m].tolist() for y, m in zip(answers.tokens, answers.mask, strict=True)]
+
+
+@contextmanager
+def float64():
+    """Everything in float64: new tensors, and what the code asks to be fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
 
 CHAT = (
     "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
@@ -75,10 +156,7 @@ def scratch():
 
 def load(path, **options):
     """The policy at a path, as the trainer loads it; options are the Config's."""
-    from toy.arithmetic import Arithmetic
-    from train import Config, load_policy
-
-    return load_policy(Config(**options), Arithmetic(), str(path))
+    return train.load_policy(train.Config(**options), Arithmetic(), str(path))
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +175,4 @@ def small_gsm8k(tmp_path_factory):
 @pytest.fixture
 def easy(monkeypatch):
     """A reward that an untrained model earns about half of the time."""
-    from toy.arithmetic import Arithmetic
-
     monkeypatch.setattr(Arithmetic, "reward", lambda self, text, item: text.count("1") % 2 * 1.0)

@@ -109,13 +109,16 @@ def visits(answers, A, G):
     return list(nodes.values())
 
 
-def project(c, answers, A, G):
-    """Coefficients after the projection: c / A is replaced by its mean over a node's visits."""
+def cancel(c, r, answers, G):
+    """Each push less r times the mean of c / r over the others that take a token at its history."""
     new = [list(row) for row in c]
-    for members in visits(answers, A, G):
-        mean = sum(c[i][t] / A[i] for i, t in members) / len(members)
-        for i, t in members:
-            new[i][t] = mean * A[i]
+    for i, answer in enumerate(answers):
+        for t in range(len(answer)):
+            group = range(i - i % G, i - i % G + G)
+            others = [j for j in group if j != i and answers[j][:t] == answer[:t]]
+            others = [j for j in others if len(answers[j]) > t]
+            if others:
+                new[i][t] -= r[i][t] * sum(c[j][t] / r[j][t] for j in others) / len(others)
     return new
 
 

@@ -1,29 +1,43 @@
-"""What no claim says of the losses: hostile padding, empty answers, overflow, defaults, errors.
+"""To whoever calls a loss: what no claim says of it.
 
-That each loss is its formula is claim M1; `formula` is its naive twin.
+Hostile padding, empty answers, overflow, ties, defaults, errors. That each loss is its formula is
+claim M1, and that `cancel` is its own is C22; `formula` is the naive twin of the losses.
 """
 
 import math
 import runpy
 from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import losses
+from claims.evidence import Draw, Readout
 from claims.formulas import FORMULAS, Rows, defaults, formula
-from losses import METHODS, Batch, Method, OldPolicy, bind, group_advantages
+from llm.neighbours import correct, kept_tokens, nthr_scores
+from losses import (
+    METHODS,
+    Batch,
+    Method,
+    OldPolicy,
+    group_advantages,
+    nthr,
+    nthr_random,
+    nthr_selected,
+)
+from train import bind
 
 
-def projected(batch):
-    """grpo after the projection, where answers share a node as long as both go on."""
+def cancelled(batch):
+    """grpo with `cancel`, where answers share a node as long as both go on."""
     nodes = losses.prefix_nodes(torch.zeros_like(batch.mask).long(), batch.mask, batch.group_size)
-    A = losses.trajectory_advantage(batch)
-    return losses.project(losses.grpo(batch), batch.logp, A, nodes, batch.mask)
+    return losses.cancel(losses.grpo(batch), batch, nodes)
 
 
 LOSSES = {f.__name__: f for method in METHODS.values() for f in method.passes}
-LOSSES["projected"] = projected
+LOSSES["cancelled"] = cancelled
 every_loss = pytest.mark.parametrize("name", LOSSES)
 every_known_loss = pytest.mark.parametrize("name", [name for name in LOSSES if name in FORMULAS])
 GARBAGE = (1e4, -1e4, math.inf, -math.inf, math.nan)
@@ -121,7 +135,7 @@ WIDER_CLIP = {"eps_low": 0.2, "eps_high": 0.24}  # all scripts of AR/Lopti's aut
 NTHR = {"beta": 1.0, "eta": -1.0, "self_term": False}  # -1 stands for NTHR's 2|0.5 - p|
 DEFAULTS = {
     "group_advantages": {"scale": "std"},  # GRPO sec. 4.1.2
-    "sequence_ratio": {"kind": "geometric"},  # GSPO Eq. 7
+    "sequence_ratio": {"ratio": "geometric"},  # GSPO Eq. 7
     "reinforce": {},
     "grpo": CLIP | {"kl": 0.0},  # off; in the paper 0.04
     "grpo_symmetric": CLIP,
@@ -132,6 +146,8 @@ DEFAULTS = {
     "dfpo_min": {"ratio": "geometric", "eps": math.inf},  # ours; DFPO has no clip
     "dfpo_orthogonal": {"ratio": "geometric", "eps": math.inf},
     "recentred": {"ratio": "product"},  # ours; only so without bias
+    "balanced": CLIP,
+    "off_policy_mask": {"delta": 0.1} | CLIP,  # ours; the paper prints none
     "pos_only": CLIP,
     "nthr_grpo": CLIP,  # NTHR's, not AR's .24
     "token_grpo": WIDER_CLIP,
@@ -142,7 +158,6 @@ DEFAULTS = {
     "nthr_random": NTHR,
     "shaped_rewards": {"bonus": 0.5, "weight": 0.6},  # IBPO, second-hand
     "ibpo": {"reading": "sign"},  # ours
-    "bind": {"reference": True},
 }
 
 
@@ -164,9 +179,10 @@ MORE_THAN_A_LOSS = {
 
 
 def test_a_method_is_its_papers_scale_credit_and_passes():
-    for name in METHODS.keys() - MORE_THAN_A_LOSS.keys():
+    for name in METHODS.keys() - MORE_THAN_A_LOSS.keys() - {"gspo"}:
         assert METHODS[name] == Method((LOSSES[name.replace("-", "_")],))
     assert MORE_THAN_A_LOSS.items() <= METHODS.items()
+    assert replace(METHODS["gspo"], clips=losses.token_ratio) == Method((losses.gspo,))
 
 
 def test_every_method_is_printed_with_its_formulas(capsys):
@@ -176,18 +192,7 @@ def test_every_method_is_printed_with_its_formulas(capsys):
         assert f"{name}: " in said and method.passes[0].__name__ in said
 
 
-def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
-    bound, b = bind("lopti", {"eta": "0.3", "eps_high": 0.5}), make_batch()
-    for loss, name in zip(bound.passes, ("lopti_low", "lopti_high"), strict=True):
-        assert loss(b) == LOSSES[name](b, eta=0.3, eps_high=0.5)
-    for text, value in (("True", True), ("False", False)):
-        assert bind("nthr", {"self_term": text}).credit.keywords == {"self_term": value}
-    assert bind("nthr", {"eta": -1}).credit.keywords == {"eta": -1.0}  # a default may be negative
-    assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0}
-    assert bind("dr-grpo", {}).scale == "mean"
-
-
-# ---------------- errors. What a hyperparameter may be: test_command_line.py
+# ---------------- errors. What a hyperparameter may be: test_run.py
 
 BATCH = dict.fromkeys(("logp", "logp_old", "adv", "logp_ref"), torch.zeros(4, 3))
 BATCH |= {"mask": torch.ones(4, 3).bool(), "group_size": 2, "max_tokens": 3}
@@ -221,9 +226,108 @@ def test_a_tensor_of_another_shape_is_named(kind, good, first):
         (losses.nthr, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"own_scores": None}))),
         (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"kept_mask": None}))),
         (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"repaired": None}))),
-        (bind, dict(name="grpoo", chosen={})),
+        (bind, dict(name="grpoo", hyper={})),
+        (losses.cancel, dict(loss=None, batch=Batch(**BATCH), nodes=torch.zeros(4, 2))),
     ],
 )
 def test_what_does_not_fit_is_a_value_error(function, arguments):
     with pytest.raises(ValueError):
         function(**arguments)
+
+
+# ---------------- NTHR and IBPO: empty answers, ties, the alignment
+#
+# That the rules are their formulas, whatever the padding holds: claims M6, N4 and I3.
+
+REWARDS = [1, 0, 0, 1] + [0, 0, 0, 0] + [1, 1, 1, 1]  # groups: mixed, all wrong, all right
+
+
+def make_facts(empty=()) -> dict:
+    """Twelve answers with hidden states; those of `empty` have no tokens. Padding holds garbage."""
+    readout = Readout(Draw(0, 4, group_size=4))
+    facts = readout.facts | readout.reading | {"rewards": torch.tensor(REWARDS).double()}
+    facts["mask"] = facts["mask"].clone()
+    facts["mask"][list(empty)] = False
+    facts["hidden"] = facts["hidden"].masked_fill(~facts["mask"][..., None], math.nan)
+    return facts
+
+
+def make_old(facts: dict) -> OldPolicy:
+    known = {key: facts[key] for key in ("tokens", "mask", "logp", "rewards", "group_size")}
+    scores, own_scores = (x.masked_fill(~known["mask"], math.nan) for x in nthr_scores(**facts))
+    return OldPolicy(**known, scores=scores, own_scores=own_scores)
+
+
+def test_empty_answers_have_no_scores_and_no_say():
+    facts = make_facts(empty=(0, 1))  # a right one and a wrong one
+    scores, own_scores = nthr_scores(**facts)
+    assert scores.isfinite().all() and own_scores.isfinite().all()
+    assert (scores[4:] == 0).all() and (own_scores[4:] == 0).all()  # all wrong, all right
+    mean = scores[3][facts["mask"][3]].mean()  # row 3 is right and has tokens
+    expected = facts["mask"] & (scores > -5.0 * mean)
+    selected = nthr_selected(make_old(facts), -5.0, self_term=True)
+    assert selected[2].equal(expected[2]) and selected[2].any() and not selected[[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("empty", [(), (0, 3), range(12)])
+def test_without_tokens_of_a_right_answer_nothing_is_selected(empty):
+    old = make_old(make_facts(empty))
+    adv = -torch.ones(old.mask.shape).double()
+    for rule in (nthr, nthr_random):
+        softened = rule(adv, old, -1.0, 0.0) != adv
+        assert not softened[4:].any() and softened.any() == (not empty)
+
+
+def test_a_token_whose_score_is_tau_is_not_above_it():
+    old = make_old(make_facts())
+    scores = torch.tensor([[0.5], [0.5], [0.75], [1.0]]).repeat(3, old.mask.shape[1])
+    old = replace(old, scores=scores, own_scores=0 * scores, mask=old.mask | True)
+    # of group 0, rows 0 and 3 are right, so tau is 0.5
+    assert nthr_selected(old)[:4, 0].tolist() == [False, False, True, False]
+
+
+def distance(a, b, keep=None) -> float:
+    """Edits (Levenshtein) minus a hundredth of the kept tokens.
+
+    With `keep`, those of a's places must stay and no others may.
+    """
+
+    @cache
+    def cost(t, u):
+        if t == len(a):
+            return len(b) - u
+        ways = [cost(t, u + 1) + 1] if u < len(b) else []
+        if keep is None or t not in keep:
+            ways += [cost(t + 1, u) + 1] + ([cost(t + 1, u + 1) + 1] if u < len(b) else [])
+        if u < len(b) and a[t] == b[u] and (keep is None or t in keep):
+            ways.append(cost(t + 1, u + 1) - 0.01)
+        return min(ways, default=math.inf)
+
+    return cost(0, 0)
+
+
+def test_kept_tokens_are_those_of_a_shortest_edit_of_rows_of_any_length():
+    g = torch.Generator().manual_seed(0)
+    for width, other, letters in ((6, 7, 2), (7, 4, 3), (1, 1, 2), (5, 9, 5)):
+        a, b = (torch.randint(0, letters, (60, w), generator=g) for w in (width, other))
+        la, lb = (torch.randint(0, w + 1, (60, 1), generator=g) for w in (width, other))
+        masks = torch.arange(width) < la, torch.arange(other) < lb
+        kept = kept_tokens(a, masks[0], b, masks[1])
+        assert not (kept & ~masks[0]).any()
+        for i in range(60):
+            x, y = a[i, : la[i]].tolist(), b[i, : lb[i]].tolist()
+            ours = distance(x, y, {*kept[i].nonzero().flatten().tolist()})
+            assert ours == pytest.approx(distance(x, y))
+
+
+def test_a_correction_that_ends_with_another_eos_keeps_the_end():
+    """3 5 and the end 1 become 4 5 and the end 2."""
+    tokens = torch.tensor([[3, 5, 1], [4, 5, 2]])
+    facts = dict(tokens=tokens, mask=tokens > 0, rewards=torch.tensor([0.0, 1.0]), generated=6)
+    answers = SimpleNamespace(**facts, items="ab", texts="ab")
+    fixed = SimpleNamespace(**{name: x[1:] for name, x in facts.items() if name != "generated"})
+    fixed.generated = 3
+    config = SimpleNamespace(group_size=2, repair_references=1)
+    task = SimpleNamespace(repair=lambda *shown: shown)
+    correct(answers, task, config, ask=lambda problems: fixed, eos=torch.tensor([1, 2]))
+    assert answers.kept_mask.tolist() == [[False, True, True], [False] * 3]

@@ -1,22 +1,109 @@
-"""The GSM8K task: what the verifier pays for, what it refuses, and where its problems come from."""
+"""To whoever trusts a reward: what both tasks pay for, what they refuse, where problems come from.
+
+The toy has what the papers speak of: fillers, three forms, imperfect demonstrations.
+"""
 
 import json
 import os
+import re
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from ssl import SSLError
-from unittest.mock import Mock
-from urllib.error import HTTPError, URLError
 
 import pytest
-from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from llm import gsm8k
-from llm.gsm8k import GSM8K, Item, extract
+from llm.gsm8k import GSM8K, extract
+from llm.gsm8k import Item as Problem
+from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
+
+TASK, ITEM = Arithmetic(), Item("37+48=", "85", "")
+
+
+def test_problems_are_all_sums_split_in_an_order_of_the_seed():
+    train, test = ([item.prompt for item in items] for items in (TASK.train, TASK.test))
+    assert len(test) == 500 and len(train + test) == 8100
+    assert {*train, *test} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+    assert Arithmetic(0).train[:50] == TASK.train[:50] != Arithmetic(1).train[:50]
+
+
+def test_every_opener_and_form_earns_the_reward():
+    forms = {"direct": "#85", "ones first": "7+8=15,30+40=70,#85"}
+    assert solutions(37, 48) == forms | {"tens first": "30+40=70,7+8=15,#85"}
+    for item in TASK.test[:50] + TASK.train[:50]:
+        a, b = map(int, item.prompt[:-1].split("+"))
+        for form in solutions(a, b).values():
+            assert all(TASK.reward(opener + form, item) == 1.0 for opener in OPENERS)
+
+
+def test_only_the_final_answer_counts_and_nothing_else_earns():
+    wrong = ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#-85"]
+    assert all(TASK.reward(text, ITEM) == 0.0 for text in [*wrong, "#٨٥", "#" * 100_000])
+    assert all(TASK.reward(text, ITEM) == 1.0 for text in ("hm 7+8=1,30+40=99,#85", "hm #84,#85"))
+
+
+def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
+    """The demonstration keeps the first answer's opener. It mends that answer, or copies it."""
+    seen = Counter()
+    for item in TASK.train[:1000]:
+        made = TASK.correction(item)
+        assert made == TASK.correction(item) and made.answer == item.answer
+        assert made.prompt.startswith(item.prompt) and made.prompt.endswith("=")
+        first = made.prompt.removeprefix(item.prompt)
+        assert made.demo[:3] in OPENERS and made.demo[:3] == first[:3]
+        assert TASK.reward(made.demo, made) or first.startswith(f"{made.demo}=")
+        seen["repaired"] += TASK.reward(made.demo, made)
+        if columns := re.match(r"\D+[^=]+=(\d+),[^=]+=(\d+),#(\d+)=", first):
+            ones, tens, total = map(int, columns.groups())
+            seen["worked"] += 1
+            seen["carried"] += ones + tens == total  # a slip in a column, not in the sum
+        wrong, *siblings = re.findall(r"#(\d+)", TASK.correction(item, 3).prompt)
+        assert wrong != item.answer and len(siblings) == 3
+        for k, number in enumerate(siblings):
+            seen[k] += number == item.answer
+    assert 0.4 < seen["carried"] / seen["worked"] < 0.6 and 550 < seen["repaired"] < 650
+    assert 700 < seen[0] < 900 and max(seen[1], seen[2]) < 400
+    assert TASK.repair(ITEM, "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
+
+
+def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
+    direct = [item for item in TASK.train if "=" not in item.demo]
+    worked = [item for item in TASK.train if "=" in item.demo]
+    assert 0.73 < len(direct) / len(TASK.train) < 0.77
+    assert 0.03 < sum(TASK.reward(item.demo, item) for item in direct) / len(direct) < 0.07
+    said = [int(item.demo.partition("#")[2]) - int(item.answer) for item in direct]
+    assert {*said} == {0, *SLIPS}
+    assert all(TASK.reward(item.demo, item) == 1.0 for item in worked)
+    for opener in OPENERS:
+        share = sum(item.demo.startswith(opener) for item in TASK.train) / len(TASK.train)
+        assert 0.30 < share < 0.37
+    assert max(len(item.demo) for item in TASK.train) + 1 <= 26
+
+
+def test_shares_tell_openers_and_forms_apart():
+    texts = ["so #85", "so #1", "ok 7+8=15,30+40=70,#85", "hm 30+1=2", "hm 7+9=16", "oh 37+48", ""]
+    assert TASK.shares([ITEM] * 7, texts) == {
+        **{"opener so": 2 / 7, "opener ok": 1 / 7, "opener hm": 2 / 7, "opener other": 2 / 7},
+        **{"form direct": 2 / 7, "form ones first": 2 / 7, "form tens first": 1 / 7},
+        "form other": pytest.approx(2 / 7),
+    }
+
+
+def test_the_tokenizer_has_one_token_a_character_and_adds_none(tmp_path):
+    tokenizer = TASK.make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for made in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = made.encode("hm 7+8=15,#85", add_special_tokens=False)
+        assert len(ids) == len("hm 7+8=15,#85")
+        assert not {made.pad_token_id, made.eos_token_id} & {*ids}
+        assert made.decode([*ids, made.eos_token_id], skip_special_tokens=True) == "hm 7+8=15,#85"
+
+
+# ---------------- GSM8K
 
 REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
 
@@ -38,11 +125,11 @@ def write(folder, train, test=None):
 
 @pytest.fixture
 def task(tmp_path):
-    return GSM8K(write(tmp_path, PROBLEMS))
+    return GSM8K(write(tmp_path, PROBLEMS, PROBLEMS[:2]))
 
 
 def reward(text, gold="42"):
-    return GSM8K.reward(None, text, Item("?", gold, f"#### {gold}"))
+    return GSM8K.reward(None, text, Problem("?", gold, f"#### {gold}"))
 
 
 # ---------------- the verifier
@@ -142,11 +229,13 @@ def test_any_text_has_a_reward(text):
 
 def test_items_hold_question_gold_and_solution_without_calculator_marks(task, tmp_path):
     expected = [
-        Item("Ann has 48 pens and sells half. How many are left?", "24", "48/2=24 left.\n#### 24"),
-        Item("Bob’s flat costs $1,200 a year. And four?", "4,800", "4*1200 = $4800\n#### 4,800"),
-        Item("It was 3° and fell by 10°. Now?", "-7", "3-10 = -7.\n#### -7"),
+        Problem(
+            "Ann has 48 pens and sells half. How many are left?", "24", "48/2=24 left.\n#### 24"
+        ),
+        Problem("Bob’s flat costs $1,200 a year. And four?", "4,800", "4*1200 = $4800\n#### 4,800"),
+        Problem("It was 3° and fell by 10°. Now?", "-7", "3-10 = -7.\n#### -7"),
     ]
-    assert (task.train, task.test) == (expected, expected)
+    assert (task.train, task.test) == (expected, expected[:2])
     lines = [json.dumps(record, ensure_ascii=False) for record in PROBLEMS]
     raw = ("\ufeff" + "\r\n".join(lines) + "\r\n\r\n").encode()  # as another system writes it
     assert GSM8K(write(tmp_path, raw)).train == expected
@@ -192,23 +281,6 @@ def test_without_files_the_problems_are_the_hubs(monkeypatch):
     hub.clear()
     with pytest.raises(ValueError, match="--data"):
         GSM8K(None)
-
-
-@pytest.mark.parametrize(
-    "answer, offline",
-    [
-        (lambda *_, **__: open(os.devnull), False),
-        (Mock(side_effect=HTTPError("", 404, "", {}, None)), False),
-        (Mock(side_effect=URLError(SSLError("unknown certificate"))), False),
-        (Mock(side_effect=URLError(ConnectionRefusedError())), True),
-        (Mock(side_effect=TimeoutError()), True),
-    ],
-)
-def test_where_the_hub_does_not_answer_its_libraries_read_their_cache(monkeypatch, answer, offline):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(gsm8k, "urlopen", answer)
-    gsm8k.use_cache_without_hub()
-    assert constants.HF_HUB_OFFLINE == offline
 
 
 # ---------------- tokens
@@ -262,6 +334,6 @@ def test_the_tokenizer_gives_any_text_back_also_after_saving(task, tmp_path):
 
 def test_the_tokenizer_is_learnt_on_the_training_split():
     task = GSM8K.__new__(GSM8K)
-    task.train, task.test = ([Item(word * 4, "1", "")] for word in ("quux", "zyzz"))
+    task.train, task.test = ([Problem(word * 4, "1", "")] for word in ("quux", "zyzz"))
     tokenizer = task.make_tokenizer()
     assert len(tokenizer.tokenize("quux")) < len(tokenizer.tokenize("zyzz")) == 4
