@@ -193,10 +193,10 @@ def plot(curves: dict[str, Tensor], walks: dict[tuple[str, str], Tensor], path: 
         "One batch used 32 times: GRPO and GSPO push a token that earns nothing.\n"
         "Fresh batches: it only wanders, and cancelling hardly changes how far.",
         6.4,
-        "Upper row: all answers begin with one opener, which earns nothing. Then comes solution A or "
-        "B, or a guess.\nLower row: two openers, alike; one group of 8 a batch. Lines are predicted, "
-        "dots measured in 1,000 runs.\nBaseline J: the expected reward. t: the squared mean of a "
-        "coefficient over its mean square. Cancelling pays if t > 1/8.",
+        "Upper row: all answers begin with one opener, which earns nothing. Then comes solution "
+        "A or B, or a guess.\nLower row: two openers, alike; one group of 8 a batch. Lines are "
+        "predicted, dots measured in 1,000 runs.\nBaseline J: the expected reward. t: the squared "
+        "mean of a coefficient over its mean square. Cancelling pays if t > 1/8.",
     )
     above, below = figure.subplots(2, 3)
     for k, axis in enumerate(above):

@@ -135,7 +135,7 @@ def show(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
             gain, more = delta - deltas[kind, "grpo"], delta - deltas[kind, "random"]
             starts = [values.mean(1).tolist() for values in (delta, gain, more)]
             rows[name] = [format_interval(values, "+.3f") for values in starts]
-            rows[name].append(f"{(gain > 0).float().mean():.0%}")
+            rows[name].append(f"{(gain > 1e-5).float().mean():.0%}")  # by more than rounding
         print(f"\n{kind} {lr:g}")
         print_table(rows, ["Delta", "minus grpo's", "minus random's", "questions above grpo"])
         # Does (II) - (I), known before the step, find the questions that gain least?
@@ -153,12 +153,14 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
         "With equal steps, right answers gain most if wrong ones are ignored (pos-only).\n"
         "NTHR adds to GRPO's gain, and no more than tokens chosen at random.",
         3.2,
-        "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less; "
-        "random: as many tokens, drawn at random.\nMeans and 95 % intervals of 6 starts.",
+        "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less. "
+        "random: as many, drawn.\nMeans and 95 % intervals of 6 starts.",
     )
     names = ("pos-only", "random", "nthr")
     titles = ("SGD, steps as they come", "SGD, all steps of one length", "AdamW (equal steps)")
-    for axis, kind, title in zip(figure.subplots(1, 3, sharey=True), RATES, titles, strict=True):
+    for axis, kind, title in zip(
+        figure.subplots(1, 3, sharex=True, sharey=True), RATES, titles, strict=True
+    ):
         for y, name in enumerate(names):
             gain = deltas[kind, name] - deltas[kind, "grpo"]
             mean, half = interval(gain.mean(1).tolist())
