@@ -91,6 +91,16 @@ def line_style(name: str) -> dict:
     return dict(color=COLORS[plain], linewidth=2, marker="")
 
 
+def draw_differences(axis, differences: dict[str, list[float]]):
+    """The mean of each and its interval, one below the other, beside a line at 0."""
+    for y, values in enumerate(differences.values()):
+        mean, half = interval(values)
+        axis.errorbar(mean, -y, xerr=half, color="#000000", marker="o")
+    axis.axvline(0, color="#999999", linewidth=0.8)
+    axis.set_yticks([-y for y in range(len(differences))], differences)
+    axis.margins(y=0.12)
+
+
 def save(figure, path: Path):
     """With 128 colours, which makes a .png small."""
     figure.savefig(path)

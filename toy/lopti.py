@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from losses import METHODS, Batch, token_grpo
-from toy.figure import format_interval, interval, make_figure, parse_plot, print_table, save
+from toy.figure import (
+    draw_differences,
+    format_interval,
+    interval,
+    make_figure,
+    parse_plot,
+    print_table,
+    save,
+)
 from toy.nthr import make_optimizer, make_start
 from train import Config, Minibatch, Policy, Scored, log_probs_in_pieces, sample, score, update
 
@@ -150,7 +158,7 @@ def plot(measures: Measures, path: Path):
         axis.set_xlabel("p of the tokens")
         for name in [name for key, name in measures if key == table]:
             columns = [interval(column.tolist()) for column in measures[table, name].T]
-            label = name if table == GRADIENT else f"{name} are updated"
+            label = name if table == GRADIENT else f"{name} learn"
             axis.errorbar(QUARTERS, *zip(*columns, strict=True), label=label)
         axis.set_xticks(QUARTERS, [quarter.removeprefix("p ") for quarter in QUARTERS])
         axis.legend()
@@ -158,16 +166,12 @@ def plot(measures: Measures, path: Path):
     axes[0].set_ylabel("share of that of all tokens")
     axes[1].set_yscale("log")
     axes[1].set_ylim(1e-5, None)
-    names = []
-    for kind in RATES:
-        for name, less in (("lopti", "grpo twice"), ("reversed", "lopti")):
-            values = measures[RIGHT + kind, f"{name} - {less}"][:, 3]
-            mean, half = interval(values.tolist())
-            last.errorbar(mean, len(names), xerr=half, color="#000000", marker="o")
-            names.append(f"{kind}: {name}\nminus {less}")
-    last.axvline(0, color="#999999", linewidth=0.8)
-    last.set_yticks(range(len(names)), names)
-    last.invert_yaxis()
+    differences = {
+        f"{table.removeprefix(RIGHT)}: " + name.replace(" - ", "\nminus "): values[:, 3].tolist()
+        for (table, name), values in measures.items()
+        if " - " in name
+    }
+    draw_differences(last, differences)
     last.set_title("tokens with p > .75")
     last.set_xlabel("difference in the share\nthat moves as A says")
     save(figure, path)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llm.neighbours import hidden_states, nthr_scores
 from toy.arithmetic import Arithmetic
-from toy.figure import format_interval, interval, make_figure, parse_plot, print_table, save
+from toy.figure import draw_differences, format_interval, make_figure, parse_plot, print_table, save
 from train import (
     Answers,
     Config,
@@ -156,20 +156,13 @@ def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
         "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less. "
         "random: as many, drawn.\nMeans and 95 % intervals of 6 starts.",
     )
-    names = ("pos-only", "random", "nthr")
     titles = ("SGD, steps as they come", "SGD, all steps of one length", "AdamW (equal steps)")
-    for axis, kind, title in zip(
-        figure.subplots(1, 3, sharex=True, sharey=True), RATES, titles, strict=True
-    ):
-        for y, name in enumerate(names):
-            gain = deltas[kind, name] - deltas[kind, "grpo"]
-            mean, half = interval(gain.mean(1).tolist())
-            axis.errorbar(mean, y, xerr=half, color="#000000", marker="o")
-        axis.axvline(0, color="#999999", linewidth=0.8)
-        axis.set_yticks(range(3), names)
-        axis.margins(y=0.12)
+    axes = figure.subplots(1, 3, sharex=True, sharey=True)
+    for axis, kind, title in zip(axes, RATES, titles, strict=True):
+        gains = {name: deltas[kind, name] - deltas[kind, "grpo"] for name in METHODS}
+        shown = {name: gains[name].mean(1).tolist() for name in ("nthr", "random", "pos-only")}
+        draw_differences(axis, shown)
         axis.set_title(title)
-        axis.locator_params(axis="x", nbins=4)
         axis.set_xlabel("log pi gained beyond GRPO (nats)")
     save(figure, path)
 

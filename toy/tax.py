@@ -175,37 +175,21 @@ def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
     return expected_reward(setting, path[::UPDATES, 0]), tax
 
 
-def predict_difference(setting: str, share: float) -> float:
-    """f_A - f_B of grpo without its factor, if A has this share and all plans are good (C18)."""
-    A, chance, B = SETTINGS[setting]
-    b = share * RIGHT + (1 - share) * chance
-    f = [q * (1 - b) / T[0] - (1 - q) * b / T[1] for q, T in ((RIGHT, A), (chance, B))]
-    return f[0] - f[1]
-
-
-def predict_reward(setting: str) -> float:
-    """At the end of grpo: where f_A - f_B, a straight line, becomes 0 from above, or an end."""
-    low, high = predict_difference(setting, 0.0), predict_difference(setting, 1.0)
-    share = low / (low - high) if low > 0 > high else float(low > 0)
-    return share * RIGHT + (1 - share) * SETTINGS[setting][1]
-
-
 def plot(curves: dict[tuple[str, str], Tensor], path: Path):
-    """Expected reward in three settings, and where grpo's closed form ends."""
+    """Expected reward in three settings."""
     figure = make_figure(
         "Cancelling does not save GRPO: with it and without it, it loses the same in two worlds.\n"
         "One divisor for all lengths (dr-grpo) keeps the reward.",
         3.7,
         "Way A is right with chance 0.6 (after a good plan), way B never (third world: 0.2). So A "
         "is better. Start: 88 % on A.\nBaseline J: the policy's expected reward, in place of the "
-        "group's mean. Dotted: where claim C18 says that GRPO ends.",
+        "group's mean.",
     )
     axes = figure.subplots(1, len(PANELS), sharey=True)
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
         for name in LINES:
             axis.plot(curves[setting, name], label=name, **line_style(name))
-        axis.axhline(predict_reward(setting), color="#999999", linestyle=":")
         axis.set_title(title)
         axis.set_xlabel(f"batches of {UPDATES} updates")
     axes[0].legend()
@@ -226,7 +210,6 @@ def main(argv: list[str] | None = None):
             of_group = row.scale != "exact" and not row.cancels  # of this the tax speaks
             cell = f"{curves[setting, name][-1]:.3f}"
             rows[name].append(cell + f" ({tax:.3f})" * of_group)
-    rows["grpo, closed form"] = [f"{predict_reward(setting):.3f}" for setting in SETTINGS]
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
     print("In brackets: the learning tax of a batch's last update, mean of all batches\n")
     print_table(rows, SETTINGS)
