@@ -115,16 +115,16 @@ def predict_deviation(cancels: bool) -> tuple[float, float]:
     return float(RATE * (0.25 * square * factor / G).sqrt()), float(t)
 
 
-def wander(row: Row) -> Tensor:
-    """The log-odds of the first opener before each batch and after the last, (BATCHES + 1, RUNS).
+def wander(row: Row, runs: int = RUNS) -> Tensor:
+    """The log-odds of the first opener before each batch and after the last, (BATCHES + 1, runs).
 
     All runs stand in one batch of the loss, a group for each. The baseline is exact: what the
     policy expects is J whatever the opener.
     """
-    generator, path = torch.Generator().manual_seed(0), [torch.zeros(RUNS, dtype=torch.float64)]
+    generator, path = torch.Generator().manual_seed(0), [torch.zeros(runs, dtype=torch.float64)]
     p = chances(torch.zeros(6, dtype=torch.float64))
     for _ in range(BATCHES):
-        picks = torch.multinomial(p, RUNS * G, replacement=True, generator=generator)
+        picks = torch.multinomial(p, runs * G, replacement=True, generator=generator)
         draws = torch.rand(len(picks), generator=generator, dtype=torch.float64)
         opener = (draws > path[-1].sigmoid().repeat_interleave(G)).long()  # (N,) 0 or 1
         tokens, mask = TOKENS[picks], MASK[picks]
@@ -138,7 +138,7 @@ def wander(row: Row) -> Tensor:
         batch = Batch(old, old, A, mask, G, mask.shape[1])
         nodes = losses.prefix_nodes(tokens, mask, G)
         push, _ = compute_push(row, batch, nodes, path[-1], forward)
-        path.append(path[-1] + RATE * RUNS * push)  # the loss takes the mean over runs
+        path.append(path[-1] + RATE * runs * push)  # the loss takes the mean over runs
     return torch.stack(path)
 
 

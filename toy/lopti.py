@@ -117,10 +117,10 @@ def measure(policy: Policy, scored: Scored) -> Measures:
     return found
 
 
-def study() -> Measures:
-    """What is measured of every start, stacked: (STARTS, 4)."""
+def study(starts: int = STARTS) -> Measures:
+    """What is measured of every start, stacked: (starts, 4)."""
     found = []
-    for seed in range(STARTS):
+    for seed in range(starts):
         config = Config(seed=seed)
         policy, task = make_start(seed, direct=6)
         answers = sample(policy, task, task.test[: config.prompts], 1, config)
