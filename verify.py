@@ -2,8 +2,9 @@
 known exactly.
 
     python verify.py                    all claims, the audit of all methods, what cancelling costs
-    python verify.py --only C9 C17      some of them
+    python verify.py --only C9 C16      some of them
     python verify.py --explain C14      what a claim says, and its proof
+    python verify.py --explain gspo     which claims speak of a method, and questions about it
     python verify.py --explain loss     questions people ask about that word
     python verify.py --explain symbols  what the letters mean
     python verify.py --explain all      everything, in order
@@ -16,7 +17,8 @@ rewards that nearly agree, hundreds of tokens. These decide about verdicts, not 
 
 "predicted" is computed by hand and "measured" by autograd; both are shown where they are furthest
 apart. "error" is the largest error of all draws. "left" is the average size of what remains when
-the condition of a HOLDS ONLY IF is dropped, or by how much a FAILS AS STATED is wrong.
+the condition of a HOLDS ONLY IF is dropped, or of what else the proof calls so. NOT YET WRITTEN is
+a function without a body, or a loss without a formula in claims/formulas.py.
 
 Exit code 0: every verdict is the expected one, and every function of METHODS is spoken of. 1: not.
 """
@@ -35,24 +37,31 @@ from types import ModuleType
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, Claim, Draws, Evidence, examine
+from claims import CLAIMS, NOTATION, Claim, Evidence, examine, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 from claims.formulas import name_of
 
 QUESTIONS = Path(__file__).parent / "claims" / "README.md"
-WHEN = ("on-policy", "off-policy", "projected")
+WHEN = ("on-policy", "off-policy")
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
-        "What is left at a token that the whole group shares, |sum c| / sum |c|",
-        ["method", *REGIMES],
+        "What is left at a token that the whole group shares, |sum c| / sum |c|, if the group is "
+        "in one optimiser step",
+        ["loss", *REGIMES],
     ),
     "C16": (
-        "The price: expected update against the exact gradient (unbiased: cos 1, norm 0.667)",
-        ["method", *(f"{what} {when}" for when in WHEN for what in ("cos", "norm"))],
+        'The price: expected update against the exact gradient, A = R - mean (scale "mean"; '
+        "unbiased: cos 1, norm 0.667), then with the scale that METHODS ships. Token means have "
+        "the divisor of an infinite batch",
+        [
+            "loss",
+            *(f"{what} {when}" for when in WHEN for what in ("cos", "norm")),
+            *(f"shipped: cos {when}" for when in WHEN),
+        ],
     ),
     "C21": (
-        "What cancelling without bias costs: a group's bias and variance",
+        'What cancelling without bias costs: a group\'s bias and variance (scale "mean")',
         ["weight", *(f"{what}, G = {G}" for G in (2, 3, 4) for what in ("bias", "variance"))],
     ),
     "Q2": (
@@ -72,19 +81,24 @@ def load(path: str) -> tuple[ModuleType, set[str]]:
     return module, {name for name, x in vars(module).items() if before.get(name) is not x}
 
 
+def functions_of(module, name: str) -> list[str]:
+    """The names of a method's functions; none if there is no such method."""
+    method = module.METHODS.get(name, losses.Method(()))
+    return [name_of(x) for x in (*method.passes, method.credit, method.repair) if x]
+
+
 def unspoken(module) -> list[str]:
     """The functions of METHODS that no claim speaks of, each with its method."""
     spoken = {name for claim in CLAIMS for name in claim.names(module)}
     found = []
-    for name, method in module.METHODS.items():
-        for function in filter(None, (*method.passes, method.credit, method.repair)):
-            called = name_of(function)  # of a lambda or a partial no claim can speak
+    for name in module.METHODS:
+        for called in functions_of(module, name):  # of a lambda or a partial no claim can speak
             if called not in spoken or not hasattr(module, called):
                 found.append(f"{name}: no claim checks {called}")
     return found
 
 
-# ---------------- the numbers of a table
+# ---------------- printing
 
 
 def format_number(x: float) -> str:
@@ -103,17 +117,13 @@ def summarise(claim: Claim, results: list[Evidence]) -> tuple[str, list[str]]:
     worst = max(results, key=lambda result: result.excess)
     left = [result.mean_left for result in results if result.left]
     states = {result.state for result in results}
-    verdict = claim.verdict
+    verdict = "HOLDS ONLY IF" if claim.condition else "HOLDS"
     if "wrong" in states:
         verdict = "WRONG"
     elif "missing" in states:
         verdict = "NOT YET WRITTEN"
-    error = worst.error if worst.excess >= 0 else math.nan
     mean_left = sum(left) / len(left) if left else math.nan
-    return verdict, [format_number(x) for x in (*worst.pair, error, mean_left)]
-
-
-# ---------------- printing
+    return verdict, [format_number(x) for x in (*worst.pair, worst.error, mean_left)]
 
 
 def show(claims: list[Claim], results: list[Evidence]) -> None:
@@ -127,7 +137,7 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
         print(f"\n{claim.id:6}{verdict:17}{numbers}   {source}")
         print(f"      {statement}")
         if claim.condition:
-            print(f"      {claim.verdict.capitalize()}: {claim.condition}.")
+            print(f"      Holds only if: {claim.condition}.")
         print(f"      of {' '.join(result.function for result in own)}")
     for id_, (title, head) in TABLES.items():
         rows = [row for result in results if result.claim == id_ for row in result.rows]
@@ -162,36 +172,37 @@ def explain(claims: list[Claim]) -> None:
         statement, source, proof = claim.text
         print(wrap(f"{claim.id}  {statement}"))
         if claim.condition:
-            print(f"{claim.verdict.capitalize()}: {claim.condition}.")
+            print(f"Holds only if: {claim.condition}.")
         print(f"Source: {source}\n\n{proof}\n")
 
 
-def questions(word: str) -> list[str]:
-    """The questions of claims/README.md with this word in their title, or else in their answer."""
+def look_up(word: str) -> list[str]:
+    """The questions of claims/README.md with this word in their title, or else in their answer;
+    then the claims that speak of a function or method of that name."""
     _, *parts = QUESTIONS.read_text().split("\n### ")
     parts = [part.partition("\n## ")[0].strip() for part in parts]
-    word = word.lower()
     titled = [part for part in parts if word in part.partition("\n")[0].lower()]
-    return titled or [part for part in parts if word in part.lower()]
+    found = titled or [part for part in parts if word in part.lower()]
+    names = {word.replace("-", "_"), *functions_of(losses, word)}
+    claims = [claim for claim in CLAIMS if names & {*claim.names(losses)}]
+    return found + [f"{claim.id}  {claim.text[0]}" for claim in claims]
 
 
 # ---------------- the command line
 
 
-def is_meant(claim: Claim, id_: str) -> bool:
-    """C17 stands for C17h and C17i, too, and "all" for every claim."""
-    family = claim.id.rstrip(string.ascii_lowercase)
-    return id_.lower() in (claim.id.lower(), family.lower(), "all")
+def ids_of(claim: Claim) -> set[str]:
+    """The ids that mean this claim. C22 means C22b, too."""
+    return {claim.id.upper(), claim.id.rstrip(string.ascii_lowercase), "ALL"}
 
 
 def select(ids: list[str]) -> list[Claim]:
     """The claims of these ids, in order."""
-    ids = " ".join(ids).replace(",", " ").split()
-    for id_ in ids:
-        if not any(is_meant(claim, id_) for claim in CLAIMS):
-            accepted = " ".join(claim.id for claim in CLAIMS)
-            sys.exit(f"error: there is no claim {id_}; accepted: {accepted}")
-    return [claim for claim in CLAIMS if any(is_meant(claim, id_) for id_ in ids)]
+    ids = {id_.upper() for id_ in " ".join(ids).replace(",", " ").split()}
+    for id_ in ids.difference(*map(ids_of, CLAIMS)):
+        accepted = " ".join(claim.id for claim in CLAIMS)
+        sys.exit(f"error: there is no claim {id_}; accepted: {accepted}")
+    return [claim for claim in CLAIMS if ids_of(claim) & ids]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,16 +210,17 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", default=["all"], metavar="ID", help="these claims: C9 C17 or C9,C17")
-    add("--explain", nargs="+", metavar="ID", help="print proofs; or symbols, all, a topic word")
+    add("--only", nargs="+", default=["all"], metavar="ID", help="these claims: C9 C16 or C9,C16")
+    add("--explain", nargs="+", metavar="ID", help="print proofs; or symbols, all, a word")
     add("--losses", metavar="FILE", help="its functions in place of those of losses.py")
     add("--seed", type=int, default=0, help="of the random trees (default 0)")
     options = parser.parse_args(argv)
     if options.explain:
-        word = " ".join(options.explain)
+        word = " ".join(options.explain).lower()
         if word in ("symbols", "all"):
             print(NOTATION + "\n")
-        found = questions(word) if not any(is_meant(claim, word) for claim in CLAIMS) else []
+        known = set().union(*map(ids_of, CLAIMS))
+        found = look_up(word) if word.upper() not in known else []
         if found:
             print("\n\n".join(found))
         elif word != "symbols":
@@ -221,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:
             sys.exit(f"error: {options.losses} cannot be loaded: {type(error).__name__}: {error}")
     torch.set_num_threads(1)
-    draws = Draws(options.seed)
+    draws = random_draws(options.seed)
     pairs = [(claim, name) for claim in claims for name in claim.names(module)]
     pairs = [(claim, name) for claim, name in pairs if defined is None or name in defined]
     missed = unspoken(module)
@@ -230,9 +242,11 @@ def main(argv: list[str] | None = None) -> int:
     claims = [claim for claim in claims if any(claim is other for other, _ in pairs)]
     results = [examine(module, claim, name, draws) for claim, name in pairs]
     show(claims, results)
-    missed += [f"{x.claim}: {x.function}: {x.message}" for x in results if x.state != "ok"]
-    if missed:
-        print("", *(f"! {line}" for line in missed), sep="\n")
+    bad = [x for x in results if x.state != "ok"]
+    missed += [f"{x.claim}: {x.function}: {x.message}" for x in bad]
+    print("", *(f"! {line}" for line in missed), sep="\n")
+    as_expected = len(claims) - len({x.claim for x in bad})
+    print(f"{as_expected} of {len(claims)} claims came out as expected.")
     return 1 if missed else 0
 
 

@@ -3,17 +3,16 @@
     formulas.py         M1..M6     each loss is what its paper writes
     cancellation.py     C1..C12    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
-    tax.py              C15..C17   learning tax, price, projection
-    cost.py             C18        what a tax costs
-    gate.py             C19..C21   the min, graded rewards, a baseline that cancels without bias
+    tax.py              C15, C16   learning tax, price
+    choice.py           C18..C21   what a tax, the min and graded rewards cost; a baseline
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             N3, N4     negative gradients
-    low_probability.py  A1..A4     Advantage Reweighting and Lopti
-    ibpo.py             I1..I3     comparing and correcting
+    nthr.py             N4         negative gradients
+    low_probability.py  A2, A4     Advantage Reweighting and Lopti
+    ibpo.py             I1, I3     comparing and correcting
     questions.py        Q1..Q5     what people ask about the numbers of a run
 
-evidence.py says what a claim is and examines it. trees.py has the random prefix trees, ordinary and
-extreme ones; readout.py has answers with hidden states; toy/worlds.py has worlds without chance.
+evidence.py says what a claim is, draws the random prefix trees and examines the claim on them.
+toy/worlds.py has worlds without chance.
 """
 
 # The order of these imports is the order of the claims.
@@ -21,16 +20,15 @@ from claims import formulas  # noqa: F401, I001
 from claims import cancellation  # noqa: F401
 from claims import drift  # noqa: F401
 from claims import tax  # noqa: F401
-from claims import cost  # noqa: F401
-from claims import gate  # noqa: F401
+from claims import choice  # noqa: F401
 from claims import audit  # noqa: F401
 from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401
 from claims import ibpo  # noqa: F401
 from claims import questions  # noqa: F401
-from claims.evidence import CLAIMS, Claim, Draws, Evidence, examine
+from claims.evidence import CLAIMS, Claim, Evidence, examine, random_draws
 
-__all__ = ["CLAIMS", "NOTATION", "Claim", "Draws", "Evidence", "examine"]
+__all__ = ["CLAIMS", "NOTATION", "Claim", "Evidence", "examine", "random_draws"]
 
 NOTATION = """\
 Notation
@@ -65,4 +63,4 @@ Grades: P stated by the paper; S known only second-hand; D derived here and chec
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585,
 DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929,
-IBPO 2605.16302 (all arXiv). The full text of DFPO and IBPO was not available."""
+IBPO 2605.16302 (all arXiv). The full text of DFPO and IBPO was not available to us."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-import losses
-from claims.evidence import claim
-from claims.formulas import every_loss, fitting, single_losses
-from claims.tax import apply_projection
-from claims.trees import coefficients
+from claims.evidence import NOTICEABLE, claim, coefficients
+from claims.formulas import every_loss, fitting
 
 REGIMES = (
     "on-policy, equal T_i",
@@ -33,15 +30,14 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "token_grpo": "000x",
     "lopti_low": "000x",
     "lopti_high": "000x",
-    "project": "0000",
 }
 
 
-@claim("AUDIT", every_loss, "project")
+@claim("AUDIT", every_loss)
 def audit(module, name, draws, evidence):
     """What each method leaves at a token that the whole group shares, in four regimes.
 
-    Source: C2..C12 and C17 together (D)
+    Source: C2 to C12 together (D)
 
     The table shows the mean over all draws of |sum_i c_i| / sum_i |c_i| at fully shared nodes: 0
     means that the answers cancel, 1 that all push the same way. The four regimes are: on-policy
@@ -60,33 +56,28 @@ def audit(module, name, draws, evidence):
       grpo                         something outside the clip range, and with unequal lengths (C8)
       gspo                         something with unequal lengths (C8), and off-policy always (C4)
       pos-only                     something always: nothing stands against the winners
-      project                      nothing, whichever of these methods but recentred is projected
 
     GSPO gets the clip range 0.2/0.28, because its own is made for long answers; so does every other
-    loss whose clip range is below 0.1. lopti_high gets eta = 0, so that it takes every token. The
-    row "project" puts one method after another through the projection of C17. recentred is left
-    out, because it also pushes answers with A_i = 0, which the projection leaves as they are. A
-    method of your own has no prediction in this table; M1 compares its coefficients.
+    loss whose clip range is below 0.1. lopti_high gets eta = 0, so that it takes every token, and
+    off_policy_mask delta = 0.02, because few answers here are as far away as 0.1. A method of your
+    own has no prediction in this table; M1 compares its coefficients.
+
+    All of this is about one optimiser step that holds the whole group. If a group is torn over two
+    steps, nothing cancels in either of them: the advantages of a part do not sum to 0.
     """
-    projected = [method for method in single_losses(losses) if method in AUDIT]
-    methods = itertools.cycle([method for method in projected if method != "recentred"])
-    expected = AUDIT.get(name, "    ")
+    loss = getattr(module, name)
     cells = []
-    for (spread, offset, equal_lengths), what in zip(SETTINGS, expected, strict=True):
+    for regime, what in itertools.zip_longest(SETTINGS, AUDIT.get(name, "")):
+        spread, offset, equal_lengths = regime
         left = []
         for draw in draws:
-            if draw.equal_lengths != equal_lengths:
-                continue
-            source, method = (losses, next(methods)) if name == "project" else (module, name)
-            batch = draw.batch(source, spread, offset)
-            loss = getattr(source, method)
-            loss = loss(batch, **fitting(loss))
-            if name == "project":
-                loss = apply_projection(module, "node mean", batch, loss, draw.nodes)
-            left += draw.left_shared(coefficients(loss, batch))
-        cells.append(sum(left) / len(left) if left else 0.0)
+            if draw.equal_lengths == equal_lengths:
+                batch = draw.batch(module, spread, offset)
+                left += draw.left_shared(coefficients(loss(batch, **fitting(loss)), batch))
+        cells.append(sum(left) / max(1, len(left)))
         if what == "0":
             evidence.equal([0] * len(left), left)
-        elif what == "x":
+        elif what == "x" and not draws[0].kind:
+            evidence.equal(True, cells[-1] > NOTICEABLE)
             evidence.record_left(cells[-1])
     evidence.rows.append([name, *cells])

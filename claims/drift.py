@@ -11,8 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from claims.evidence import claim
-from claims.trees import ascent, coefficients
+from claims.evidence import ascent, claim, coefficients
 from toy.policy import kl
 
 
@@ -86,8 +85,9 @@ def c14(module, name, draws, evidence):
 
     Without the condition it is wrong: p = (.6, .3, .1), A = 1, k_a = k_b = 1/2 has S = 1 and moves
     log(p_a / p_b) by -.3 eta, though k_a = k_b. The third answer of that group, on the third token,
-    has A = -2. With it and the same k, S = 0 and the drift is 0. (Public notes on the paper,
-    Memory4ever/AI-System-Design, have the first half of this example.)
+    has A = -2. With it and the same k, S = 0 and the drift is exactly 0: to cancel is enough. This
+    is the best case for DFPO. (Public notes on the paper, Memory4ever/AI-System-Design, have the
+    first half of this example.)
 
     Over several softmaxes this survives at one of them: where the two answers part, if the whole
     group is still together there. Before it they share all tokens, and nothing differs. After it

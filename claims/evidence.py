@@ -1,4 +1,4 @@
-"""What a claim is, and how it is examined.
+"""What a claim is, what it is checked on, and how it is examined.
 
 A claim is a function `check(module, name, draws, evidence)`. It takes a module that keeps the
 contract of losses.py and the name of a function in it. It takes random prefix trees (`Draw`) and
@@ -9,22 +9,34 @@ them.
 The docstring of a claim has paragraphs. The first is the statement, one sentence or two. The second
 begins with "Source: " and says where the statement comes from, with its grades. The others are the
 proof, which `python verify.py --explain ID` prints.
+
+A group of answers to one prompt is a tree. Answers that begin alike share their first nodes, and
+there their gradients add up. The policy of a random tree is tabular: every history has logits of
+its own, so the gradient's part at a node belongs to that node alone. Padding holds garbage on
+purpose. NTHR's claims add hidden states to the answers (`Readout`).
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+import random
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.nn.functional import pad as pad_columns
 
-from claims.trees import EXTREMES, Draw
+from toy.policy import EOS, Policy, pad, tabular
 
 DRAWS = 24  # ordinary random trees per claim
 TOLERANCE = 1e-10  # of |measured - predicted| / max(1, |predicted|), float64
 NOTICEABLE = 1e-6  # what a dropped condition must leave, on average over the draws
+
+# ---------------- a claim and its evidence
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,8 @@ class Claim:
     id: str
     check: Callable  # (module, name of the function it speaks of, draws, evidence) -> None
     functions: tuple[str | Callable, ...]  # names, or module -> names
-    verdict: str
-    condition: str  # under which it holds, or why it fails
-    extremes: bool  # whether it is examined on extreme trees, too
+    condition: str = ""  # under which alone it holds, if there is one
+    extremes: bool = True  # whether it is examined on extreme trees, too
 
     def names(self, module) -> list[str]:
         """The functions that the claim speaks of, without repetitions."""
@@ -54,21 +65,22 @@ class Claim:
 CLAIMS: list[Claim] = []  # in the order in which claims/__init__.py imports the themes
 
 
-def claim(
-    id_: str, *functions: str | Callable, only_if="", fails="", extremes: bool = True
-) -> Callable:
+def claim(id_: str, *functions: str | Callable, only_if: str = "", extremes: bool = True):
     """Make a check a claim about these functions; a callable finds them in a module.
 
-    It holds; or it holds only_if a condition is met; or it fails as stated, for the reason given.
-    extremes: False for a claim that has worlds of its own or takes small steps.
+    It holds, or it holds only_if a condition is met. extremes: False for a claim that has worlds of
+    its own or takes small steps.
     """
-    verdict = "HOLDS ONLY IF" if only_if else "FAILS AS STATED" if fails else "HOLDS"
 
     def register(check: Callable) -> Callable:
-        CLAIMS.append(Claim(id_, check, functions, verdict, only_if or fails, extremes))
+        CLAIMS.append(Claim(id_, check, functions, only_if, extremes))
         return check
 
     return register
+
+
+class NotYetWritten(Exception):
+    """There is nothing to compare a function with."""
 
 
 class Evidence:
@@ -77,11 +89,12 @@ class Evidence:
     def __init__(self, claim: str = "", function: str = ""):
         self.claim, self.function = claim, function
         self.state, self.message = "ok", ""  # or wrong, or missing
-        self.error = 0.0  # largest |measured - predicted| / max(1, |predicted|)
+        self.error = math.nan  # largest |measured - predicted| / max(1, |predicted|)
         self.excess = -1.0  # the same over its tolerance: at most 1 agrees, -1 compared nothing
         self.pair = (math.nan, math.nan)  # predicted and measured where they are furthest apart
         self.what = ""  # which of several things the pair is, if the claim says so
-        self.left = []  # sizes of what a dropped condition leaves, or of a statement's error
+        self.dtype = ""  # of what was measured there
+        self.left = []  # sizes of what a dropped condition leaves
         self.rows = []  # of the claim's own table: a name, then numbers
 
     def equal(self, predicted, measured, tolerance: float = TOLERANCE, what: str = "") -> None:
@@ -97,6 +110,7 @@ class Evidence:
             self.excess = self.error / tolerance
             self.pair = (float(p.flatten()[worst]), float(m.flatten()[worst]))
             self.what = what and f"{what}: "
+            self.dtype = getattr(measured, "dtype", "Python's float")
 
     def record_left(self, size) -> None:
         self.left.append(torch.as_tensor(size, dtype=torch.float64).abs().mean().item())
@@ -105,13 +119,15 @@ class Evidence:
     def mean_left(self) -> float:
         return sum(self.left) / len(self.left) if self.left else math.nan
 
-
-class Draws(list):
-    """Random trees: ordinary ones, then one of each extreme kind."""
-
-    def __init__(self, seed: int, count: int = DRAWS, kinds: Iterable[str] = EXTREMES):
-        ordinary = [Draw(seed, k) for k in range(count)]
-        super().__init__(ordinary + [Draw(seed, 0, kind=kind) for kind in kinds])
+    @property
+    def difference(self) -> str:
+        """In words, where predicted and measured are furthest apart."""
+        predicted, measured = self.pair
+        said = f"{self.what}expected {predicted:.6g}, got {measured:.6g}"
+        said += f", a difference of {measured - predicted:.1g}"
+        if 1e-9 < self.error < 1e-6:
+            said += f" in {self.dtype}; a part may be float32, as an int over an int is in torch"
+        return said
 
 
 def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Evidence:
@@ -119,13 +135,13 @@ def examine(module, claim: Claim, function: str, draws: list[Draw]) -> Evidence:
 
     Numbers and tables are those of the ordinary trees, unless the claim fails on the others.
     """
-    ordinary = examine_on([draw for draw in draws if not draw.kind], module, claim, function)
-    extreme = [draw for draw in draws if draw.kind and claim.extremes]
-    if ordinary.state != "ok" or not extreme:
-        return ordinary
-    beyond = examine_on(extreme, module, claim, function)
-    beyond.message += " (on extreme trees)"
-    return ordinary if beyond.state == "ok" else beyond
+    evidence = examine_on([draw for draw in draws if not draw.kind], module, claim, function)
+    if evidence.state == "ok" and claim.extremes:
+        beyond = examine_on([draw for draw in draws if draw.kind], module, claim, function)
+        if beyond.state != "ok":
+            beyond.message += " (on extreme trees)"
+            return beyond
+    return evidence
 
 
 def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Evidence:
@@ -137,13 +153,236 @@ def examine_on(draws: list[Draw], module, claim: Claim, function: str) -> Eviden
         claim.check(module, function, draws, evidence)
     except Exception as error:
         evidence.state, evidence.message = "wrong", f"{type(error).__name__}: {error}"
-        if isinstance(error, NotImplementedError) and not error.args:
-            evidence.state, evidence.message = "missing", "not yet written"
+        if isinstance(error, NotYetWritten) or type(error) is NotImplementedError:
+            evidence.state, evidence.message = "missing", str(error) or "not yet written"
         return evidence
     if evidence.excess > 1:
-        evidence.state = "wrong"
-        predicted, measured = evidence.pair
-        evidence.message = f"{evidence.what}expected {predicted:.6g}, got {measured:.6g}"
+        evidence.state, evidence.message = "wrong", evidence.difference
     elif evidence.mean_left < NOTICEABLE and not any(draw.kind for draw in draws):
         evidence.state, evidence.message = "wrong", "what must differ here is the same"
     return evidence
+
+
+def ascent(loss: Tensor, variable: Tensor) -> Tensor:
+    """-dLoss/dvariable. Raises TypeError, in plain words, for what is no loss."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise TypeError(f"a loss is a scalar tensor, not {getattr(loss, 'shape', loss)}")
+    if not loss.requires_grad:
+        raise TypeError("the loss does not depend on logp")
+    return -torch.autograd.grad(loss, variable, retain_graph=True)[0]
+
+
+def coefficients(loss: Tensor, batch) -> Tensor:
+    """c = -N dLoss/dlogp. (N, T)."""
+    return len(batch.logp) * ascent(loss, batch.logp)
+
+
+# ---------------- random prefix trees
+
+GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
+# Trees beyond the ordinary ones, where users are: group size, index (which decides on prompts and
+# lengths), how many tokens all share, longest answer, size of the advantages.
+EXTREMES = {
+    "steep": (3, 2, 2, 5, 100.0),  # ratios of 20 and more, and the ids of a large vocabulary
+    "wide": (64, 6, 2, 5, 1e-6),  # a large group whose rewards nearly agree
+    "long": (3, 1, 260, 300, 1.0),  # more tokens than a byte counts
+}
+LARGE = 152_000  # ids; these are alike for short integers
+LARGE_IDS = [LARGE - 1, 1, 65_537, 131_073, 257]
+
+
+class Draw:
+    """A random prefix tree: 1 to 3 prompts with G answers each.
+
+    The answers to a prompt share their first token or two. Token t of answer i leads to the node
+    (prompt number, prefix); `tree` lists the visits (i, t) of every node. The policy has the ids
+    below `vocabulary`; `tokens` has those of `ids` in their place.
+    """
+
+    def __init__(self, seed: int, index: int, group_size: int | None = None, kind: str = ""):
+        size, index, common, longest, self.size = EXTREMES.get(kind, (0, index, 2, 0, 1.0))
+        rng = random.Random(f"{seed} {index} {group_size}{kind}")
+        self.kind = kind
+        self.seed = rng.getrandbits(40)
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.G = group_size or size or 2 + 7 * index % 15  # 2 to 16, all of them in 15 draws
+        self.equal_lengths = index % 3 == 0
+        self.max_tokens = rng.randint(8, 12) + longest
+        self.vocabulary = rng.randint(3, 5)
+        self.longest = longest or rng.randint(4, 6)
+        self.ids = LARGE_IDS if kind == "steep" else list(range(self.vocabulary))
+        self._grow_answers(rng, index, common)
+        self._build_tree(rng)
+        histories = {(p, *y[:-1]) for p, y in self.tree}
+        W = self.randn(self.vocabulary, len(histories)).requires_grad_()
+        self.policy = Policy(W, tabular(sorted(histories)), self.longest)
+        self.logp = pad_columns(self.policy.log_probs(self.prompts, self.answers)[0], (0, 1))
+        self.logp_ref = self.logp.detach() + 0.5 * self.randn(*self.mask.shape)
+        # the K nodes that the whole group shares, and where: answers and places, (K, G) both
+        self.shared = [node for node, visits in self.tree.items() if len(visits) == self.G]
+        self.shared_at = torch.tensor([self.tree[node] for node in self.shared]).unbind(-1)
+
+    def _grow_answers(self, rng: random.Random, index: int, common: int) -> None:
+        """Answers and advantages. Advantages sum to zero in each group; in some draws one of them
+        is 0, in others those of a whole group are."""
+        self.prompts, self.answers, adv = [], [], []
+        for p in range(1 + index // 2 % 3):
+            shared = rng.randint(common - 1, common)
+            start = [rng.randrange(1, self.vocabulary) for _ in range(shared)]
+            for _ in range(self.G):
+                length = self.longest
+                if not self.equal_lengths:
+                    length = rng.randint(len(start) + 1, self.longest)
+                middle = [rng.randrange(1, self.vocabulary) for _ in range(length - len(start) - 1)]
+                self.prompts.append((p,))
+                self.answers.append((*start, *middle, EOS))
+            size = 0.0 if index % 2 == 1 and p == 1 else self.size
+            some = self.G - (index % 4 == 2 and self.G > 2)
+            x = [size * rng.gauss(0, 1) for _ in range(some)]
+            adv += [v - sum(x) / some for v in x] + [0.0] * (self.G - some)
+        self.adv = torch.tensor(adv, dtype=torch.float64)
+        self.N = len(self.answers)
+        self.T = [len(y) for y in self.answers]
+
+    def _build_tree(self, rng: random.Random) -> None:
+        self.tree = defaultdict(list)
+        for i, y in enumerate(self.answers):
+            for t in range(len(y)):
+                self.tree[i // self.G, y[: t + 1]].append((i, t))
+        tokens, mask = pad(self.answers)
+        self.mask = pad_columns(mask, (0, 1))  # (N, T): the last column is padding only
+        junk = torch.randint(0, self.vocabulary, self.mask.shape, generator=self.generator)
+        self.tokens = torch.tensor(self.ids)[junk.masked_scatter(self.mask, tokens[mask])]
+        self.nodes = torch.full(self.mask.shape, -1)
+        self.noise = torch.zeros(self.mask.shape, dtype=torch.float64)
+        numbers = rng.sample(range(len(self.tree)), len(self.tree))
+        for number, visits in zip(numbers, self.tree.values(), strict=True):
+            at = tuple(zip(*visits, strict=True))
+            self.nodes[at] = number
+            self.noise[at] = rng.uniform(-1, 1)
+        far = (self.nodes % 3 == 0) & (self.kind == "steep")  # up and down by turns
+        up_or_down = 1 - 2 * (self.nodes % 2)
+        self.far_noise = torch.where(far, up_or_down * (4 + self.noise.abs()), self.noise)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """One number per answer, repeated along its tokens. (N,) -> (N, T)."""
+        return x[:, None].expand(self.mask.shape)
+
+    def fill(self, x: Tensor, garbage: float = GARBAGE) -> Tensor:
+        """x, with garbage on the padding. (N, T) -> (N, T)."""
+        return torch.where(self.mask, x, garbage)
+
+    def log_ratio(self, spread: float, offset: float = 0.0) -> Tensor:
+        """log(pi/pi_old), the same at every visit of a node. (N, T).
+
+        |log r| lies between offset and offset + spread. In steep trees every third one is up to
+        five times as large, but not under a small spread, which keeps ratios inside a clip range.
+        """
+        noise = self.far_noise if spread >= 0.6 else self.noise
+        return spread * noise + offset * self.noise.sign()
+
+    def batch(self, module, spread: float = 0.0, offset: float = 0.0, adv=None):
+        """These answers as the Batch of a module; adv is (N,) or (N, T), the draw's own if None."""
+        adv = self.adv if adv is None else adv
+        return module.Batch(
+            logp=self.fill(self.logp),
+            logp_old=self.fill(self.logp.detach() - self.log_ratio(spread, offset), -GARBAGE),
+            adv=self.fill(adv if adv.dim() == 2 else self.rows(adv)),
+            mask=self.mask.clone(),
+            group_size=self.G,
+            max_tokens=self.max_tokens,
+            logp_ref=self.fill(self.logp_ref, 3 * GARBAGE),
+        )
+
+    def group(self, i: int) -> range:
+        """The rows of answer i's group."""
+        return range(i - i % self.G, i - i % self.G + self.G)
+
+    def at_shared(self, x: Tensor) -> Tensor:
+        """x at the K tokens that a whole group shares. (N,) or (N, T) -> (K, G)."""
+        return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
+
+    def left_shared(self, c: Tensor) -> list[float]:
+        """|sum c| / sum |c| at the tokens that a whole group shares, if it has any c there."""
+        c = self.at_shared(c)
+        size = c.abs().sum(1)
+        return (c.sum(1).abs() / size)[size > 0].tolist()
+
+    def sequence_ratios(self, spread: float, kind: str = "geometric") -> Tensor:
+        """s_i of every answer. (N,)."""
+        log_s = self.log_ratio(spread).sum(1)  # 0 on padding
+        return (log_s / torch.tensor(self.T) if kind == "geometric" else log_s).exp()
+
+
+def random_draws(seed: int, count: int = DRAWS) -> list[Draw]:
+    """Ordinary random trees, then one of each extreme kind."""
+    extreme = [Draw(seed, 0, kind=kind) for kind in EXTREMES]
+    return [*(Draw(seed, k) for k in range(count)), *extreme]
+
+
+# ---------------- answers with hidden states
+
+
+class Readout:
+    """The answers of a draw with random hidden states, read at temperature 0.7.
+
+    Padding holds garbage. The first group is mixed. The second is all right or all wrong, or it has
+    no reward of 1.
+    """
+
+    def __init__(self, draw: Draw):
+        V = LARGE if draw.kind == "steep" else draw.vocabulary + 5  # five ids occur in no answer
+        self.draw = draw
+        self.h = draw.randn(*draw.mask.shape, 4)  # (N, T, 4)
+        self.head = draw.randn(V, 4)
+        log_pi = (self.h @ self.head.T).log_softmax(-1)
+        self.g = one_hot(draw.tokens, V) - log_pi.exp()  # (N, T, V)
+        G, R = draw.G, (draw.randn(draw.N) > 0).double()
+        R[:2] = torch.tensor([1.0, 0.0])
+        R[2 : min(3, G)] = 1 - 1e-6 if draw.kind else 0.5
+        if draw.N > G and draw.equal_lengths:
+            R[G : 2 * G] = R[G].item()
+        elif draw.N > G:
+            R[G] = 1.5 if draw.kind else 0.5
+        self.correct = R == 1  # (N,)
+        self.facts = dict(tokens=draw.tokens, mask=draw.mask, group_size=G, rewards=R)
+        self.facts["logp"] = draw.fill(log_pi.gather(2, draw.tokens[..., None])[..., 0])
+        hidden = torch.where(draw.mask[..., None], self.h, math.nan)
+        self.reading = dict(hidden=hidden, head=0.7 * self.head, temperature=0.7)
+
+    def scores(self, full_vocab: bool = False) -> tuple[Tensor, Tensor]:
+        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and a correct answer's
+        own part in the sums of its tokens. (N, T) both, 0 outside mixed groups.
+
+        g is kept on the ids of the group's answers, or on all.
+        """
+        draw = self.draw
+        scores, own = torch.zeros(2, *draw.mask.shape, dtype=torch.float64)
+        for start in range(0, draw.N, draw.G):
+            group = draw.group(start)
+            if not 0 < self.correct[group].sum() < draw.G:
+                continue
+            answer, t = draw.mask[group].nonzero(as_tuple=True)
+            answer = answer + start
+            ids = slice(None) if full_vocab else draw.tokens[answer, t].unique()
+            g, h = self.g[answer, t][:, ids], self.h[answer, t]
+            pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
+            pairs = pairs * self.correct[answer]  # with the tokens of correct answers
+            scores[answer, t] = pairs.sum(1)
+            own[answer, t] = (pairs * (answer[:, None] == answer)).sum(1)
+        return scores, own
+
+    def selected(self, beta: float = 1.0, self_term: bool = False) -> Tensor:
+        """The tokens of wrong answers whose score exceeds tau. (N, T) bool."""
+        draw, (scores, own) = self.draw, self.scores()
+        found = torch.zeros_like(draw.mask)
+        counted = scores if self_term else scores - own
+        for i in range(draw.N):
+            right = [j for j in draw.group(i) if self.correct[j]]
+            if right and i not in right:
+                tau = beta * min(float(counted[j].sum()) / draw.T[j] for j in right)
+                found[i] = draw.mask[i] & (scores[i] > tau)
+        return found

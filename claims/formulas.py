@@ -4,7 +4,22 @@ A loss that is identically 0 would pass every claim of the form "the sum is 0". 
 first. They compare each loss, number by number, with a twin in plain Python that is written from
 the paper's definition and shares no code with losses.py.
 
-The twin of a loss is a row of FORMULAS: what one token adds to J, and over what J is averaged.
+The twin of a loss is a row of FORMULAS: a function of an answer y, a place t and the loss's
+hyperparameters hyper (hyper.eps_low, ...), and the name of an average. The function returns two
+plain numbers: what token t of answer y adds to J, and the slope of that in log pi of this token.
+
+    y.logp[t]  log pi of the token       y.r[t]    its ratio pi / pi_old
+    y.old[t]   log pi_old                y.s       the answer's sequence ratio; geometric, unless
+    y.ref[t]   log pi_ref                          the loss has the hyperparameter ratio
+    y.adv[t]   the token's advantage     y.T       the answer's length
+    y.A        their mean, the answer's  y.group   the answers to its prompt, y included
+
+The average is one of these.
+
+    answer                  (1/N) sum_i (1/T_i) sum_t
+    budget                  (1/(N L)) sum_i sum_t
+    tokens                  sum_i sum_t over the number of tokens in the batch
+    tokens of mixed groups  the same over groups whose advantages are not all 0
 """
 
 from __future__ import annotations
@@ -20,9 +35,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import claim
-from claims.readout import Readout
-from claims.trees import Draw, coefficients
+from claims.evidence import Draw, NotYetWritten, Readout, claim, coefficients
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
@@ -38,12 +51,6 @@ def every_loss(module) -> list[str]:
     return list(dict.fromkeys(map(name_of, passes)))
 
 
-def single_losses(module) -> list[str]:
-    """Those of the methods that are one loss and nothing else."""
-    methods = module.METHODS.values()
-    return [name_of(x.passes[0]) for x in methods if len(x.passes) == 1 and not x.credit]
-
-
 def defaults(function) -> dict[str, object]:
     """A function's hyperparameters."""
     parameters = inspect.signature(function).parameters.values()
@@ -54,8 +61,9 @@ def fitting(function) -> dict[str, object]:
     """Hyperparameters for small trees: a clip range that is made for long answers is widened."""
     if defaults(function).get("eps_high", 1.0) < 0.1:
         return {"eps_low": 0.2, "eps_high": 0.28}
-    # few shared tokens are likelier than lopti's 0.5
-    return {"eta": 0.0} if function.__name__ == "lopti_high" else {}
+    # few shared tokens are likelier than lopti's 0.5, few answers as far away as the mask's 0.1
+    small = {"lopti_high": {"eta": 0.0}, "off_policy_mask": {"delta": 0.02}}
+    return small.get(function.__name__, {})
 
 
 # ---------------- the twin of losses.py
@@ -175,10 +183,17 @@ FORMULAS = {
 }
 
 
+AVERAGES = ("answer", "budget", "tokens", "tokens of mixed groups")
+
+
 def average_of(name: str) -> str:
     if name not in FORMULAS:
-        raise LookupError(f"{name} has no row in FORMULAS of claims/formulas.py")
-    return FORMULAS[name][1]
+        raise NotYetWritten("there is no row for it in FORMULAS of claims/formulas.py")
+    average = FORMULAS[name][1]
+    if average not in AVERAGES:
+        accepted = ", ".join(AVERAGES)
+        raise ValueError(f"the formula of {name} has the average {average!r}; accepted: {accepted}")
+    return average
 
 
 def shares(name: str, T: list[int], mixed: list[bool], max_tokens: int) -> list[float]:
@@ -206,7 +221,7 @@ def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
     """The value of a loss and its coefficients c = -N dLoss/dlogp, by two loops over plain numbers.
 
     Hyperparameters that are not given are losses.py's. The coefficients are lists of T_i floats.
-    Raises LookupError for a loss that has no formula.
+    Raises NotYetWritten for a loss that has no formula.
     """
     average_of(name)
     given = defaults(getattr(losses, name)) if hasattr(losses, name) else {}
@@ -364,19 +379,19 @@ def m6(module, name, draws, evidence):
     """NTHR multiplies by eta the negative advantages of wrong tokens scoring above tau; its control
     as many, by chance.
 
-    Source: NTHR Eq. 7, Algorithm 1, App. 7.3 (P); the self term is open
+    Source: NTHR sec. 5.2, Algorithm 1, App. 7.3 (P); the self term is open
 
     The score of a token is s = sum <g, g'> <h, h'> over the tokens of the group's correct answers.
     Here h is the hidden state that predicts a token, and g = e_y - pi(.|h) is its prediction error;
-    N3 derives why this product matters. A wrong token with a large s pushes the correct answers
+    N4 derives why this product matters. A wrong token with a large s pushes the correct answers
     down. The rule selects the tokens of wrong answers with s > tau, where tau is beta times the
     smallest mean score of a correct answer. It multiplies their negative advantages by eta.
 
     The defaults are beta = 1 and eta = 2|0.5 - p|, where p is the group's share of correct answers.
     Everything is detached and computed from the old policy, in fp32 at least. It is frozen for all
-    minibatches. The loss is nthr_grpo, divided by all tokens. Right answers, groups all right or
-    all wrong, and padding keep their advantages. The control nthr_random multiplies by the same eta
-    as many tokens of each wrong answer, drawn at random.
+    minibatches. The loss is nthr_grpo (M1), divided by all tokens. Right answers, groups all right
+    or all wrong, and padding keep their advantages. The control nthr_random multiplies by the same
+    eta as many tokens of each wrong answer, drawn at random.
 
     One choice is open, so it is an argument: whether a correct token's score counts its own answer.
     The paper's prose says "other correct responses" twice, so the default leaves it out. Two
@@ -401,7 +416,3 @@ def m6(module, name, draws, evidence):
         p = readout.correct.double().view(-1, draw.G).mean(1).repeat_interleave(draw.G)
         eta = hyper.get("eta", 2 * draw.rows((0.5 - p).abs()))
         evidence.equal(torch.where(softened, eta * adv, adv), measured)
-        batch = draw.batch(module, 0.3, adv=measured)
-        loss = module.METHODS[name.replace("_", "-")].passes[0](batch)
-        _, c = formula_of("nthr_grpo", batch)
-        evidence.equal(c, coefficients(loss, batch))

@@ -1,4 +1,4 @@
-"""A1 to A4: low-probability tokens (Advantage Reweighting and Lopti).
+"""A2 and A4: low-probability tokens (Advantage Reweighting and Lopti).
 
 Improbable tokens have the largest gradients, and so they dominate a step. There are two
 remedies. Advantage Reweighting shrinks their advantages. Lopti gives them a step of their own,
@@ -8,50 +8,25 @@ before the others.
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 
-from claims.evidence import claim
-from claims.trees import ascent, coefficients
-
-
-@claim("A1", "reinforce", extremes=False)
-def a1(module, name, draws, evidence):
-    """In the logits a token's gradient is between sqrt(V/(V-1)) and sqrt(2) times 1 - pi, V the
-    size of the vocabulary.
-
-    Source: AR/Lopti Prop. 4.2, softmax part (P)
-
-    The gradient of log pi_o in the logits is e_o - pi, with ||e_o - pi||^2 = (1 - pi_o)^2 + sum_{v
-    != o} pi_v^2. The other probabilities sum to 1 - pi_o. Their squares sum to at least (1 -
-    pi_o)^2 / (V - 1), when all are equal, and at most (1 - pi_o)^2, when one token has it all. Both
-    ends are reached, and both are checked.
-    """
-    for draw in draws:
-        V = draw.vocabulary
-        flat, sharp = torch.zeros(2, V, dtype=torch.float64)
-        flat[0], sharp[1] = draw.randn(2)
-        sharp[2:] = -800.0
-        for z, end in ((draw.randn(V), None), (flat, V / (V - 1)), (sharp, 2)):
-            z.requires_grad_()
-            logp = z.log_softmax(-1)[:1].expand(2, 1)  # two answers that are the same token
-            adv = torch.tensor([[1.5], [0.0]], dtype=torch.float64)
-            batch = module.Batch(logp, logp.detach(), adv, logp < 1, 2, draw.max_tokens)
-            norm = ascent(module.reinforce(batch), z).norm() * 2 * draw.max_tokens / 1.5
-            size = float(norm) / (1 - math.exp(logp[0].item()))
-            low, high = math.sqrt(V / (V - 1)), math.sqrt(2)
-            evidence.equal(math.sqrt(end) if end else min(max(size, low), high), size)
+from claims.evidence import claim, coefficients
 
 
 @claim("A2", "advantage_reweighting", extremes=False)
 def a2(module, name, draws, evidence):
     """Advantage Reweighting: A_{i,t} = [alpha pi_old + 1 - alpha] A_i, whatever the sign of A_i.
 
-    Source: AR/Lopti Eq. 4 (P)
+    Source: AR/Lopti Prop. 4.2, Eq. 4 (P)
 
-    Compare a token at pi = 0.1 with one at 0.9, everything else being equal. By A1 their gradients
-    have the ratio 0.9 / 0.1 = 9. The factor alpha pi + 1 - alpha turns it into 8.3, 7.5 and 6.8 for
+    The gradient of log pi_o in the logits is e_o - pi. Its squared length is (1 - pi_o)^2 plus the
+    sum of the other probabilities' squares, which is between (1 - pi_o)^2 / (V - 1), when all V - 1
+    are equal, and (1 - pi_o)^2, when one token has it all. So its length is between sqrt(V/(V-1))
+    and sqrt(2) times 1 - pi_o (Prop. 4.2): improbable tokens have the largest gradients.
+
+    Compare a token at pi = 0.1 with one at 0.9, everything else being equal. Their gradients have
+    the ratio 0.9 / 0.1 = 9. The factor alpha pi + 1 - alpha turns it into 8.3, 7.5 and 6.8 for
     alpha = 0.1, 0.2 and 0.3 (D). The probability is the old policy's. The factor is computed once
     per rollout batch and carries no gradient. alpha is 0.3 by default; the paper takes 0.1 for
     maths. All visitors of a node have one factor, so what cancelled at a shared token still does.

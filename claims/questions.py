@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from claims.cost import factor
-from claims.evidence import claim
+from claims.choice import factor
+from claims.evidence import ascent, claim, coefficients
 from claims.formulas import average_of, shares_in
-from claims.trees import ascent, coefficients
 from toy.policy import Policy
 from toy.worlds import Toy
 

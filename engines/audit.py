@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import losses
-from claims.trees import Draw
+from claims.evidence import Draw
 from engines.shipped import Row, trl_rows, verl_rows
 from losses import Batch, token_coefficients
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import losses
-from claims.trees import Draw
+from claims.evidence import Draw
 from engines import audit
 from engines.shipped import Row, trl_loss, trl_rows, verl_rows
 

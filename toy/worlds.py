@@ -112,7 +112,7 @@ class Toy:
     def log_probs(self, policy: Policy) -> Tensor:
         return policy.log_probs([()] * len(self.rows), self.rows)[0]
 
-    def batch(self, off_policy: bool, average: str = "budget") -> losses.Batch:
+    def batch(self, off_policy: bool, average: str = "budget", scale: str = "mean") -> losses.Batch:
         """All groups at once.
 
         An average over tokens has a random denominator; here it is that of very many groups.
@@ -126,4 +126,4 @@ class Toy:
             rewards = groups.rewards.view(-1, groups.G)
             counted = counted * (rewards.amax(1) > rewards.amin(1))
         shares = shares * counted.double().mean() / (shares * counted).sum()
-        return replace(groups.batch(self.logp.clone(), shares, "mean"), logp_old=logp_old)
+        return replace(groups.batch(self.logp.clone(), shares, scale), logp_old=logp_old)

@@ -1,0 +1,407 @@
+"""C18 to C21: what a bias in a choice costs, and a baseline that cancels without bias.
+
+Answers take one of several ways. Siblings compete: a softmax takes from one what it gives to
+another. So a tax moves a way only as far as it differs from the tax of its siblings, and it costs
+reward only where it moves a better way down. The same is true of the min and of the std.
+
+The push on a way's logit is the gradient of the expected objective. It is measured through the
+losses, over all groups of G answers, each with its probability (toy/worlds.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import losses
+from claims.evidence import Draw, ascent, claim, coefficients
+from claims.formulas import DFPO, average_of
+from toy.worlds import Outcome, Toy, World
+
+# ---------------- C18: what a tax costs
+
+OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
+
+
+def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
+    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
+    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
+        outcomes = []
+        for way in range(ways):
+            chances = draw.randn(kinds).softmax(0).tolist()
+            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
+            random_rewards = draw.randn(kinds).tolist()
+            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+        yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
+
+
+def measure_push(module, name: str, world: World, scale: str) -> Tensor:
+    """On the logit of each way. (ways,)."""
+    logits = world.logits()
+    return ascent(getattr(module, name)(world.expected_batch(logits, scale)), logits)
+
+
+def predict_push(name: str, world: World, K: float) -> list[float]:
+    """pi_a (f_a - fbar), with f_a = K E[w_i (R_i - J) | a] and fbar = sum pi_a f_a."""
+    longest = max(o.length for o in world.outcomes)
+    per_answer = average_of(name) == "answer"
+    ways = range(len(world.shares))
+    J = world.mean(lambda o: o.reward, *ways)
+
+    def earn(o: Outcome) -> float:
+        return K * (o.reward - J) / (o.length if per_answer else longest)
+
+    fbar = world.mean(earn, *ways)
+    return [p * (world.mean(earn, way) - fbar) for way, p in enumerate(world.shares)]
+
+
+def factor(G: int, b: float, scale: str) -> float:
+    """K: the mean advantage of a right answer over 1 - b, if answers are right with chance b."""
+    if scale == "mean":
+        return 1 - 1 / G
+    mean = 0.0
+    for k in range(G - 1):  # right siblings; if all are right, there is no advantage
+        share = (k + 1) / G
+        std = math.sqrt(G / (G - 1) * share * (1 - share))
+        chance = math.comb(G - 1, k) * b**k * (1 - b) ** (G - 1 - k)
+        mean += chance * (1 - share) / (std + 1e-4)
+    return mean / (1 - b)
+
+
+@claim(
+    "C18",
+    *OWN_WEIGHT,
+    only_if="on-policy; w depends on its own answer alone; A is R minus the group's mean, or R is "
+    "0 or 1",
+    extremes=False,
+)
+def c18(module, name, draws, evidence):
+    """The expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a - J) +
+    Cov(w, R | a)): a tax costs where it makes a worse way's f the larger one.
+
+    Source: what a tax costs (D)
+
+    Groups of G independent answers come from the policy itself. One choice has the probabilities
+    pi_a. Q_a is the mean reward of the answers that take a, J that of all answers. Let the weight
+    w_i of answer i depend on answer i alone, as 1/T_i does. Answer i's gradient for the logit of a
+    is w_i A_i (1[i takes a] - pi_a), so the expected push is
+
+      pi_a f_a - pi_a sum_b pi_b f_b = pi_a (f_a - fbar),  f_a = E[w_i A_i | i takes a].
+
+    Let A_i = R_i - mean_j R_j = (1 - 1/G) R_i - (1/G) sum_{j != i} R_j. The siblings are
+    independent of answer i, so
+
+      f_a = (1 - 1/G) E[w_i (R_i - J) | a] = (1 - 1/G) (wbar_a (Q_a - J) + Cov(w, R | a)).
+
+    The first term is the credit. The second is the expected tax, per visitor. Two things follow.
+
+      A covariance that all siblings have alike is also in fbar. It moves nothing: it is an error of
+      the baseline, noise without drift. So the size of the learning tax does not say what it costs.
+      A constant weight has no covariance, and f_a - f_b = (1 - 1/G) w (Q_a - Q_b). Of two ways the
+      better one always grows. The token mean of DAPO and CISPO is no constant: it divides by the
+      tokens of the siblings, too. In a batch of one pair it can move the worse way up.
+
+    No tax does not mean no preference. Let each way have answers of one length, so that 1/T_i is a
+    constant there and its tax is 0. Then f_A - f_B is (1 - 1/G) times
+
+      w_A (Q_A - J) - w_B (Q_B - J) = (w_A Q_A - w_B Q_B) - (w_A - w_B) J.
+
+    Let A be worse and shorter. As long as J is below J* = (w_A Q_A - w_B Q_B) / (w_A - w_B), A is
+    favoured. As J* < Q_A, B overtakes A in the end, but that may take long: Q = .6, .7 and 0,
+    T = 4, 40 and 16 and the shares .01, .01 and .98 begin at J = .013 and have J* = .589.
+
+    Rewards 0 and 1. Let a way be right with chance q, the policy with chance b = sum pi_a q_a. Let
+    1/T_right and 1/T_wrong be the means of 1/T_i over the way's right and wrong answers. Then
+
+      f = K (q (1 - b) / T_right - (1 - q) b / T_wrong),  K = 1 - 1/G.
+
+    This form also holds for the std scale, with another K. Given R_i, the advantage A_i depends on
+    the siblings only. Let u be its mean if R_i = 1, and -v if R_i = 0. Advantages sum to 0, so
+    b u = (1 - b) v. Then u = K (1 - b) and v = K b, where K depends on G and b alone:
+
+      K = 1/(1 - b) sum_k C(G-1, k) b^k (1-b)^(G-1-k) (1 - m) / (std + 1e-4),  m = (k + 1)/G,
+
+    over k = 0, ..., G - 2 right siblings, and std = sqrt(G/(G-1) m (1 - m)). K is the same for all
+    ways, so it decides how fast they move, and f/K where to. For a constant weight 1/L this is
+    f = K (q - b)/L: the way that is right more often grows, at every b.
+
+    With 1/T_i the worse of two ways grows if its f is the larger one: right answers that are short,
+    wrong ones that are long. The learning tax may be as large where nothing of the kind happens
+    (python -m toy.tax).
+
+    An example that ends there for good: way A is right with chance q, at the lengths T_r if right
+    and T_w if wrong; way B is always wrong, at the length T_B. If s is the share of A, then b = s q
+    and
+
+      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
+
+    That is positive at s = 0 and linear in s, up to K. It is 0 at
+
+      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
+
+    where training ends if share* is below 1, that is if (1 - q)(1/T_w - 1/T_r) > 1/T_B: the wrong
+    answers of A are short and those of B are long. The expected reward then stays at q share*. For
+    q = 1 that cannot be, and with a constant weight A takes all.
+
+    Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
+    is another. C19 has it for two ways and the min.
+
+    Measured: three ways with two kinds of answers each, with random rewards and lengths, groups of
+    2 to 4. Then the same with all ways alike: the push is 0. Then two ways with rewards 0 and 1 and
+    both scales, where with a constant weight the better way must grow. "left": how far the std
+    turns the vector of pushes if rewards are graded, because it ties w_i A_i to the whole group.
+    """
+    for world in random_worlds(draws, ways=3, kinds=2):
+        push = measure_push(module, name, world, "mean")
+        evidence.equal(predict_push(name, world, 1 - 1 / world.G), push)
+        other = measure_push(module, name, world, "std")
+        evidence.record_left((other / other.norm() - push / push.norm()).norm())
+        alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
+        push = measure_push(module, name, World(world.G, alike, world.shares), "mean")
+        evidence.equal([0.0] * 3, push)
+    for world in random_worlds(draws, ways=2, kinds=4, rewards=(0.0, 1.0, 0.0, 1.0)):
+        q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
+        b = world.mean(lambda o: o.reward, 0, 1)
+        for scale in ("mean", "std"):
+            push = measure_push(module, name, world, scale)
+            evidence.equal(predict_push(name, world, factor(world.G, b, scale)), push)
+            if average_of(name) != "answer":
+                evidence.equal(q[0] > q[1], bool(push[0] > push[1]))
+
+
+# ---------------- C19: what the min costs
+
+MIN = ("grpo", "dr_grpo", "gspo")
+
+
+def binary_world(G: int, q: tuple[float, float], share: float) -> World:
+    """Two ways that are right with these chances; all answers have one length."""
+    outcomes = []
+    for way in (0, 1):
+        outcomes += [Outcome(way, q[way], 1.0, 1), Outcome(way, 1 - q[way], 0.0, 1)]
+    return World(G, outcomes, [share, 1 - share])
+
+
+def push_off_policy(module, name: str, world: World, share: float, scale: str) -> Tensor:
+    """On both logits, from groups of the old policy, where way 0 has that share by now. (2,)."""
+    old = world.expected_batch(world.logits(), scale)
+    logits = torch.tensor([share, 1 - share], dtype=torch.float64).log().requires_grad_()
+    logp = logits.log_softmax(0)[world.way][:, None]
+    hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
+    return ascent(getattr(module, name)(replace(old, logp=logp), **hyper), logits)
+
+
+@claim(
+    "C19",
+    *MIN,
+    "grpo_symmetric",
+    "cispo",
+    "reinforce",
+    "recentred",
+    only_if="both ratios have left the clip range",
+    extremes=False,
+)
+def c19(module, name, draws, evidence):
+    """The min pushes a choice of two back, whichever way is better, by (1-q_u) b + q_d (1-b) where
+    the credit is q_u - q_d.
+
+    Source: what the min costs (D)
+
+    One choice of two ways, right with the chances q_u and q_d, no difference in length, rewards 0
+    and 1. The old policy takes the first way with probability p and is right with chance
+    b = p q_u + (1-p) q_d. Updates on its groups have moved p up to p', so that the first way's
+    ratio p'/p is above 1 and the second's, (1-p')/(1-p), below. By C18 the mean advantage of a
+    right answer is K (1-b), of a wrong one -K b. Each answer pushes the first logit with r A (1-p')
+    or -r A p', and r (1-p') = p'(1-p')/p on the first way, r p' = p'(1-p')/(1-p) on the second. So
+    without a clip the expected push is p'(1-p') K times
+
+      q_u (1-b) - (1-q_u) b - q_d (1-b) + (1-q_d) b = q_u - q_d,
+
+    the credit. Outside the range the min stops the winners of the first way, the first of these
+    four terms, and the losers of the second, the last term. What it leaves depends on which ratios
+    are outside:
+
+      both              -((1-q_u) b + q_d (1-b))
+      only the first's  b q_u - q_d
+      only the second's q_u - q_d - b (1-q_d)
+
+    The first line is never positive, and 0 only for q_u = 1, q_d = 0. It pulls the choice back to
+    the old policy whichever way is better. And it is a sum, where the credit is a difference: at
+    q_u = .6, q_d = .5, p = .5 it is 4.45 times the credit. So after a first update that leaves the
+    clip range, a second one may undo more than the first has done.
+
+    The other two lines may have either sign. A rare way leaves the range long before the other one
+    does: p = .01 becomes .02 at q_u = .9, q_d = 0. The push is then b q_u - q_d = .0081, forwards,
+    but only a hundredth of the credit.
+
+    A clip that is blind to the sign stops two terms for each ratio that is outside: it leaves 0,
+    b - q_d or q_u - b. For q_u > q_d none of these is negative. cispo keeps all four up to a ratio
+    of 5. reinforce has p (1-p) K (q_u - q_d): its weight is 1. recentred has exactly the gradient
+    at p', p'(1-p') (1 - 1/G) (q_u - q_d).
+
+    `python -m toy.gate` has what follows for a whole training, and its limits. Measured on random
+    ways, p, p' and G with both ratios outside, and on the same ways from .01 to .02 and from .9 to
+    .95, for both scales of the advantage. "left": the size of the push over that of the credit,
+    where both are outside.
+    """
+    for k, draw in enumerate(draws[::2]):
+        up, down = draw.randn(2).sigmoid().tolist()
+        p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
+        cases = [(p, new), (0.01, 0.02), (0.9, 0.95)]
+        for (p, new), scale in itertools.product(cases, ("mean", "std")):
+            if name == "recentred" and scale == "std":
+                continue  # the std of the group is tied to the siblings' ratios
+            b, world = p * up + (1 - p) * down, binary_world(2 + k % 4, (up, down), p)
+            terms = [up * (1 - b), -(1 - up) * b, -down * (1 - b), (1 - down) * b]
+            first, second = new / p <= 1.2, (1 - new) / (1 - p) >= 0.8  # whether they are inside
+            open_ = [True] * 4
+            if name in MIN:
+                open_ = [first, True, True, second]
+            elif name == "grpo_symmetric":
+                open_ = [first, first, second, second]
+            predicted = sum(itertools.compress(terms, open_))
+            if name in MIN and not (first or second):
+                evidence.record_left(predicted / (up - down))
+            now = p if name == "reinforce" else new
+            predicted *= now * (1 - now) * factor(world.G, b, scale)
+            push = push_off_policy(module, name, world, new, scale)
+            evidence.equal([predicted, -predicted], push)
+
+
+# ---------------- C20: graded rewards
+
+
+@claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
+def c20(module, name, draws, evidence):
+    """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
+    scale with one weight never does.
+
+    Source: what the std and pos-only cost (D)
+
+    Way A gives .5 or 1 evenly, so Q = .75. Way B gives 1 with chance .72 and else 0, so Q = .72.
+    All answers are equally long and the weight is one constant: every node's tax is 0. With the
+    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18). The std
+    multiplies a group by 1 / std, a number of its own. Groups with a 0 in them, which came from B,
+    have a large std. So B's failures count for less than they cost. That is enough for the push to
+    be negative: at G = 4 and 8, from the shares .05, .5 and .95 alike. So B takes all, .720 in
+    place of .750.
+
+    pos-only needs no std for it. Let A give .5 surely, and B 1 with chance .4. Above the mean of a
+    group are mostly lucky B's, and pos-only sees nothing else. With the mean scale it pushes
+    towards B from the same shares, so it ends at .400 in place of .500.
+
+    With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
+    same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -
+    f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
+    tax, K q (1 - q) a visitor, differs between the ways. With the credit K q (q - b) it adds up to
+    K q (1 - b), so it costs nothing.
+
+    Measured: the sign of the push on A, and the value of that for binary rewards with the same Q.
+    "left": the size of the push over reinforce's with the mean scale.
+    """
+    even = [Outcome(0, 0.5, 0.5, 1), Outcome(0, 0.5, 1.0, 1)]
+    better, Q, scale = even, (0.75, 0.72), "std"
+    if name == "pos_only":
+        better, Q, scale = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4), "mean"
+    for G, share in itertools.product((4, 8), (0.05, 0.5, 0.95)):
+        binary = binary_world(G, Q, share)
+        worse = [outcome for outcome in binary.outcomes if outcome.way == 1]
+        graded = World(G, better + worse, [share, 1 - share])
+        credit = share * (1 - share) * (Q[0] - Q[1])
+        plain = (1 - 1 / G) * credit
+        evidence.equal([plain, -plain], measure_push(module, "reinforce", graded, "mean"))
+        push = measure_push(module, name, graded, scale)[0]
+        evidence.equal(True, push < 0)
+        evidence.record_left(push / plain)
+        b = share * Q[0] + (1 - share) * Q[1]
+        predicted = factor(G, b, scale) * credit * (1 - b if name == "pos_only" else 1)
+        evidence.equal([predicted, -predicted], measure_push(module, name, binary, scale))
+
+
+# ---------------- C21: a baseline that cancels without bias
+
+
+def own_product(batch: losses.Batch) -> Tensor:
+    """sg[w] A log pi, unbiased: w is the product of the answer's own ratios."""
+    s = losses.sequence_ratio(batch, "product").detach()[:, None]
+    return -losses.budget_mean(s * batch.adv * batch.logp, batch)
+
+
+def bias_and_variance(loss_fn, toy: Toy) -> list[float]:
+    """|E g - unbiased| / |unbiased|, and E |g - E g|^2 / |grad J|^2 of one group's L g.
+
+    The loss weighs all tokens of an answer alike.
+    """
+    odds = toy.groups.probabilities(toy.logp_old)[:, None]  # (groups, 1)
+    batch = toy.batch(off_policy=True)
+    c = coefficients(loss_fn(batch), batch)[:, :1] * 2 / len(odds)  # (N, 1), times the odds
+    scores = [toy.policy.grad_log_prob_answer((), y).flatten() for y in toy.rows]
+    g = (c * torch.stack(scores)).view(len(odds), toy.groups.G, -1).mean(1)  # times the odds
+    mean, unbiased = g.sum(0), 2 * toy.unbiased.flatten()
+    variance = ((g * g / odds).sum() - mean.square().sum()) / toy.exact.square().sum()
+    return [float((mean - unbiased).norm() / unbiased.norm()), float(variance)]
+
+
+@claim(
+    "C21",
+    "recentred",
+    only_if="s is the plain product, and A is R minus the group's mean",
+    extremes=False,
+)
+def c21(module, name, draws, evidence):
+    """The recentred baseline cancels at every ratio and is unbiased off-policy; it pays with
+    variance.
+
+    Source: exact enumeration (D, ours); setting: C16
+
+    c_i = (1/G) sum_j s_i s_j (A_i - A_j). The term of i and j is minus that of j and i. So the c_i
+    of a whole group sum to 0, whatever the s_i are, and a token that all share cancels. On-policy
+    it is reinforce (C11).
+
+    Let A_i - A_j = R_i - R_j and let s be the plain product. Answers are independent draws from the
+    old policy, and E_old[s f(y)] = E_theta[f(y)], so for i != j
+
+      E[s_i s_j (R_i - R_j) grad log pi(y_i)] = E_theta[R grad log pi] E_theta[1]
+                                               - E_theta[grad log pi] E_theta[R] = grad J,
+
+    as E_theta[grad log pi] = 0. Of the G terms of c_i one has j = i and is 0. So the expected
+    update is (1 - 1/G) grad J, over L, as that of reinforce on-policy. This needs advantages that
+    are differences of rewards: the scale "mean". With "std" each pair is divided by a number that
+    belongs to the old policy's group.
+
+    So cancellation does not have to be paid for with bias. It is paid for with variance. Two
+    weights in the table are unbiased: the answer's own product s_i, which does not cancel, and
+    recentred, s_i s_j for every pair, which does. Its variance is above the own product's there,
+    but other toys (`--seed 3`) have it a little below. dfpo-min has the least variance, and a bias.
+    The columns are |E g - unbiased| / |unbiased| and E |g - E g|^2 / |grad J|^2 of one group's L g,
+    mean of 6 toys. With the geometric ratio recentred cancels and is biased ("left").
+
+    A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
+
+      sum_{i in S} c_i = (1/G) sum_{i in S} sum_{j not in S} s_i s_j (A_i - A_j).
+
+    Only comparisons with answers elsewhere are left. That is S's credit, but as the new policy
+    would see it. If the advantages of S sum to 0, it is not 0 in general, as it is with
+    Min-Replace.
+
+    Measured: the expected update over all groups of 2, 3 and 4 answers of 6 toys. M1 compares each
+    c_i with the formula, and AUDIT shows that the whole group cancels.
+    """
+    rows = {loss: [loss.__name__] for loss in (own_product, module.recentred, module.dfpo_min)}
+    for G in (2, 3, 4):
+        toys = [Toy(draw.seed, G) for draw in draws[::4]]
+        for toy in toys:
+            off = toy.batch(off_policy=True)
+            evidence.equal(toy.unbiased, ascent(module.recentred(off), toy.policy.W))
+            geometric = ascent(module.recentred(off, "geometric"), toy.policy.W)
+            evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
+        for loss, row in rows.items():
+            numbers = torch.tensor([bias_and_variance(loss, toy) for toy in toys])
+            row += numbers.mean(0).tolist()
+    evidence.rows += rows.values()
