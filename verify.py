@@ -64,6 +64,18 @@ TABLES = {  # claims with a table of their own: title, head
         'What cancelling without bias costs: a group\'s bias and variance (scale "mean")',
         ["weight", *(f"{what}, G = {G}" for G in (2, 3, 4) for what in ("bias", "variance"))],
     ),
+    "C22b": (
+        "`cancel`, off-policy, fixed baseline: what it leaves, and by how much the update moves",
+        ["method", "moves", "left before", "left after"],
+    ),
+    "C23": (
+        "Variance with `cancel` over without, for n visitors: it pays only if t is above 1/n",
+        ["coefficients", "t", *(f"n = {n}" for n in (2, 4, 8, 16)), "best lam, n = 4"],
+    ),
+    "C24": (
+        "The bias of an update on two answers after a first step on the same two",
+        ["length of the first step", "recentred", "own product"],
+    ),
     "Q2": (
         "Q2: a question's expected update is K grad p, in groups of 8",
         ["", *(f"p = {p}" for p in (0.05, 0.1, 0.25, 0.5))],

@@ -5,6 +5,7 @@
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
     choice.py           C18..C21   what a tax, the min and graded rewards cost; a baseline
+    control_variate.py  C22..C26   cancelling moves no expected update; off-policy samplers, masks
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N4         negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti
@@ -21,6 +22,7 @@ from claims import cancellation  # noqa: F401
 from claims import drift  # noqa: F401
 from claims import tax  # noqa: F401
 from claims import choice  # noqa: F401
+from claims import control_variate  # noqa: F401
 from claims import audit  # noqa: F401
 from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401

@@ -25,6 +25,8 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
     "recentred": "0000",
+    "balanced": "0x0x",
+    "off_policy_mask": "0xxx",
     "pos_only": "xxxx",
     "nthr_grpo": "000x",
     "token_grpo": "000x",
@@ -54,6 +56,8 @@ def audit(module, name, draws, evidence):
       nthr-grpo, token-grpo        the same; NTHR's rules leave more, on purpose
       lopti-low, lopti-high        the same; their tokens are clipped as token-grpo's are
       grpo                         something outside the clip range, and with unequal lengths (C8)
+      balanced                     the same: a length tax between winners and losers
+      off-policy-mask              the same, and wherever it masks losers (C26)
       gspo                         something with unequal lengths (C8), and off-policy always (C4)
       pos-only                     something always: nothing stands against the winners
 

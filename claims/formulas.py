@@ -151,6 +151,18 @@ def recentred(y, t, hyper):
     return slope * y.logp[t], slope
 
 
+def balanced(y, t, hyper):
+    value, slope = surrogate(y, t, hyper)
+    alike = [x.T for x in y.group if x.A * y.A > 0]  # the answers with the same sign of A
+    scale = y.T / fmean(alike) if alike else 0.0
+    return scale * value, scale * slope
+
+
+def off_policy_mask(y, t, hyper):
+    masked = y.A < 0 and -math.log(y.s) > hyper.delta
+    return (0.0, 0.0) if masked else surrogate(y, t, hyper)
+
+
 def pos_only(y, t, hyper):
     return ppo(y.r[t], max(y.adv[t], 0.0), hyper)
 
@@ -175,6 +187,8 @@ FORMULAS = {
     "dfpo_min": (dfpo_min, "budget"),
     "dfpo_orthogonal": (dfpo_orthogonal, "budget"),
     "recentred": (recentred, "budget"),
+    "balanced": (balanced, "answer"),
+    "off_policy_mask": (off_policy_mask, "answer"),
     "pos_only": (pos_only, "tokens"),
     "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),
@@ -274,6 +288,8 @@ def m1(module, name, draws, evidence):
       dfpo-min         sg[min_j s_j] A log pi                       budget mean   S, loss D
       dfpo-orthogonal  sg[s - (A.s / ||A||^2) A] A log pi           budget mean   S, loss D
       recentred        sg[mean_j s_i s_j (A_i - A_j)] log pi        budget mean   D, ours
+      balanced         as grpo, times T_i / mean T of its sign      seq mean      words P, formula S
+      off-policy-mask  as grpo, but 0 if A < 0 and -log s > delta   seq mean      S
       pos-only         as grpo, with max(A, 0) for A                token mean    P
       nthr-grpo        as grpo; for NTHR                            token mean    P
       token-grpo       as grpo; e_high = 0.24; for AR               token mean    P
@@ -300,7 +316,7 @@ def m1(module, name, draws, evidence):
     if known.get("eps_high", 1.0) < 1e-3:
         cases.append((1.5e-3, False, {}))
     other_ratio = "geometric" if known.get("ratio") == "product" else "product"
-    variants = {"kl": 0.1, "ratio": other_ratio, "eta": 0.25, "eps": 0.3}
+    variants = {"kl": 0.1, "ratio": other_ratio, "eta": 0.25, "eps": 0.3, "delta": 0.02}
     for key in [key for key in variants if key in known]:
         cases.append((0.6, key != "kl", {key: variants[key]}))
     for draw, (spread, reshaped, hyper) in itertools.product(draws, cases):
