@@ -171,6 +171,7 @@ def plot(curves: dict[str, Tensor], walks: dict[str, Tensor], path: Path):
     fresh.set_title("fresh batches: 20 runs, and twice their deviation")
     fresh.set_ylabel("the opener's log-odds")
     fresh.set_xlabel("fresh batches")
+    fresh.set_ylim(-0.5, 0.35)  # there is room for the legend
     fresh.legend(loc="lower left")
     save(figure, path)
 
