@@ -654,12 +654,12 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     history and the others, E[r grad log pi] is 0, so the *expected* update does not move.
 
     This holds where c_i depends on answer i alone: reinforce, grpo, grpo-symmetric, dr-grpo, gspo,
-    off-policy-mask, and with a constant divisor cispo, pos-only and advantage-reweighting; if
-    A_i = R_i - b with a fixed b, answers are independent draws from pi_old, which can draw all that
-    pi can, and theta does not depend on the batch. The group's mean for b holds the own reward, and then the update
-    moves: with w free of rewards, by (1/G) wbar times the true gradient where all share a history
-    on-policy (C22c has the rest). Nothing is promised for dfpo-min (off-policy), dfpo-orthogonal,
-    recentred, balanced, dapo, nthr, lopti and ibpo.
+    off-policy-mask, and with a constant divisor cispo, pos-only and advantage-reweighting. And it
+    holds if A_i = R_i - b with a fixed b, answers are independent draws from pi_old, which can draw
+    all that pi can, and theta does not depend on the batch. The group's mean for b holds the own
+    reward, and then the update moves: with w free of rewards, by (1/G) wbar times the true gradient
+    where all share a history on-policy (C22c has the rest). Nothing is promised for dfpo-min
+    (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr, lopti and ibpo.
 
     Returns a scalar with the loss's value and the gradient -(1/N) sum c' grad log pi. batch.logp is
     what the loss was computed from; nodes are prefix_nodes, (N, T). Claim C22 (D, ours).
