@@ -91,8 +91,7 @@ def main(argv: list[str] | None = None):
         version = importlib.metadata.version(engine)
         rows = list(engines[engine]())
     except ImportError as error:
-        install = f"pip install -e '.[{engine}]'"
-        sys.exit(f"error: the audit of {engine} needs it installed ({error}): {install}")
+        sys.exit(f"error: the audit of {engine} needs it installed ({error}): pip install {engine}")
     print(f"{engine} {version}: what its losses leave at a token that the whole group shares\n")
     print(f"| loss | where | {' | '.join(regime.name for regime in REGIMES)} |")
     print("|---|---" + "|---:" * len(REGIMES) + "|")

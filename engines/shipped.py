@@ -114,7 +114,7 @@ def verl_rows() -> Iterator[Row]:
 
     for mode, function in core_algos.POLICY_LOSS_REGISTRY.items():
         if function.__module__ != core_algos.__name__:
-            continue  # registered by somebody else, such as engines.verl
+            continue  # registered by somebody else
         file = inspect.getsourcefile(function).rpartition("/")[2]
         where = f"{file}:{inspect.getsourcelines(function)[1]}"
         own = inspect.signature(function).parameters["loss_agg_mode"].default

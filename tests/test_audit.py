@@ -9,7 +9,7 @@ import torch
 import losses
 from claims.evidence import Draw
 from engines import audit
-from engines.shipped import Row, trl_loss, trl_rows, verl_rows
+from engines.shipped import Row, trl_loss, trl_rows
 
 DRAWS = [Draw(0, k) for k in range(12)]
 CLIP = dict(eps_low=0.2, eps_high=0.2)  # the engines' default
@@ -69,12 +69,6 @@ TWINS = {
         # TRL's epsilon_high is the bound itself, and 0.2 is its default: no weight is above 0.2.
         (losses.cispo, {"eps_high": 0.2 - 1}, trl("cispo")),
     ],
-    "verl": [
-        (losses.token_grpo, CLIP, "vanilla, token-mean"),
-        (losses.grpo, {}, "vanilla, seq-mean-token-mean"),
-        (losses.gspo, CLIP, "gspo, seq-mean-token-mean"),
-        (losses.cispo, CLIP, "cispo, token-mean"),
-    ],
 }
 
 
@@ -82,7 +76,7 @@ TWINS = {
 @pytest.mark.parametrize("engine", TWINS)
 def test_value_and_gradient_are_those_of_losses(engine, regime):
     pytest.importorskip(engine, reason=f"{engine} is an extra")
-    rows = {row.name: row for row in {"trl": trl_rows, "verl": verl_rows}[engine]()}
+    rows = {row.name: row for row in trl_rows()}
     assert all(":" in row.where for row in rows.values())
     for ours, hyper, name in TWINS[engine]:
         theirs = name if callable(name) else rows[name].loss
@@ -102,10 +96,10 @@ def test_value_and_gradient_are_those_of_losses(engine, regime):
             assert grads[0].abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("engine", TWINS)
+@pytest.mark.parametrize("engine", ("trl", "verl"))
 def test_a_missing_engine_is_named_with_its_extra(engine):
     if importlib.util.find_spec(engine):
         pytest.skip("it is installed")
     with pytest.raises(SystemExit) as stop:
         audit.main([engine])
-    assert f"pip install -e '.[{engine}]'" in stop.value.code
+    assert f"pip install {engine}" in stop.value.code

@@ -24,18 +24,16 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
-from llm.gsm8k import GSM8K
-from losses import METHODS, Batch, Method, OldPolicy, bind, group_advantages
-from train import Config, load_policy
+from losses import METHODS, Batch, Method, OldPolicy, group_advantages
+from train import Config, bind, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import merge_fsdp_weights  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from engines import gsm8k_trl  # noqa: E402
 from engines.trl import Trainer, log_learning_tax, method_for  # noqa: E402
 
 G, L, TEMPERATURE = 4, 8, 0.5  # so cold that some answers begin alike
@@ -96,7 +94,7 @@ def full(x):
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
 
 
-def make(model, method=None, tools=None, hyper=None, project=False, **options):
+def make(model, method=None, tools=None, hyper=None, cancel=False, **options):
     """Our trainer of a model or the one at a path; TRL's own without a method."""
     config = dict(
         output_dir=tempfile.gettempdir(),
@@ -123,7 +121,7 @@ def make(model, method=None, tools=None, hyper=None, project=False, **options):
     dropout = options.pop("dropout", 0.0)
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model, attention_dropout=dropout)
-    ours = {"method": method, "hyper": hyper, "project": project} if method else {}
+    ours = {"method": method, "hyper": hyper, "cancel": cancel} if method else {}
     config = GRPOConfig(**config | options)
     data = Dataset.from_list(PROMPTS)
     return (Trainer if method else GRPOTrainer)(model, reward, config, data, tools=tools, **ours)
@@ -184,13 +182,13 @@ def again(path, steps, name, options):
         adv = A[:, None].expand_as(logp)
         if rule.credit:
             adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
-        loss = rule.passes[k % len(rule.passes)](Batch(logp, old, adv, mask, G, L, ref))
-        surrogate = loss
-        if options.get("project"):
+        batch = Batch(logp, old, adv, mask, G, L, ref)
+        loss = rule.passes[k % len(rule.passes)](batch)
+        if options.get("cancel"):
             nodes = losses.prefix_nodes(tokens, mask, G)
-            surrogate = losses.project(loss, logp, A, nodes, mask)
-        c = losses.token_coefficients(surrogate, logp).tolist()
-        surrogate.backward()
+            loss = losses.cancel(loss, batch, nodes)
+        c = losses.token_coefficients(loss, logp).tolist()
+        loss.backward()
         # In one group, because prompts tell groups apart; on prompts nothing pushes.
         pushes = [[0.0] * len(x) + row for x, row in zip(prompts, c, strict=True)]
         whole = [x + y for x, y in zip(prompts, answers, strict=True)]
@@ -234,7 +232,7 @@ def split(micro, accumulate, pieces, **options):
 CASES = [(name, {}) for name in HONOURED]
 for pieces in ((2, 4, 4), (4, 1, 2), (2, 2, 4)):  # micro-batches of 2 rows tear groups of 4
     CASES.append(("dfpo-orthogonal", split(*pieces)))
-    CASES.append(("pos-only", split(*pieces, project=True)))
+    CASES.append(("pos-only", split(*pieces, cancel=True)))
 CASES += [("grpo", dict(beta=0.3, num_iterations=k)) for k in (1, 2)]
 for name in OWN:  # a step on one generation, on half of one, and on two
     CASES += [(name, split(4, 2, 2)), (name, split(4, 2, 4))]
@@ -287,7 +285,7 @@ REFUSED = {
     "torn groups": dict(per_device_train_batch_size=3, steps_per_generation=4),
     "half of two passes": dict(method="lopti", num_iterations=1),
     "beta without a KL term": dict(method="gspo", beta=0.1),
-    "beta, projected": dict(beta=0.1, project=True),
+    "the KL's weight": dict(hyper={"kl": 0.1}),
     "another KL": dict(beta=0.1, use_bias_correction_kl=True),
     "vLLM's correction": dict(use_vllm=True),
     "dropout": dict(dropout=0.1),
@@ -311,7 +309,7 @@ def test_processes_that_train_alone_are_refused(qwen_path, monkeypatch):
     config = make(qwen_path, "grpo").args
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started"):
-        method_for(config, "grpo", {}, False)
+        method_for(config, "grpo", {})
 
 
 def test_an_answer_without_a_reward_is_refused(qwen_path):
@@ -319,46 +317,6 @@ def test_an_answer_without_a_reward_is_refused(qwen_path):
     trainer.reward_funcs = [lambda completions, **_: [None] * len(completions)]
     with pytest.raises(ValueError, match="returned None for an answer"):
         trainer.train()
-
-
-GSM8K_FLAGS = """--use_cpu --bf16 False --report_to none --save_strategy no --max_steps 1
-    --num_generations 4 --per_device_train_batch_size 4 --max_completion_length 4
-    --gradient_checkpointing False""".split()
-
-
-def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_path):
-    where = ["--model", qwen_path, "--data", small_gsm8k, "--output_dir", str(tmp_path)]
-    flags = [*GSM8K_FLAGS, *where, "--hyper", "eps_high=0.3", "--projection", "True"]
-    trainer = gsm8k_trl.make_trainer(*gsm8k_trl.parse(flags))
-    assert trainer.method.passes[0].keywords == {"eps_high": 0.3} and trainer.project
-    task, tokenizer = GSM8K(small_gsm8k), AutoTokenizer.from_pretrained(qwen_path)
-    ids = [tokenizer(x)["input_ids"] for x in trainer.train_dataset["prompt"]]
-    assert ids == task.encode(tokenizer, task.train)
-    item = task.train[0]
-    texts = [f"#### {item.answer}", f"#### {item.answer}9"]
-    answers = [tokenizer(x)["input_ids"] + [tokenizer.eos_token_id] for x in texts]
-    assert trainer.reward_funcs[0](answers, [item.answer] * 2) == [1.0, 0.0]
-    gsm8k_trl.main([*GSM8K_FLAGS, *where, "--method", "dfpo-orthogonal"])
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 1000
-
-
-@pytest.mark.parametrize(
-    "flags, reason",
-    [
-        ("--method ibpo", "second rollout"),
-        ("--hyper eps", "NAME=VALUE"),
-        ("--data /no", "not a file"),
-        ("--data DATA --model /no", "/no"),
-        ("--num_generations 8", "8"),
-        ("--max_step 2", "--max_step"),
-        ("--learning_rate high", "--learning_rate"),
-    ],
-)
-def test_a_wrong_flag_ends_in_one_line(small_gsm8k, capsys, flags, reason):
-    with pytest.raises(SystemExit) as stop:
-        gsm8k_trl.main([*GSM8K_FLAGS, *flags.replace("DATA", small_gsm8k).split()])
-    line = capsys.readouterr().err.splitlines()[-1] if stop.value.code == 2 else stop.value.code
-    assert "error: " in line and reason in line and "\n" not in line
 
 
 SHARDED = ["sharded grpo", "sharded pos-only"]  # L is in neither
