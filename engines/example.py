@@ -100,24 +100,31 @@ class Show(TrainerCallback):
             print(f"step {state.global_step}:", ", ".join(numbers))
 
 
-def main(argv: list[str] | None = None):
-    options, config = parse(argv)
+def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
+    """Raises ValueError, in one line, for settings that do not go together."""
     model, tokenizer = load(options.model)
     data = Dataset.from_list(ROWS)
     if options.method == "trl":
         trainer = GRPOTrainer(model, reward, config, data, processing_class=tokenizer)
         log_learning_tax(trainer)
-    else:
-        trainer = Trainer(
-            model,
-            reward,
-            config,
-            data,
-            processing_class=tokenizer,
-            method=options.method,
-            hyper=dict(text.split("=", 1) for text in options.hyper.split()),
-            cancel=options.cancel,
-        )
+        return trainer
+    return Trainer(
+        model,
+        reward,
+        config,
+        data,
+        processing_class=tokenizer,
+        method=options.method,
+        hyper=dict(text.split("=") for text in options.hyper.split()),
+        cancel=options.cancel,
+    )
+
+
+def main(argv: list[str] | None = None):
+    try:
+        trainer = make_trainer(*parse(argv))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Show())
     trainer.train()
@@ -125,7 +132,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    main()

@@ -76,11 +76,9 @@ class Trainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args):
         rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
-        if rewards.isnan().all(1).any():
-            raise ValueError(
-                "every reward function returned None for an answer; each answer needs a number"
-            )
-        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)  # None is nan
+        if rewards.isnan().all(1).any() or not self.rewards.isfinite().all():
+            raise ValueError("a reward is infinite, or there is none: each answer needs a number")
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -356,7 +354,7 @@ def refuse_settings(config: GRPOConfig, method: Method):
     scale = {"std": "group", "mean": "none"}[method.scale]
     if config.scale_rewards != scale:
         raise ValueError(f"this method's advantages need --scale_rewards {scale}")
-    if config.beta and "kl" not in inspect.signature(method.passes[0]).parameters:
+    if config.beta and "kl" not in method.hyper:
         raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
     if config.beta and config.use_bias_correction_kl:
         raise ValueError("--beta weighs the plain k3 here: add --use_bias_correction_kl False")
