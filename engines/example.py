@@ -101,7 +101,7 @@ class Show(TrainerCallback):
 
 
 def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
-    """Raises ValueError, in one line, for settings that do not go together."""
+    """Raises ValueError or OSError for what does not go together or is not there."""
     model, tokenizer = load(options.model)
     data = Dataset.from_list(ROWS)
     if options.method == "trl":
@@ -115,7 +115,7 @@ def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
         data,
         processing_class=tokenizer,
         method=options.method,
-        hyper=dict(text.split("=") for text in options.hyper.split()),
+        hyper=dict(text.partition("=")[::2] for text in options.hyper.split()),
         cancel=options.cancel,
     )
 
@@ -123,8 +123,8 @@ def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
 def main(argv: list[str] | None = None):
     try:
         trainer = make_trainer(*parse(argv))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {str(error).splitlines()[0]}")
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Show())
     trainer.train()

@@ -323,6 +323,7 @@ def test_the_measured_run_is_the_run_without(qwen_path):
         lines = [{k: v for k, v in x.items() if "time" not in k} for x in trainer.state.log_history]
         ends.append((trainer.model.state_dict(), lines[:2]))
     (weights, plain), (same, logged) = ends
+    assert all(torch.equal(weights[k], same[k]) for k in weights)
     assert plain == [{k: line[k] for k in old} for line, old in zip(logged, plain, strict=True)]
 
 
