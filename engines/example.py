@@ -45,8 +45,9 @@ ROWS = [
 
 
 def reward(completions: list[str], answer: list[str], **_) -> list[float]:
-    """One number for each answer."""
-    return [float(text.strip().startswith(a)) for text, a in zip(completions, answer, strict=True)]
+    """One number for each answer: half for the right start, half for stopping there."""
+    pairs = list(zip(completions, answer, strict=True))
+    return [0.5 * text.startswith(right) + 0.5 * (text == right) for text, right in pairs]
 
 
 @dataclass
