@@ -16,6 +16,7 @@ from collections import defaultdict
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -37,6 +38,7 @@ from accelerate.utils import merge_fsdp_weights  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from engines import example  # noqa: E402
+from engines.siblings import has_sibling  # noqa: E402
 from engines.trl import Trainer, log_learning_tax, method_for  # noqa: E402
 
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
@@ -345,10 +347,6 @@ REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="grp"), "grp"),
     (dict(hyper={"eps": 0.1}), "eps"),
     (dict(hyper={"kl": 0.1}), "--beta"),
-    (dict(epsilon=0.1), "--epsilon 0.1"),
-    (dict(loss_type="grpo"), "--loss_type grpo"),
-    (dict(entropy_coef=0.1), "--entropy_coef 0.1"),
-    (dict(off_policy_mask_threshold=0.1), "--off_policy_mask_threshold"),
     (dict(method="dr-grpo", scale_rewards="group"), "--scale_rewards none"),
     (dict(scale_rewards="batch"), "--scale_rewards group"),
     (dict(steps_per_generation=3), "--steps_per_generation"),
@@ -363,6 +361,12 @@ REFUSED = [  # what a user gets wrong, and what the line names
     (dict(dropout="attention_dropout"), "dropout"),
     (dict(dropout="added"), "added"),
 ]
+# Ours has its own. So these would have no effect.
+OF_TRL = dict(loss_type="grpo", epsilon=0.1, epsilon_high=0.3, delta=2.0, entropy_coef=0.1)
+OF_TRL |= dict(importance_sampling_level="sequence", top_entropy_quantile=0.5)
+OF_TRL |= dict(off_policy_mask_threshold=0.1, mask_truncated_completions=True)
+OF_TRL |= dict(multi_objective_aggregation="normalize_then_sum", use_adaptive_entropy=True)
+REFUSED += [({name: value}, f"--{name} {value}") for name, value in OF_TRL.items()]
 
 
 @pytest.mark.parametrize("options, said", REFUSED, ids=str)
@@ -422,6 +426,23 @@ def test_a_file_that_hides_ours_is_named(tmp_path):
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError") and str(tmp_path / "train.py") in last
+
+
+def test_siblings_are_counted_up_to_the_end():
+    """Answers 5 6 end, 5 6 7 8 and 5 9 9 end: who takes a token after the same words?"""
+    answers = torch.tensor([[1, 5, 6, 2, 5], [1, 5, 6, 7, 8], [1, 5, 9, 9, 3]])
+    config = SimpleNamespace(eos_token_id=[2, 3])
+    model = SimpleNamespace(
+        device="cpu", generation_config=config, generate=lambda *_, **__: answers
+    )
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text, **_):
+            return {"input_ids": torch.tensor([[1]])}
+
+    shared, mask = has_sibling(model, Tokenizer(chat_template=None), "", 3, 4, 1.0)
+    assert mask.tolist() == [[True] * 3 + [False], [True] * 4, [True] * 4]
+    assert shared.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
 
 
 SHARDED = ["sharded grpo", "sharded pos-only"]  # L is in neither
