@@ -41,44 +41,40 @@ def share(case: Case, k: int) -> slice:
 
 # ---------------- TRL
 
-VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
-VLLM_MODES = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
-
 
 def trl_rows() -> Iterator[Row]:
     from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
     source, first_line = inspect.getsourcelines(GRPOTrainer._compute_loss)
-    default = GRPOConfig.loss_type
+    default, vllm_default = GRPOConfig.loss_type, GRPOConfig.vllm_importance_sampling_mode
 
-    def row(words: str, loss_type: str, **settings) -> Row:
+    def row(words: str, loss_type: str, vllm: bool = False, by_default=False, **settings) -> Row:
         line = first_line + next(i for i, text in enumerate(source) if f'"{loss_type}"' in text)
         if loss_type == "cispo":
             settings["epsilon_high"] = 5.0  # recommended by TRL's documentation
             words += ", epsilon_high 5"
-        loss = partial(trl_loss, "GRPO", {"loss_type": loss_type} | settings)
-        return Row(f"{loss_type}, {words}", f"grpo_trainer.py:{line}", loss)
+        loss = partial(trl_loss, "GRPO", vllm, {"loss_type": loss_type} | settings)
+        return Row(f"{loss_type}, {words}", f"grpo_trainer.py:{line}", loss, by_default)
 
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
-        for level in ("token", "sequence"):
-            shipped = row(level, loss_type, importance_sampling_level=level)
-            shipped.by_default = (loss_type, level) == (default, "token")
-            yield shipped
+        yield row("token", loss_type, by_default=loss_type == default)
+        yield row("sequence", loss_type, importance_sampling_level="sequence")
     yield row("top_entropy_quantile 0.2", default, top_entropy_quantile=0.2)
     yield row("off_policy_mask_threshold 0.1", default, off_policy_mask_threshold=0.1)
-    for mode in VLLM_MODES:
-        shipped = row(f"vLLM {mode}", default, **VLLM, vllm_importance_sampling_mode=mode)
-        shipped.by_default = mode == GRPOConfig.vllm_importance_sampling_mode
-        yield shipped
-    yield row("vLLM, no correction", default, use_vllm=True)
-    yield row("vLLM sequence_mask", "cispo", **VLLM)
+    for mode in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate"):
+        by_default = mode == vllm_default
+        yield row(f"vLLM {mode}", default, True, by_default, vllm_importance_sampling_mode=mode)
+    uncorrected = {"vllm_importance_sampling_correction": False}
+    yield row("vLLM, no correction", default, True, **uncorrected)
+    yield row(f"vLLM {vllm_default}", "cispo", True)
     line = inspect.getsourcelines(RLOOTrainer._compute_loss)[1]
-    yield Row("RLOO", f"rloo_trainer.py:{line}", partial(trl_loss, "RLOO", {}), by_default=True)
+    loss = partial(trl_loss, "RLOO", False, {})
+    yield Row("RLOO", f"rloo_trainer.py:{line}", loss, by_default=True)
 
 
 @cache
-def trl_trainer(kind: str):
-    """A real trainer of a tiny model."""
+def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
+    """A real trainer, of a tiny model, with settings that are not TRL's defaults."""
     import trl
     from datasets import Dataset
 
@@ -90,7 +86,9 @@ def trl_trainer(kind: str):
         report_to="none",
         use_cpu=True,
         bf16=False,
+        num_iterations=2,  # so that there are old log-probs
         beta=0.0,  # RLOO's KL is a part of the reward, so it moves no coefficient at a shared token
+        **dict(settings),
     )
     prompts = Dataset.from_list([{"prompt": "1+1="}])
     return getattr(trl, f"{kind}Trainer")(
@@ -98,57 +96,43 @@ def trl_trainer(kind: str):
     )
 
 
-def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
+def trl_loss(kind: str, vllm: bool, settings: dict, case: Case) -> Tensor:
     """A trainer's own scoring of answers, its advantages, weights and loss, with our log-probs.
 
-    settings: attributes of the trainer or its args that are not TRL's defaults.
+    vllm: the answers, and the sampler's log-probs, are those that vLLM would hand on.
     """
-    trainer, b = trl_trainer(kind), case.batch
-    before = vars(trainer).copy(), vars(trainer.args).copy()
-    settings = {"vllm_importance_sampling_correction": False} | settings
-    vars(trainer).update(settings)
-    vars(trainer.args).update(settings)
-    trainer.num_generations, trainer.num_iterations = b.group_size, 2  # 2: with old log-probs
-    trainer.scale_rewards, trainer.max_completion_length = "none", b.max_tokens
+    trainer, b = trl_trainer(kind, tuple(settings.items())), case.batch
+    # A sums to 0 in every group, so it is its own advantage.
+    trainer.scale_rewards, trainer._calculate_rewards = "none", lambda *_: b.adv[:, :1]
+    trainer.num_generations, trainer.max_completion_length = b.group_size, b.max_tokens
     trainer.args.steps_per_generation = case.micro_batches
     trainer.current_gradient_accumulation_steps = case.micro_batches
+    trainer.use_vllm = vllm
     trainer.model.train()
 
-    def rows_of(x: Tensor) -> list[list]:
-        return [row[seen].tolist() for row, seen in zip(x, b.mask, strict=True)]
-
-    def answers(prompts):
+    def generate(prompts):
         ids = [[2] * n for n in b.mask.sum(1).tolist()]  # no loss reads them
         if kind == "RLOO":
             return [[2]] * len(ids), ids, [""] * len(ids)
-        drawn = rows_of(case.sampler) if trainer.use_vllm else None
-        return [[2]] * len(ids), ids, None, [""] * len(ids), drawn, {}, None, []
+        drawn = [x[seen].tolist() for x, seen in zip(case.sampler, b.mask, strict=True)]
+        return [[2]] * len(ids), ids, None, [""] * len(ids), drawn if vllm else None, {}, None, []
 
-    scored = {}
+    def score(logp: Tensor, entropy: Tensor):
+        width = int(b.mask.sum(1).max())  # TRL's padding is as wide as the longest answer
+        scored = logp[:, :width], entropy[:, :width], None
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored
 
-    def log_probs(*_, **__):
-        return scored["logp"], scored["entropy"], None
-
-    trainer._generate, trainer._get_per_token_logps_and_entropies = answers, log_probs
-    trainer._calculate_rewards = lambda *_: b.adv[:, :1]  # A sums to 0, so it is its own advantage
-    width = int(b.mask.sum(1).max())  # TRL's padding is as wide as the longest answer
-    scored = {"logp": b.logp_old[:, :width], "entropy": case.entropy[:, :width]}
-    try:
-        rows = trainer._generate_and_score_completions([{"prompt": ""}] * len(b.mask))
-        loss = 0.0
-        for k in range(case.micro_batches):
-            part = share(case, k)
-            scored = {"logp": b.logp[part, :width], "entropy": case.entropy[part, :width]}
-            own = {name: x[part] if x.dim() else x for name, x in rows.items()}
-            own["ref_per_token_logps"] = b.logp_ref[part, :width] if trainer.beta else None
-            loss = loss + trainer._compute_loss(trainer.model, own)
-        if kind == "RLOO":  # of which transformers takes the mean over micro-batches
-            loss = loss / case.micro_batches
-    finally:
-        for thing, attributes in zip((trainer, trainer.args), before, strict=True):
-            vars(thing).clear()
-            vars(thing).update(attributes)
-    return loss
+    trainer._generate = generate
+    score(b.logp_old, case.entropy)
+    rows = trainer._generate_and_score_completions([{"prompt": ""}] * len(b.mask))
+    loss = 0.0
+    for k in range(case.micro_batches):
+        part = share(case, k)
+        score(b.logp[part], case.entropy[part])
+        own = {name: x[part] if x.dim() else x for name, x in rows.items()}
+        loss = loss + trainer._compute_loss(trainer.model, own)
+    # Of RLOO's, transformers takes the mean over micro-batches.
+    return loss / case.micro_batches if kind == "RLOO" else loss
 
 
 # ---------------- verl

@@ -41,12 +41,12 @@ def rloo(batch):
     return -torch.minimum(s * adv, s.clamp(0.8, 1.2) * adv).mean()
 
 
-def trl(loss_type, low=0.2, high=0.2, level="token", **more):
+def trl(loss_type, **settings):
     """TRL's own, with settings that the table does not have."""
-    clip = {"epsilon_low": low, "epsilon_high": high, "loss_type": loss_type}
-    return partial(trl_loss, "GRPO", clip | {"importance_sampling_level": level} | more)
+    return partial(trl_loss, "GRPO", False, {"loss_type": loss_type} | settings)
 
 
+GSPO = dict(epsilon=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence")
 TWINS = [
     (losses.grpo, {}, "grpo, token"),
     (losses.gspo, CLIP, "grpo, sequence"),
@@ -54,8 +54,8 @@ TWINS = [
     (losses.token_grpo, CLIP, "dapo, token"),
     (losses.cispo, {}, "cispo, token, epsilon_high 5"),
     (rloo, {}, "RLOO"),
-    (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, trl("grpo", 0.1, 0.4)),
-    (losses.gspo, {}, trl("grpo", 3e-4, 4e-4, "sequence")),
+    (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, trl("grpo", epsilon=0.1, epsilon_high=0.4)),
+    (losses.gspo, {}, trl("grpo", **GSPO)),
     (losses.off_policy_mask, {}, trl("grpo", off_policy_mask_threshold=0.1)),
     # TRL's epsilon_high is the bound itself, and 0.2 is its default: no weight is above 0.2.
     (losses.cispo, {"eps_high": 0.2 - 1}, trl("cispo")),
