@@ -170,7 +170,9 @@ def judge(question, function: Callable | None) -> Verdict:
     if not failing:
         return Verdict(question.function, "PASS")
     hints, k = find_hints(question, lesson, inputs, yours, right, failing)
-    shown = ", ".join(f"{name} = {show(x)}" for name, x in zip(lesson.names, inputs[k], strict=True))
+    shown = ", ".join(
+        f"{name} = {show(x)}" for name, x in zip(lesson.names, inputs[k], strict=True)
+    )
     lines = [("with", shown), ("printed", yours[k].printed.strip())]
     lines += [("yours", describe(yours[k].error) if yours[k].error else show(yours[k].value))]
     lines += [("expected", show(right[k]))]
@@ -190,10 +192,10 @@ def find_problem(question, value) -> list[str]:
 
 ERRORS = {  # what torch says: what a student may not know
     "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
-    "torch.return_types": "With a dim, min and max return two things: values and indices. Try amin.",
-    "does not require grad": "It no longer depends on batch.logp: detach, item or no_grad cut it off.",
+    "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
+    "does not require grad": "The result does not depend on batch.logp: a detach, item or no_grad?",
     "not a tensor": "A loss must be differentiable: return it without item() or float().",
-    "ambiguous": "A tensor of several numbers is neither true nor false. torch.where chooses for each.",
+    "ambiguous": "A tensor of several numbers is not true or false. See torch.where.",
 }
 
 
@@ -206,6 +208,7 @@ class Lesson:
     solution: str = ""
     mistakes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # hint: its edits
     where: dict[str, str] = field(default_factory=dict)  # hint: condition
+    answers: dict[str, list] = field(default_factory=dict)  # hint: what the mistake answers
 
 
 @functools.cache
@@ -217,7 +220,9 @@ def read_lessons() -> dict[str, Lesson]:
         names = re.search("^inputs: (.*)", rest, re.M)[1].split(", ")
         cases = [eval(f"({case},)") for case in re.findall("^case: (.*)", rest, re.M)]
         lesson = lessons[re.match(r"def (\w+)", solution)[1]] = Lesson(names, cases, solution)
-        for head, hint in re.findall(r"((?:^(?!inputs: |case: | {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M):
+        for head, hint in re.findall(
+            r"((?:^(?!inputs: |case: | {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M
+        ):
             hint = " ".join(hint.split())
             if head.startswith("where: "):
                 lesson.where[hint] = head[7:]
@@ -248,11 +253,14 @@ def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[st
 
     # What the solution says with each mistake. The best one says what you say, in most of the cases
     # that either of you gets wrong: a mistake elsewhere, at the edge, does not hide it.
-    theirs = {}
-    for hint in lesson.mistakes:
+    theirs = lesson.answers
+    for hint in lesson.mistakes.keys() - theirs:
         function = make_mistakes(lesson, hint)
-        theirs[hint] = [answer(question, function, x).value for x in inputs[: len(yours)]]
-    wrong = {hint: {k for k, x in enumerate(y) if not is_same(x, right[k])} for hint, y in theirs.items()}
+        theirs[hint] = [answer(question, function, x).value for x in inputs]
+    wrong = {
+        hint: {k for k, x in enumerate(right) if not is_same(theirs[hint][k], x)}
+        for hint in lesson.mistakes
+    }
 
     def agreement(hint: str) -> float:
         either = wrong[hint].union(failing)
@@ -260,28 +268,30 @@ def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[st
         return len(same) / len(either)
 
     def tell(hints: tuple[str, ...]) -> tuple[list[str], int]:
-        # The case that tells most: few of the known mistakes get it wrong. But it is a small one,
-        # too. One mistake more weighs as much as four cases.
-        cases = set(failing).intersection(*(wrong[hint] for hint in hints)) or failing
-        return [*hints], min(cases, key=lambda k: sum(k in x for x in wrong.values()) + k / 4)
+        # The case that tells most: few of the known mistakes get it wrong. But small cases come
+        # first, and are easier to read. One place further weighs as much as six mistakes more.
+        cases = wrong[hints[0]].intersection(failing) or failing
+        return [*hints], min(cases, key=lambda k: sum(k in x for x in wrong.values()) + 6 * k)
 
-    best = max(theirs, key=agreement)
+    best = max(lesson.mistakes, key=agreement)
     if agreement(best) > 2 / 3:
         return tell((best,))
-    for pair in itertools.combinations(theirs, 2):
+    for pair in itertools.combinations(lesson.mistakes, 2):
         function = make_mistakes(lesson, *pair)
-        answers = (answer(question, function, inputs[k]).value for k in failing[:12])
-        if function and all(agrees(yours[k].value, x) for k, x in zip(failing, answers)):
+        some = failing[:12]
+        if function and all(
+            agrees(yours[k].value, answer(question, function, inputs[k]).value) for k in some
+        ):
             return tell(pair)
     for hint, condition in lesson.where.items():
-        cases = [k for k in range(len(yours)) if eval(condition, dict(zip(lesson.names, inputs[k])))]
-        if {*failing} <= {*cases} and 2 * len(failing) > len(cases) and len(cases) < len(yours):
+        given = [dict(zip(lesson.names, x, strict=True)) for x in inputs[: len(yours)]]
+        cases = {k for k, names in enumerate(given) if eval(condition, names)}
+        if cases.issuperset(failing) and 2 * len(failing) > len(cases) < len(yours):
             return [hint], failing[0]
-    pairs = [(y.value, x) for y, x in zip(yours, right)]
-    if all(isinstance(y, list) and isinstance(x, list) and len(y) == len(x) == 2 for y, x in pairs):
-        for i, name in enumerate(("first", "second")):
-            if all(agrees(y[i], x[i]) for y, x in pairs):
-                return [f"The {name} result is right. The other one is not."], failing[0]
+    pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
+    for i, name in enumerate(("first", "second")):
+        if all(isinstance(y, list) and len(y) == 2 and agrees(y[i], x[i]) for y, x in pairs):
+            return [f"The {name} result is right. The other one is not."], failing[0]
     return [], failing[0]
 
 
@@ -321,7 +331,7 @@ def show_exercise(number: int, verdicts: list[Verdict], titles: dict) -> None:
     for verdict in verdicts:
         print(f"\n  {verdict.function}  {verdict.state}")
         for line in "\n".join(verdict.lines).splitlines():
-            print(f"    {line}")
+            print(textwrap.indent(textwrap.fill(line, 96), "    "))
     print()
     if any(verdict.state != "PASS" for verdict in verdicts):
         return

@@ -1,6 +1,6 @@
 """What each exercise asks for: the right answer, from losses.py, and random inputs.
 
-The small cases come before them. They are in mistakes.txt, with the likely mistakes and their hints.
+The small cases, which come first, are in mistakes.txt, with the likely mistakes and their hints.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ RATIOS = (1.0, 1.5, 0.5, 1.3, 0.85, 0.7)
 def grow(*draws: Callable) -> tuple:
     """Random inputs for groups of 2, 3, 4 and 5 answers."""
     return tuple(
-        tuple(draw(random.Random(f"{k} {i}"), 2 + k // 8) for i, draw in enumerate(draws))
-        for k in range(32)
+        tuple(draw(random.Random(f"{k} {i}"), 2 + k // 6) for i, draw in enumerate(draws))
+        for k in range(24)
     )
 
 
@@ -214,7 +214,7 @@ def check_accident(answer) -> Iterator[str]:
         yield f"The advantages sum to {sum(adv):g}, not to 0."
     left = sum(a / T for a, T in zip(adv, lengths, strict=True))
     if abs(left) > 1e-9:
-        yield f"What is left, sum A/T, is {left:g}, not 0. Think of two pairs, each with one length."
+        yield f"What is left, sum A/T, is {left:g}, not 0. Think of pairs of equal length."
 
 
 LEFT_BY_LENGTH = Question(
@@ -252,7 +252,9 @@ def check_blind_spot(answer) -> Iterator[str]:
     new = losses.adv_orthogonal(numbers([w]), numbers([adv]))[0]
     left = float((new * numbers(adv))[[i, j]].sum())
     if not abs(left) > 0.1:
-        said = f"Here w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, which is left with {left:.3g}"
+        said = (
+            f"Here w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, which is left with {left:.3g}"
+        )
         yield f"{said}: more than 0.1 is asked for. Make the pair's two weights more different."
 
 
@@ -290,7 +292,7 @@ def check_counterexample(p) -> Iterator[str]:
     g_a, g_b = numbers([1, 0, 0]) - numbers(p), numbers([0, 1, 0]) - numbers(p)  # grad log pi
     change = float((g_a - g_b) @ (g_a + g_b) / 2)
     if not abs(change) > 0.1:
-        yield f"Here the log-odds change by {change:.3g} per eta: more than 0.1 is asked for, up or down."
+        yield f"Here the log-odds change by {change:.3g} per eta: more than 0.1 is asked for."
 
 
 LOG_ODDS = Question(
@@ -356,8 +358,8 @@ def praise_weight(answer) -> Iterator[str]:
     }
     for name, w in known.items():
         yield "{:28}cosine {:.4f}   noise {:5.2f}".format(name, *worlds.measure(w))
-    yield "Noise is the variance of a group's update over the squared length of its mean: the price."
-    yield "Any one weight for the whole group cancels. Which one has a better cosine and less noise?"
+    yield "Noise, the price: the variance of a group's update over the squared length of its mean."
+    yield "One weight for a whole group cancels. Which one has a better cosine and less noise?"
 
 
 WEIGHT = Question(
