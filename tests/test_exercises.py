@@ -85,15 +85,20 @@ def test_every_known_mistake_gets_its_hint(name, float64):
         assert verdict.state == "NOT YET" and hint in verdict.lines, hint
 
 
-WRONG = (Path(__file__).parent / "wrong_answers.txt").read_text().split("\n## ")[1:]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.split("\n")[0])
-def test_nine_of_ten_wrong_answers_get_a_fitting_hint(wrong, float64):
-    """They are in the words of others: written before the hints, and not as edits of a solution."""
-    source, hint = wrong.partition("\n")[2].split("=> ")
-    verdict = judge(source, re.search(r"def (\w+)", source)[1])
-    assert verdict.state == "NOT YET" and hint.strip() in " ".join(verdict.lines)
+def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
+    """They are written as a student writes, not as edits of a solution."""
+    text = (Path(__file__).parent / "wrong_answers.txt").read_text()
+    missed, answers = 0, text.split("\n## ")[1:]
+    for block in answers:
+        source, hint = block.partition("\n")[2].split("=> ")
+        verdict = judge(source, re.search(r"def (\w+)", source)[1])
+        assert verdict.state == "NOT YET", block
+        if hint.strip() == "(no hint yet)":
+            missed += 1
+        else:
+            assert hint.strip() in " ".join(verdict.lines), block
+    print(f"{len(answers) - missed} of {len(answers)} wrong answers get a fitting hint")
+    assert missed <= len(answers) / 10
 
 
 @pytest.mark.parametrize("name", LESSONS)
