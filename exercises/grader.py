@@ -238,8 +238,10 @@ def make_mistakes(lesson: Lesson, *hints: str) -> Callable | None:
         if old not in source:
             return None
         source = source.replace(old, new)
-    *_, function = load(f"import math, torch\n{source}").values()
-    return function
+    with contextlib.suppress(SyntaxError):
+        *_, function = load(f"import math, torch\n{source}").values()
+        return function
+    return None
 
 
 def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[str], int]:
