@@ -1,181 +1,201 @@
-"""The papers' story where everything is exact: a token that all answers share, drifting or not.
+"""A token that earns nothing: pushed by one batch that is used again and again, or by fresh ones.
 
-    python -m toy.drift                        the table
+    python -m toy.drift                        the tables: half a minute
     python -m toy.drift --plot toy/drift.png   and the picture (needs matplotlib)
 
-A policy has logits of its own for every history. Every answer of a group begins with the same
-opener, which earns nothing. Then it takes one of two solutions of equal reward and different
-length, in which it may still slip, or it guesses:
+An answer begins with one of two openers, which earn nothing: what follows is alike after both.
+Then comes solution A or B, of equal reward and different length, or a guess, which is never right.
+A solution may slip. The policy has a logit for every choice.
 
-    opener, 1, right or slip, EOS        solution A
-    opener, 2, work, right or slip, EOS  solution B
-    opener, 3, EOS                       a guess, never right
-
-Nothing is estimated but the step itself, which takes sampled groups: drift is the change of the
-opener's log-odds, and entropy and reward are sums over the policy's own probabilities.
-toy/README.md says what came out.
+One batch, used 32 times: 8 groups of 8 answers. All of them have the first opener, so a method that
+cancels at shared tokens leaves it where it is. Fresh batches: 100 of one group each, answers have
+either opener, and only the openers' logit is learnt. So the law of claim C23 says how far it
+wanders. toy/README.md says what came out.
 """
 
 from __future__ import annotations
 
-import math
-import random
+import functools
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
 
-from losses import Batch, group_advantages, learning_tax, prefix_nodes, token_coefficients
-from toy.figure import (
-    compute_loss,
-    draw_lines,
-    find_method,
-    make_figure,
-    parse_plot,
-    print_row,
-    save_picture,
-)
-from toy.policy import EOS, Policy, all_histories, pad, tabular
+import losses
+from losses import Batch
+from toy.figure import format_interval, line_style, make_figure, parse_plot, print_table, save
+from toy.tax import CANCELLED, EXACT, ROWS, Row, compute_push
 
-PROMPT, OPENER, HORIZON, VOCABULARY = (0,), 1, 5, 4
-AFTER = (*PROMPT, OPENER)
-SEEDS = 5  # start policies
-GROUPS, G, STEPS = 8, 8, 32
+G = 8
+# The tokens: openers 0 and 1; A 2, B 3, guess 4; on A right 5 or slip 6, on B right 7 or slip 8.
+FILLER = 9  # gives an answer its length
+# What follows an opener, and an answer's length: A right, A slip, B right, B slip, guess.
+ENDINGS = (((2, 5), 6), ((2, 6), 6), ((3, 7), 12), ((3, 8), 12), ((4,), 3))
+REWARDS = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+LENGTHS = torch.tensor([length for _, length in ENDINGS])
+MASK = torch.arange(12) < LENGTHS[:, None]  # (5, T)
+TOKENS = torch.full(MASK.shape, FILLER)  # (5, T), with the first opener
+for i, (choices, _) in enumerate(ENDINGS):
+    TOKENS[i, : len(choices) + 1] = torch.tensor((0, *choices))
+
+
+def log_table(w: Tensor) -> Tensor:
+    """log pi of every token where it may come. Six logits: the opener, A, B, guess, right (on A, on
+    B) -> (10,)."""
+    pairs = logsigmoid(torch.stack([w, -w], 1))  # a choice of two has one logit
+    branches = w[1:4].log_softmax(0)
+    return torch.cat([pairs[0], branches, pairs[4], pairs[5], w.new_zeros(1)])
+
+
+def chances(w: Tensor) -> Tensor:
+    """Of the five answers, after an opener. (5,)."""
+    return log_table(w)[TOKENS[:, 1:]].sum(1).exp()
+
+
+# ---------------- one batch, used again and again
+
+SEEDS, GROUPS, STEPS = 5, 8, 32  # start policies; groups of a batch; steps on it
 SIZE = 0.6  # the length of the first step
-NAMES = (
-    *("reinforce", "grpo", "grpo-symmetric", "dr-grpo", "dapo", "cispo", "gspo", "dfpo-min"),
-    *("dfpo-min eps 0.2", "dfpo-orthogonal", "recentred", "pos-only"),
-    *("grpo+proj", "dr-grpo+proj", "gspo+proj"),
-)
-# gspo's own clip range is made for long answers; eps is our clip for dfpo-min.
-HYPER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}, "dfpo-min eps 0.2": {"eps": 0.2}}
-COLUMNS = {
-    "drift": "opener: change of log-odds",
-    "solutions": "entropy of A and B (nats)",
-    "reward": "expected reward",
-    "tax": "learning tax",
+METHODS = {
+    "reinforce": Row(losses.reinforce),
+    "grpo": ROWS["grpo"],
+    "grpo, cancel": ROWS["grpo, cancel"],
+    "grpo-symmetric": Row(losses.grpo_symmetric),
+    "dr-grpo": ROWS["dr-grpo"],
+    "cispo": ROWS["cispo"],
+    # Its own clip range is made for long answers.
+    "gspo": Row(functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)),
+    "dfpo-min": ROWS["dfpo-min"],
+    "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
+    "recentred": ROWS["recentred"],
+    "pos-only": Row(losses.pos_only),
 }
-# What each panel of the picture shows, by which lines.
-PANELS = {
-    "drift": ("|change of the opener's log-odds|", ("pos-only", "grpo", "gspo", "dfpo-min")),
-    "tax": ("learning tax", ("gspo", "grpo", "dr-grpo", "dfpo-min")),
-    "solutions": (
-        "entropy of the two solutions (nats)",
-        ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2"),
-    ),
-    "reward": ("expected reward", ("grpo", "cispo", "dfpo-min", "dfpo-min eps 0.2")),
-}
+LINES = ("grpo", "grpo, cancel", "gspo", "dfpo-min")  # of the picture
+MEASURES = ("drift of the opener's log-odds", "entropy of A and B (nats)", "expected reward")
 
 
-def start_policy(rng: random.Random) -> Policy:
-    histories = all_histories(PROMPT, VOCABULARY, HORIZON)
-    W = torch.tensor(
-        [[rng.gauss(0, 0.3) for _ in histories] for _ in range(VOCABULARY)], dtype=torch.float64
-    )
-    for i, h in enumerate(histories):  # an answer ends when its branch is through, and not before
-        through = len(h) == {1: 4, 2: 5, 3: 3}[h[2]] if len(h) > 2 else False
-        W[EOS, i] = 20.0 if through else -20.0
-    return Policy(W, tabular(histories), HORIZON)
+def measure(w: Tensor, start: Tensor) -> Tensor:
+    """MEASURES. (3,)."""
+    right = (chances(w) * REWARDS)[[0, 2]]  # on A, on B
+    shares = right / right.sum()
+    return torch.stack([(w - start)[0].abs(), -(shares * shares.log()).sum(), right.sum()])
 
 
-def rest(policy: Policy) -> Policy:
-    """The same policy, for what comes after the opener."""
-    return Policy(policy.W, policy.phi, HORIZON - 1)
-
-
-def reward(y: tuple[int, ...]) -> float:
-    """1 for a solution whose last token before EOS is 1. The opener does not matter."""
-    body = [a for a in y[1:] if a != EOS]
-    return float(len(body) > 1 and body[-1] == 1)
-
-
-def measure(policy: Policy, start: Policy) -> dict[str, float]:
-    """All from the probabilities of all answers that begin with the opener."""
-    after = [((OPENER, *y), p) for y, p in rest(policy).answers(AFTER)]
-    a, b = (sum(p for y, p in after if y[1] == branch and reward(y)) for branch in (1, 2))
-    p, q = (float(x.probs(PROMPT)[OPENER]) for x in (policy, start))
-    share = a / (a + b)
-    return {
-        "drift": abs(math.log(p / (1 - p)) - math.log(q / (1 - q))),
-        "solutions": -sum(x * math.log(x) for x in (share, 1 - share) if x > 0),
-        "reward": sum(p for y, p in after if reward(y)),
-    }
-
-
-def draw(seed: int) -> tuple[Policy, list[tuple[int, ...]]]:
-    """A start policy, and mixed groups of answers that all begin with the opener."""
-    start, answers = start_policy(random.Random(seed)), []
+def repeat(row: Row, seed: int) -> Tensor:
+    """What is measured after 0, 1, ..., STEPS gradient steps on the same answers. (STEPS + 1, 3)"""
     generator = torch.Generator().manual_seed(seed)
-    while len(answers) < GROUPS * G:
-        group = [(OPENER, *y) for y in rest(start).sample(AFTER, G, generator)]
-        if 0 < sum(map(reward, group)) < G:
-            answers += group
-    return start, answers
+    start = w = torch.randn(6, generator=generator, dtype=torch.float64)
+    picks = torch.multinomial(chances(w), GROUPS * G, replacement=True, generator=generator)
+    tokens, mask = TOKENS[picks], MASK[picks]
+    A = losses.group_advantages(REWARDS[picks], G, row.scale)[:, None].expand(mask.shape)
+    nodes = losses.prefix_nodes(tokens, mask, G)
+    old = log_table(w)[tokens]
+    batch, rate, curve = Batch(old, old, A, mask, G, mask.shape[1]), None, [measure(w, start)]
+    for _ in range(STEPS):
+        push, _ = compute_push(row, batch, nodes, w, lambda w: log_table(w)[tokens])
+        rate = rate or SIZE / push.norm()  # the first step is equally long for all methods
+        w = w + rate * push
+        curve.append(measure(w, start))
+    return torch.stack(curve)
 
 
-def descend(name: str, start: Policy, answers: list[tuple[int, ...]]) -> list[dict[str, float]]:
-    """What is measured after 0, 1, ..., STEPS gradient steps of a method on the same answers."""
-    tokens, mask = pad(answers)
-    rewards = torch.tensor([reward(y) for y in answers], dtype=torch.float64)
-    A = group_advantages(rewards, G, find_method(name).scale)
-    adv, nodes = A[:, None].expand(mask.shape), prefix_nodes(tokens, mask, G)
-    prompts = [PROMPT] * len(answers)
-    old, _ = start.log_probs(prompts, answers)
-    policy, curve, size = start, [], None
-    for _ in range(STEPS + 1):
-        policy.W.requires_grad_()
-        logp, _ = policy.log_probs(prompts, answers)
-        batch = Batch(logp, old.detach(), adv, mask, G, HORIZON)
-        loss = compute_loss(name, HYPER, batch, nodes)
-        tax = learning_tax(token_coefficients(loss, logp), A, nodes, mask)
-        curve.append(measure(policy, start) | {"tax": tax})
-        g = -torch.autograd.grad(loss, policy.W)[0]
-        size = size or SIZE / g.norm()  # the first step is equally long for all methods
-        policy = policy.step(g, size)
-    return curve
+# ---------------- fresh batches
+
+BATCHES, RUNS, RATE = 100, 4000, 1.0
 
 
-def study() -> dict[str, dict[str, list[float]]]:
-    """name -> what is measured -> its value after every step, the mean over start policies."""
-    starts = [draw(seed) for seed in range(SEEDS)]
-    curves = {}
-    for name in NAMES:
-        runs = [descend(name, start, answers) for start, answers in starts]
-        steps = [*zip(*runs, strict=True)]
-        curves[name] = {
-            key: [sum(point[key] for point in step) / SEEDS for step in steps] for key in COLUMNS
-        }
-    return curves
+def predict_deviation(cancels: bool) -> tuple[float, float]:
+    """Of the opener's log-odds after one batch, from 0, where c = (R - J) / T; and t (C23)."""
+    p = chances(torch.zeros(6, dtype=torch.float64))
+    c = (REWARDS - p @ REWARDS) / LENGTHS
+    m, square = p @ c, p @ c**2  # square: m^2 + v
+    t = m**2 / square
+    factor = (1 - t) * G / (G - 1) if cancels else 1.0
+    return float(RATE * (0.25 * square * factor / G).sqrt()), float(t)
 
 
-def show(curves: dict[str, dict[str, list[float]]]):
-    about = f"{STEPS} steps on {GROUPS} groups of {G}, mean of {SEEDS} start policies"
-    print(f"{about}; drift: mean of its size\n")
-    print_row("", COLUMNS.values(), 32)
-    first = next(iter(curves.values()))
-    rows = {"start": [first[key][0] for key in COLUMNS if key != "tax"]}
-    for name, curve in curves.items():
-        ends = [curve[key][-1] for key in COLUMNS if key != "tax"]
-        rows[name] = [*ends, sum(curve["tax"]) / len(curve["tax"])]
-    for name, row in rows.items():
-        print_row(name, ["0" if abs(x) < 1e-12 else f"{x:.4f}" for x in row], 32)
+def wander(row: Row, runs: int = RUNS) -> Tensor:
+    """The log-odds of the first opener before each batch and after the last, (BATCHES + 1, runs).
+
+    All runs stand in one batch of the loss, a group for each. The baseline is exact: what the
+    policy expects is J whatever the opener.
+    """
+    generator, path = torch.Generator().manual_seed(0), [torch.zeros(runs, dtype=torch.float64)]
+    p = chances(torch.zeros(6, dtype=torch.float64))
+    for _ in range(BATCHES):
+        picks = torch.multinomial(p, runs * G, replacement=True, generator=generator)
+        draws = torch.rand(len(picks), generator=generator, dtype=torch.float64)
+        opener = (draws > path[-1].sigmoid().repeat_interleave(G)).long()  # (N,) 0 or 1
+        tokens, mask = TOKENS[picks], MASK[picks]
+        tokens[:, 0] = opener
+
+        def forward(odds: Tensor, sign=1 - 2 * opener) -> Tensor:
+            logp = logsigmoid(sign * odds.repeat_interleave(G))
+            return pad(logp[:, None], (0, MASK.shape[1] - 1))
+
+        old, A = forward(path[-1]), (REWARDS - p @ REWARDS)[picks, None].expand(mask.shape)
+        batch = Batch(old, old, A, mask, G, mask.shape[1])
+        nodes = losses.prefix_nodes(tokens, mask, G)
+        push, _ = compute_push(row, batch, nodes, path[-1], forward)
+        path.append(path[-1] + RATE * runs * push)  # the loss takes the mean over runs
+    return torch.stack(path)
 
 
-def plot(curves: dict[str, dict[str, list[float]]], path: Path):
-    figure = make_figure("GRPO and GSPO move a token that earns nothing. DFPO leaves it alone.", 5)
-    axes = figure.subplots(2, 2).flat
-    for axis, (key, (title, names)) in zip(axes, PANELS.items(), strict=True):
-        draw_lines(axis, {name: curves[name][key] for name in names})
-        axis.set_title(title)
-        axis.set_xlabel("gradient steps on the same groups")
-    figure.savefig(path)
+# ---------------- tables and picture
+
+
+def plot(curves: dict[str, Tensor], walks: dict[str, Tensor], path: Path):
+    figure = make_figure(
+        "One batch used 32 times: GRPO and GSPO push a token that earns nothing.\n"
+        "Fresh batches: it only wanders, and cancelling hardly changes how far.",
+        5.6,
+        "The token is an opener. After it comes solution A or B (6 and 12 tokens) or a guess. One "
+        "batch: mean of 5 starts.\nFresh batches, one group of 8 each: lines predicted (C23), dots "
+        "measured in 4,000 runs. J: the expected reward.",
+    )
+    (drift, fresh), last = figure.subplots(2, 2)
+    for k, axis in enumerate((drift, *last)):
+        for name in LINES:
+            axis.plot(curves[name][:, k], label=name, **line_style(name))
+        axis.set_title(f"one batch: {MEASURES[k]}")
+        axis.set_xlabel("steps on the same batch")
+    last[0].legend()
+    batches = torch.arange(BATCHES + 1)
+    fresh.plot(walks[EXACT][:, :: RUNS // 20], color="#BBBBBB", linewidth=0.6, marker="")
+    for name in (EXACT, CANCELLED):
+        width, style = predict_deviation(ROWS[name].cancels)[0] * batches**0.5, line_style(name)
+        fresh.plot(batches, 2 * width, label=name, **style)
+        fresh.plot(batches, -2 * width, **style)
+        fresh.plot(batches[::10], 2 * walks[name].std(1)[::10], "o", color=style["color"])
+    fresh.set_title("fresh batches: 20 runs, and twice their deviation")
+    fresh.set_ylabel("the opener's log-odds")
+    fresh.set_xlabel("fresh batches")
+    fresh.set_ylim(-0.5, 0.35)  # there is room for the legend
+    fresh.legend(loc="lower left")
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None):
     path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    curves = study()
-    show(curves)
-    save_picture(plot, curves, path=path)
+    curves = {
+        name: torch.stack([repeat(row, seed) for seed in range(SEEDS)]).mean(0)
+        for name, row in METHODS.items()
+    }
+    print(f"{STEPS} steps on {GROUPS} groups of {G}, mean of {SEEDS} start policies\n")
+    ends = {"start": curves["grpo"][0]} | {name: curve[-1] for name, curve in curves.items()}
+    print_table({name: [f"{abs(x):.4f}" for x in end] for name, end in ends.items()}, MEASURES)
+    print(f"\n{BATCHES} fresh batches of one group of {G}, {RUNS} runs: log-odds of the opener\n")
+    walks = {name: wander(ROWS[name]) for name in (EXACT, CANCELLED)}
+    rows = {}
+    for name, walk in walks.items():
+        width, t = predict_deviation(ROWS[name].cancels)
+        numbers = (t, width * BATCHES**0.5, float(walk[-1].std()))
+        rows[name] = [*(f"{x:.3f}" for x in numbers), format_interval(walk[-1].tolist())]
+    print_table(rows, ["t", "deviation, predicted", "measured", "mean"])
+    if path:
+        plot(curves, walks, path)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from losses import Batch, OldPolicy, group_advantages, grpo, ibpo, shaped_rewards
-from toy.figure import (
-    draw_lines,
-    format_interval,
-    interval,
-    make_figure,
-    parse_plot,
-    print_row,
-    save_picture,
-)
+from toy.figure import COLORS, format_interval, interval, make_figure, parse_plot, print_table, save
 
 LETTERS, DIGITS, PROMPTS, G = 26, 10, 4, 8
 LETTER = torch.arange(LETTERS)
@@ -62,7 +54,12 @@ METHODS = {
     "grpo at 0.7": Method(False, temperature=0.7),
     "ibpo at 0.7": Method(True, temperature=0.7),
 }
-LINES = ("grpo", "ibpo", "ibpo, 3 siblings", "grpo at 0.7")  # of the picture
+LINES = {  # of the picture: how they are called and drawn
+    "grpo": ("grpo", "-"),
+    "ibpo": ("ibpo: a correction sees one sibling", "-"),
+    "ibpo, 3 siblings": ("ibpo: three siblings", "--"),
+    "grpo at 0.7": ("grpo at temperature 0.7", "--"),
+}
 
 
 def start_table() -> Tensor:
@@ -137,30 +134,37 @@ def measure_cost(method: Method, K: int) -> list[float]:
     return run(min(RATES, key=lambda rate: sum(run(rate, TUNING_SEEDS))), SEEDS)
 
 
-def plot(costs: dict, path: Path):
+def plot(costs: dict[str, list[list[float]]], path: Path):
     """Tokens against K."""
-    finding = "IBPO pays where right answers are rare. A lower temperature pays more."
-    figure = make_figure(finding, 3.4)
+    figure = make_figure(
+        "IBPO pays where right answers are rare. A lower temperature pays more.",
+        3.6,
+        "A word of K letters is decoded; one slip spoils it. At the start an answer is right with "
+        "chance 0.63^K.\nMeans and 95 % intervals of 24 seeds, each method at its best rate.",
+    )
     axis = figure.subplots()
     axis.set(yscale="log", xticks=LENGTHS, xlabel="K, letters of a word")
-    axis.set_title(f"thousands of tokens to a reward of {GOAL}")
-    intervals = {name: [interval(values) for values in costs[name]] for name in LINES}
-    means, halves = ({name: [x[i] for x in intervals[name]] for name in LINES} for i in (0, 1))
-    draw_lines(axis, means, LENGTHS, halves)
-    figure.savefig(path)
+    axis.set_ylabel(f"thousands of tokens\nto a reward of {GOAL}")
+    for name, (label, style) in LINES.items():
+        columns = [interval(values) for values in costs[name]]
+        color = COLORS[name.split()[0].strip(",")]
+        axis.errorbar(
+            LENGTHS, *zip(*columns, strict=True), label=label, color=color, ls=style, marker=""
+        )
+    axis.legend()
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None):
     path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
+    costs = {name: [measure_cost(method, K) for K in LENGTHS] for name, method in METHODS.items()}
     print(f"thousands of tokens to a reward of {GOAL}, corrections included: mean of {len(SEEDS)}")
     print("seeds +- half the 95 % interval\n")
-    print_row("", [f"K = {K}" for K in LENGTHS])
-    costs = {}
-    for name, method in METHODS.items():
-        costs[name] = [measure_cost(method, K) for K in LENGTHS]
-        print_row(name, [format_interval(values, ".2f") for values in costs[name]])
-    save_picture(plot, costs, path=path)
+    rows = {name: [format_interval(v, ".2f") for v in values] for name, values in costs.items()}
+    print_table(rows, [f"K = {K}" for K in LENGTHS])
+    if path:
+        plot(costs, path)
 
 
 if __name__ == "__main__":

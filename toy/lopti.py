@@ -32,11 +32,11 @@ from toy.figure import (
     interval,
     make_figure,
     parse_plot,
-    print_row,
-    save_picture,
+    print_table,
+    save,
 )
 from toy.nthr import make_optimizer, make_start
-from train import Config, Policy, Scored, in_pieces, sample, score, update
+from train import Config, Minibatch, Policy, Scored, log_probs_in_pieces, sample, score, update
 
 STARTS = 6
 QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
@@ -75,13 +75,12 @@ def climb(
     """
     trial = replace(policy, model=copy.deepcopy(policy.model))
     optimizer = make_optimizer(trial, kind, RATES[kind])
-    config, norms = Config(), []
+    config, rows = Config(), torch.arange(len(scored.answers.tokens))
+    updates = []
     for loss in losses:
-        logp, _ = in_pieces(trial, scored.answers, config)
-        part = replace(scored, batch=replace(scored.batch, logp=logp))
-        _, _, norm = update(trial, optimizer, loss, part, config)
-        norms.append(norm)
-    return in_pieces(trial, scored.answers, config)[0], norms[0]
+        part = Minibatch(rows, scored.answers, scored.batch, scored.nodes, moved=bool(updates))
+        updates.append(update(trial, optimizer, loss, part, config))
+    return log_probs_in_pieces(trial, scored.answers, config)[0], updates[0].grad_norm
 
 
 def mean_by_quarter(values: Tensor, batch: Batch, mask: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def measure(policy: Policy, scored: Scored) -> Measures:
     found[GRADIENT, "share of the tokens"] = counts / counts.sum()
     parts = [climb(policy, scored, "SGD", [only(q)])[1] for q in range(4)]
     whole = climb(policy, scored, "SGD", [token_grpo])[1]
-    found[GRADIENT, "gradient, of all = 1"] = torch.tensor(parts) / whole
+    found[GRADIENT, "length of the gradient"] = torch.tensor(parts) / whole
     movers = {"all": token_grpo, "only p < .25": only(0), "only p > .75": only(3)}
     for kind in RATES:
         for name, loss in movers.items():
@@ -118,53 +117,64 @@ def measure(policy: Policy, scored: Scored) -> Measures:
     return found
 
 
-def study() -> Measures:
-    """What is measured of every start, stacked: (STARTS, 4)."""
+def study(starts: int = STARTS) -> Measures:
+    """What is measured of every start, stacked: (starts, 4)."""
     found = []
-    for seed in range(STARTS):
+    for seed in range(starts):
         config = Config(seed=seed)
         policy, task = make_start(seed, direct=6)
         answers = sample(policy, task, task.test[: config.prompts], 1, config)
-        found.append(measure(policy, score(policy, None, answers, config)))
+        found.append(
+            measure(policy, score(policy, answers, METHODS["lopti"], config, reference=None))
+        )
     return {key: torch.stack([measures[key] for measures in found]) for key in found[0]}
 
 
 def show(measures: Measures):
     print(f"{STARTS} starts; mean +- half its 95 % interval")
-    above = None
-    for (table, name), values in measures.items():
-        if table != above:
-            print(f"\n{table}")
-            print_row("", QUARTERS, 20)
-        above = table
-        print_row(name, [format_interval(column.tolist(), ".4f") for column in values.T], 20)
+    for table in dict.fromkeys(table for table, _ in measures):
+        print(f"\n{table}")
+        rows = {
+            name: [format_interval(column.tolist(), ".4f") for column in values.T]
+            for (its_table, name), values in measures.items()
+            if its_table == table
+        }
+        print_table(rows, QUARTERS)
 
 
 def plot(measures: Measures, path: Path):
     """The first two questions; the third for the probable tokens, relative to the control."""
-    finding = "Rare tokens have the longest gradient. Lopti's order of two steps is no gain here."
-    figure = make_figure(finding, 3)
+    figure = make_figure(
+        "Rare tokens have the longest gradient, and move the others farthest.\n"
+        "Lopti's order of two steps is no gain here.",
+        3.6,
+        "p: a token's probability when it was sampled. Means and 95 % intervals of 6 starts, one "
+        "batch each.",
+    )
     *axes, last = figure.subplots(1, 3)
-    titles = {GRADIENT: "a quarter's tokens alone", MOVES + "SGD": "how far p moves, SGD"}
+    titles = {GRADIENT: "a quarter's tokens alone", MOVES + "SGD": "how far p moves (SGD), if"}
     for axis, (table, title) in zip(axes, titles.items(), strict=True):
         axis.set_title(title)
         axis.set_xlabel("p of the tokens")
         for name in [name for key, name in measures if key == table]:
             columns = [interval(column.tolist()) for column in measures[table, name].T]
-            axis.errorbar(QUARTERS, *zip(*columns, strict=True), label=name)
+            label = name if table == GRADIENT else f"{name} learn"
+            axis.errorbar(QUARTERS, *zip(*columns, strict=True), label=label)
         axis.set_xticks(QUARTERS, [quarter.removeprefix("p ") for quarter in QUARTERS])
         axis.legend()
     axes[0].set_ylim(0, 1.15)  # there is room for the legend
+    axes[0].set_ylabel("share of that of all tokens")
     axes[1].set_yscale("log")
+    axes[1].set_ylim(1e-5, None)
     differences = {
-        f"{table.removeprefix(RIGHT)}:\n{name}": values[:, 3].tolist()
+        f"{table.removeprefix(RIGHT)}: " + name.replace(" - ", "\nminus "): values[:, 3].tolist()
         for (table, name), values in measures.items()
         if " - " in name
     }
     draw_differences(last, differences)
-    last.set_title("p > .75 moving the right way")
-    last.set_xlabel("share of these tokens:\nfirst method minus second")
-    figure.savefig(path)
+    last.set_title("tokens with p > .75")
+    last.set_xlabel("difference in the share\nthat moves as A says")
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None):
@@ -172,7 +182,8 @@ def main(argv: list[str] | None = None):
     torch.set_num_threads(1)
     measures = study()
     show(measures)
-    save_picture(plot, measures, path=path)
+    if path:
+        plot(measures, path)
 
 
 if __name__ == "__main__":

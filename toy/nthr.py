@@ -14,7 +14,6 @@ The optimiser has no history. toy/README.md says what came out.
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,62 +22,52 @@ from torch import Tensor
 
 from llm.neighbours import hidden_states, nthr_scores
 from toy.arithmetic import Arithmetic
-from toy.figure import (
-    draw_differences,
-    format_interval,
-    make_figure,
-    parse_plot,
-    print_row,
-    save_picture,
-)
+from toy.figure import draw_differences, format_interval, make_figure, parse_plot, print_table, save
 from train import (
     Answers,
     Config,
     Policy,
     adamw,
-    in_pieces,
+    bind,
     learn,
     load_policy,
+    log_probs_in_pieces,
     sample,
     score,
     warm_start,
 )
 
-METHODS = {  # name: a method and its hyperparameters
-    "grpo": ("nthr", ["eta=1"]),  # the paper's: its token mean, nothing softened
-    "nthr": ("nthr", []),
-    "random": ("nthr-random", []),
-    "nthr, self term": ("nthr", ["self_term=True"]),
-    "pos-only": ("pos-only", []),
+METHODS = {
+    "grpo": bind("nthr", {"eta": 1}),  # the paper's: its token mean, nothing softened
+    "nthr": bind("nthr", {}),
+    "random": bind("nthr-random", {}),
+    "nthr, self term": bind("nthr", {"self_term": 1}),
+    "pos-only": bind("pos-only", {}),
 }
 RATES = {"SGD": 0.02, "SGD, one length": 0.02, "AdamW": 3e-4}
 SHORT = 1e-4  # no gradient is shorter: clipped to it, all have one length
 STARTS, QUESTIONS = 6, 8  # policies, questions to each
 LAZIEST = 10  # questions
-WARM = dict(warm_steps=300, warm_rows=32)
 
 
 def make_start(seed: int, direct: int) -> tuple[Policy, Arithmetic]:
     """A policy after its warm start. Of direct demonstrations every direct-th stays; 0: none."""
-    config, task = Config(seed=seed, **WARM), Arithmetic()
+    config, task = Config(seed=seed, warm_steps=300, warm_rows=32), Arithmetic()
     pairs = enumerate(task.train)
     task.train = [item for i, item in pairs if "+" in item.demo or direct and i % direct == 0]
     policy = load_policy(config, task, "scratch")
-    warm_start(policy, task, config)
+    warm_start(policy, task, METHODS["grpo"], config)
     return policy, task
 
 
 def find_questions(policy: Policy, task: Arithmetic, seed: int) -> list[Answers]:
     """The answers to the first unseen questions that got right and wrong ones."""
-    found = []
-    for number, item in enumerate(task.test):
-        answers = sample(policy, task, [item], number, Config(seed=seed))
-        if 0 < answers.rewards.mean() < 1:
-            found.append(answers)
-        if len(found) == QUESTIONS:
-            return found
-    found = f"only {len(found)} of {QUESTIONS} questions got right and wrong answers"
-    sys.exit(f"error: start {seed}: {found}")
+    asked = (
+        sample(policy, task, [item], number, Config(seed=seed))
+        for number, item in enumerate(task.test)
+    )
+    mixed = (answers for answers in asked if 0 < answers.rewards.mean() < 1)
+    return [next(mixed) for _ in range(QUESTIONS)]
 
 
 def make_optimizer(policy: Policy, kind: str, lr: float) -> torch.optim.Optimizer:
@@ -90,14 +79,13 @@ def make_optimizer(policy: Policy, kind: str, lr: float) -> torch.optim.Optimize
 
 def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> float:
     """Delta of one step from `policy`, which stays as it is. In nats."""
-    method, hyper = METHODS[name]
-    config = Config(method=method, hyper=hyper, lr=RATES[kind], minibatches=1, schedule="constant")
+    config = Config(lr=RATES[kind], minibatches=1, schedule="constant")
     if kind == "SGD, one length":
         config = replace(config, lr=config.lr / SHORT, grad_clip=SHORT)
     trial = replace(policy, model=copy.deepcopy(policy.model))
-    scored = score(trial, None, answers, config)
-    learn(trial, make_optimizer(trial, kind, config.lr), scored, config)
-    after, _ = in_pieces(trial, answers, config)
+    scored = score(trial, answers, METHODS[name], config, reference=None)
+    learn(trial, make_optimizer(trial, kind, config.lr), scored, METHODS[name], config)
+    after, _ = log_probs_in_pieces(trial, answers, config)
     moved = (after - scored.batch.logp_old).sum(1)  # (G,)
     return float(moved[answers.rewards == 1].mean())
 
@@ -113,7 +101,7 @@ def measure_gwhes(policy: Policy, answers: Answers) -> float:
     scores, _ = nthr_scores(
         tokens=answers.tokens,
         mask=answers.mask,
-        logp=in_pieces(policy, answers, config)[0],
+        logp=log_probs_in_pieces(policy, answers, config)[0],
         rewards=answers.rewards,
         hidden=hidden_states(policy, answers, config),
         head=policy.model.get_output_embeddings().weight.detach(),
@@ -125,75 +113,67 @@ def measure_gwhes(policy: Policy, answers: Answers) -> float:
     return float(total / (p * (1 - p)).sqrt() / right.sum())
 
 
-def study() -> tuple[dict[tuple[str, str], Tensor], Tensor]:
-    """(optimiser, method) -> Delta of every question; and its GWHES. (STARTS, QUESTIONS) each."""
-    deltas = {(kind, name): torch.zeros(STARTS, QUESTIONS) for kind in RATES for name in METHODS}
-    gwhes = torch.zeros(STARTS, QUESTIONS)
-    for seed in range(STARTS):
+def study(starts: int = STARTS) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
+    """(optimiser, method) -> Delta of every question; and its GWHES. (starts, QUESTIONS) each."""
+    deltas = {(kind, name): torch.zeros(starts, QUESTIONS) for kind in RATES for name in METHODS}
+    gwhes = torch.zeros(starts, QUESTIONS)
+    for seed in range(starts):
         policy, task = make_start(seed, direct=0)
-        questions = find_questions(policy, task, seed)
-        gwhes[seed] = torch.tensor([measure_gwhes(policy, answers) for answers in questions])
-        for (kind, name), table in deltas.items():
-            values = [measure_delta(policy, answers, name, kind) for answers in questions]
-            table[seed] = torch.tensor(values)
+        for k, answers in enumerate(find_questions(policy, task, seed)):
+            gwhes[seed, k] = measure_gwhes(policy, answers)
+            for (kind, name), table in deltas.items():
+                table[seed, k] = measure_delta(policy, answers, name, kind)
     return deltas, gwhes
 
 
-def format_starts(values: Tensor, form: str = ".3f") -> str:
-    """(STARTS, QUESTIONS): a start counts with its mean."""
-    return format_interval(values.mean(1).tolist(), form)
-
-
-def show(deltas: dict[tuple[str, str], Tensor]):
-    print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval")
+def show(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
+    print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval of the starts")
     for kind, lr in RATES.items():
-        titles = ("Delta", "minus grpo's", "minus random's", "above grpo's")
-        print()
-        print_row(f"{kind} {lr:g}", titles)
+        rows = {}
         for name in METHODS:
             delta = deltas[kind, name]
-            gain = delta - deltas[kind, "grpo"]
-            cells = [format_starts(delta), format_starts(gain, "+.3f"), ""]
-            if name == "nthr":
-                cells[2] = format_starts(delta - deltas[kind, "random"], "+.3f")
-            print_row(name, [*cells, f"{(gain > 0).float().mean():.0%}"])
-
-
-def show_laziest(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
-    """Does (II) - (I), known before the step, find the questions that gain least?"""
-    print(f"\nThe {LAZIEST} questions with the lowest Delta of grpo, and the {LAZIEST} with the")
-    print(f"highest GWHES: how many are in both; by chance {LAZIEST**2 / gwhes.numel():.1f}\n")
-    highest = set(gwhes.flatten().topk(LAZIEST).indices.tolist())
-    for kind in RATES:
-        laziest = deltas[kind, "grpo"].flatten().topk(LAZIEST, largest=False).indices.tolist()
-        print_row(kind, [str(len(highest & set(laziest)))], 4)
+            gain, more = delta - deltas[kind, "grpo"], delta - deltas[kind, "random"]
+            starts = [values.mean(1).tolist() for values in (delta, gain, more)]
+            rows[name] = [format_interval(values, "+.3f") for values in starts]
+            rows[name].append(f"{(gain > 1e-5).float().mean():.0%}")  # by more than rounding
+        print(f"\n{kind} {lr:g}")
+        print_table(rows, ["Delta", "minus grpo's", "minus random's", "questions above grpo"])
+        # Does (II) - (I), known before the step, find the questions that gain least?
+        laziest = (-deltas[kind, "grpo"]).flatten().topk(LAZIEST).indices.tolist()
+        both = len({*gwhes.flatten().topk(LAZIEST).indices.tolist()} & {*laziest})
+        print(
+            f"of the {LAZIEST} laziest questions of grpo among the {LAZIEST} of highest GWHES:",
+            both,
+        )
 
 
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
     """What the methods add to grpo's Delta, by optimiser."""
-    finding = (
-        "NTHR lifts right answers more than GRPO.\n"
-        "With equal steps, choosing tokens at random does as well."
+    figure = make_figure(
+        "With equal steps, right answers gain most if wrong ones are ignored (pos-only).\n"
+        "NTHR adds to GRPO's gain, and no more than tokens chosen at random.",
+        3.2,
+        "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less. "
+        "random: as many, drawn.\nMeans and 95 % intervals of 6 starts.",
     )
-    figure = make_figure(finding, 2.8)
-    names = [name for name in METHODS if name not in ("grpo", "nthr, self term")]
-    for axis, kind in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
-        grpo = deltas[kind, "grpo"]
-        gains = {name: (deltas[kind, name] - grpo).mean(1).tolist() for name in names}
-        draw_differences(axis, gains)
-        axis.set_title(kind)
-        axis.locator_params(axis="x", nbins=4)
-        axis.set_xlabel("gain of right answers over GRPO (nats)", fontsize=8)
-    figure.savefig(path)
+    titles = ("SGD, steps as they come", "SGD, all steps of one length", "AdamW (equal steps)")
+    axes = figure.subplots(1, 3, sharex=True, sharey=True)
+    for axis, kind, title in zip(axes, RATES, titles, strict=True):
+        gains = {name: deltas[kind, name] - deltas[kind, "grpo"] for name in METHODS}
+        shown = {name: gains[name].mean(1).tolist() for name in ("nthr", "random", "pos-only")}
+        draw_differences(axis, shown)
+        axis.set_title(title)
+        axis.set_xlabel("log pi gained beyond GRPO (nats)")
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None):
     path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
     deltas, gwhes = study()
-    show(deltas)
-    show_laziest(deltas, gwhes)
-    save_picture(plot, deltas, path=path)
+    show(deltas, gwhes)
+    if path:
+        plot(deltas, path)
 
 
 if __name__ == "__main__":

@@ -84,16 +84,6 @@ class Policy:
         answers = self.answers(prompt)
         return sum(p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in answers)
 
-    def sample(self, prompt: Tokens, n: int, generator: torch.Generator) -> list[Tokens]:
-        """n answers, drawn token by token."""
-        answers = []
-        for _ in range(n):
-            y: Tokens = ()
-            while len(y) < self.horizon and EOS not in y:
-                y = (*y, int(torch.multinomial(self.probs(prompt + y), 1, generator=generator)))
-            answers.append(y)
-        return answers
-
     def log_probs(
         self, prompts: Sequence[Tokens], answers: Sequence[Tokens]
     ) -> tuple[Tensor, Tensor]:

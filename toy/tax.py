@@ -1,6 +1,6 @@
-"""When the learning tax costs reward, and when it does not: two ways to answer, five settings.
+"""When the learning tax costs reward, and that cancelling is not what saves it: five settings.
 
-    python -m toy.tax                      the table
+    python -m toy.tax                      the table: one minute
     python -m toy.tax --plot toy/tax.png   and the picture (needs matplotlib)
 
 An answer takes way A or way B. On A it then makes a good or a bad plan. With a good plan it is
@@ -9,8 +9,9 @@ right with probability 0.6, with a bad one never. On B it is right with a fixed 
 the way, 2 at the start, and one for the plan, 0 at the start.
 
 Nothing is sampled. All groups of 4 answers are enumerated, and each counts with its probability
-under the policy that began the batch. So an update is an expectation. toy/README.md says what came
-out, and claim C18 why.
+under the policy that began the batch. So an update is an expectation. The schedule is 120 batches
+of 8 updates each, by plain gradient ascent; the first update has the length 0.1, and its rate
+stays. toy/README.md says what came out, and claims C18 and C22 why.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from losses import Batch, learning_tax, token_coefficients
-from toy.figure import (
-    compute_loss,
-    draw_lines,
-    find_method,
-    line_style,
-    make_figure,
-    parse_plot,
-    print_row,
-    save_picture,
-)
+import losses
+from losses import Batch
+from toy.figure import line_style, make_figure, parse_plot, print_table, save
 from toy.worlds import Groups, Outcome
+
+
+class Row(NamedTuple):
+    """A line of a table: a loss, its advantage, and whether it is made to cancel."""
+
+    loss: Callable[[Batch], Tensor]
+    scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
+    cancels: bool = False
+
 
 G, BATCHES, UPDATES = 4, 120, 8
 START = (2.0, 0.0)  # the logits of way A and of a good plan
@@ -49,13 +52,25 @@ SETTINGS = {
     "4: as 3, B is shorter": ((24, 6), 0.0, (4, 4)),
     "5: B right is short": ((16, 16), 0.2, (4, 24)),
 }
-NAMES = ("grpo", "gspo", "grpo+proj", "dr-grpo", "cispo", "dfpo-min", "recentred")
-HYPER = {"gspo": {"eps_low": 0.02, "eps_high": 0.02}, "dfpo-min eps 0.2": {"eps": 0.2}}
-LINES = ("grpo", "gspo", "grpo+proj", "dr-grpo")  # cispo and dfpo-min lie on dr-grpo
-PANELS = {  # what happens to the reward in some settings
-    "2: A wrong is long": "better way A: wrong answers long",
-    "3: A wrong is short": "better way A: wrong answers short",
-    "5: B right is short": "worse way B: right answers short",
+GSPO = functools.partial(losses.gspo, eps_low=0.02, eps_high=0.02)  # 3e-4 is for long answers
+EXACT, CANCELLED = "grpo, baseline J", "grpo, baseline J, cancel"
+ROWS = {
+    "grpo": Row(losses.grpo),
+    EXACT: Row(losses.grpo, "exact"),
+    CANCELLED: Row(losses.grpo, "exact", cancels=True),
+    "grpo, cancel": Row(losses.grpo, cancels=True),
+    "gspo": Row(GSPO),
+    "balanced": Row(losses.balanced),
+    "dr-grpo": Row(losses.dr_grpo, "mean"),
+    "cispo": Row(losses.cispo),
+    "dfpo-min": Row(losses.dfpo_min),
+    "recentred": Row(losses.recentred, "mean"),
+}
+LINES = (EXACT, CANCELLED, "gspo", "balanced", "dr-grpo")  # of the picture
+PANELS = {
+    "2: A wrong is long": "wrong answers of A are long",
+    "3: A wrong is short": "wrong answers of A are short",
+    "5: B right is short": "right answers of B are short",
 }
 
 
@@ -71,49 +86,81 @@ def make_groups(setting: str) -> Groups:
     return Groups([outcome for outcome in outcomes if outcome.chance], G)
 
 
+# ---------------- training by all groups, several policies at once; toy/gate.py has it, too
+
+
 def log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """Of the way and of the plan, and 0 for filler. (2,) -> (N, T)."""
-    choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0 for A, 0 for good, -1 for none
-    logp = logsigmoid((1 - 2 * choices) * logits).masked_fill(choices < 0, 0.0)
+    """Of the way and of the plan, and 0 for filler, under each policy. (P, 2) -> (P N, T)."""
+    choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0, 1, or -1 for none
+    logp = logsigmoid((1 - 2 * choices) * logits[:, None])  # (P, N, 2)
+    logp = logp.masked_fill(choices < 0, 0.0).flatten(0, 1)
     return pad(logp, (0, groups.mask.shape[1] - 2))
 
 
-def start_batch(groups: Groups, logits: Tensor, scale: str) -> Batch:
-    old = log_probs(groups, logits)
-    return groups.batch(old, groups.probabilities(old), scale)
+def start_batch(row: Row, groups: Groups, logits: Tensor) -> tuple[Batch, Tensor]:
+    """All groups under P policies that have not moved yet, and their tokens' nodes, (P N, T).
+
+    Losses are homogeneous in A, so each group's A carries its probability. It also carries the
+    number of all groups, over which a loss takes the mean.
+    """
+    old, P = log_probs(groups, logits), len(logits)
+    chances = torch.stack([groups.probabilities(logp) for logp in old.view(P, -1, old.shape[1])])
+    if row.scale == "exact":
+        J = chances @ groups.rewards.view(-1, groups.G).mean(1)  # (P,)
+        A = groups.rewards - J[:, None]  # (P, N)
+    else:
+        A = losses.group_advantages(groups.rewards, groups.G, row.scale)
+    A = (A * chances.repeat_interleave(groups.G, 1) * chances.numel()).flatten()
+    mask, nodes = groups.mask.repeat(P, 1), groups.nodes.repeat(P, 1)
+    nodes = nodes + nodes.numel() * torch.arange(P).repeat_interleave(len(groups.mask))[:, None]
+    return Batch(old, old, A[:, None].expand(mask.shape), mask, groups.G, mask.shape[1]), nodes
 
 
 def compute_push(
-    name: str, batch: Batch, nodes: Tensor, logits: Tensor, forward: Callable[[Tensor], Tensor]
+    row: Row, batch: Batch, nodes: Tensor, weights: Tensor, forward: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a method's J by the logits, and the token coefficients, (N, T).
+    """The gradient of a row's J by the weights, and the token coefficients, (N, T).
 
-    forward: logits -> log pi of the batch's tokens, (N, T). Nodes: (N, T).
+    forward: weights -> log pi of the batch's tokens, (N, T).
     """
-    logits = logits.detach().requires_grad_()
-    logp = forward(logits)
-    loss = compute_loss(name, HYPER, replace(batch, logp=logp), nodes)
-    c = token_coefficients(loss, logp)
-    return torch.autograd.grad(logp, logits, c / len(c))[0], c
+    weights = weights.detach().requires_grad_()
+    batch = replace(batch, logp=forward(weights))
+    loss = row.loss(batch)
+    if row.cancels:
+        loss = losses.cancel(loss, batch, nodes)
+    c = losses.token_coefficients(loss, batch.logp)
+    return torch.autograd.grad(batch.logp, weights, c / len(c))[0], c
 
 
-def train(groups: Groups, name: str) -> tuple[Tensor, float]:
-    """The logits before each batch and after the last, (BATCHES + 1, 2).
+def train(
+    row: Row,
+    groups: Groups,
+    start: tuple[float, float],
+    updates: int,
+    batches: int,
+    rates: Tensor | None = None,
+) -> tuple[Tensor, float]:
+    """The logits of one policy per rate after every update, (batches * updates + 1, P, 2).
 
-    And the mean learning tax of the last updates of the batches.
+    And the mean learning tax of the batches' last updates. Without rates there is one policy,
+    whose first update has the length SIZE.
     """
-    logits, rate = torch.tensor(START, dtype=torch.float64), None
+    logits = torch.tensor(start, dtype=torch.float64).expand(1 if rates is None else len(rates), 2)
     forward = functools.partial(log_probs, groups)
     path, taxes = [logits], []
-    for _ in range(BATCHES):
-        batch = start_batch(groups, logits, find_method(name).scale)
-        for _ in range(UPDATES):
-            push, c = compute_push(name, batch, groups.nodes, logits, forward)
-            rate = rate or SIZE / push.norm()
-            logits = logits + rate * push
-        path.append(logits)
-        taxes.append(learning_tax(c, batch.adv[:, 0], groups.nodes, groups.mask))
+    for _ in range(batches):
+        batch, nodes = start_batch(row, groups, logits)
+        for _ in range(updates):
+            push, c = compute_push(row, batch, nodes, logits, forward)
+            if rates is None:
+                rates = SIZE / push.norm(dim=1)
+            logits = logits + rates[:, None] * push
+            path.append(logits)
+        taxes.append(losses.learning_tax(c, batch.adv[:, 0], nodes, batch.mask))
     return torch.stack(path), sum(taxes) / len(taxes)
+
+
+# ---------------- the figure
 
 
 def expected_reward(setting: str, logits: Tensor) -> Tensor:
@@ -122,55 +169,52 @@ def expected_reward(setting: str, logits: Tensor) -> Tensor:
     return way * plan * RIGHT + (1 - way) * SETTINGS[setting][1]
 
 
-def predict_difference(setting: str, share: float) -> float:
-    """f_A - f_B of grpo without its factor, if A has this share and all plans are good (C18)."""
-    A, chance, B = SETTINGS[setting]
-    b = share * RIGHT + (1 - share) * chance
-    f = [q * (1 - b) / T[0] - (1 - q) * b / T[1] for q, T in ((RIGHT, A), (chance, B))]
-    return f[0] - f[1]
-
-
-def predict_reward(setting: str) -> float:
-    """At the end of grpo: where f_A - f_B, a straight line, becomes 0 from above, or an end."""
-    low, high = predict_difference(setting, 0.0), predict_difference(setting, 1.0)
-    share = low / (low - high) if low > 0 > high else float(low > 0)
-    return share * RIGHT + (1 - share) * SETTINGS[setting][1]
+def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
+    """The expected reward before each batch and after the last, (BATCHES + 1,); the mean tax."""
+    path, tax = train(row, make_groups(setting), START, UPDATES, BATCHES)
+    return expected_reward(setting, path[::UPDATES, 0]), tax
 
 
 def plot(curves: dict[tuple[str, str], Tensor], path: Path):
-    """Expected reward in three settings, and where grpo's closed form ends."""
-    finding = "GRPO and GSPO divide by length, and lose reward permanently in two of these worlds"
-    figure = make_figure(finding, 3.0)
+    """Expected reward in three settings."""
+    figure = make_figure(
+        "Cancelling does not save GRPO: with it and without it, it loses the same in two worlds.\n"
+        "One divisor for all lengths (dr-grpo) keeps the reward.",
+        3.7,
+        "Way A is right with chance 0.6 (after a good plan), way B never (third world: 0.2). So A "
+        "is better. Start: 88 % on A.\nBaseline J: the policy's expected reward, in place of the "
+        "group's mean.",
+    )
     axes = figure.subplots(1, len(PANELS), sharey=True)
-    axes[0].set_ylim(0.15, 0.68)
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
-        draw_lines(axis, {name: curves[setting, name].tolist() for name in LINES})
-        axis.axhline(predict_reward(setting), **line_style("grpo") | dict(linestyle=":"))
-        axis.set_title(title, pad=12)  # the names of the lines stay below it
-        axis.set_xlabel("batches; dotted: predicted end")
-    figure.savefig(path)
+        for name in LINES:
+            axis.plot(curves[setting, name], label=name, **line_style(name))
+        axis.set_title(title)
+        axis.set_xlabel(f"batches of {UPDATES} updates")
+    axes[0].legend()
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None):
     path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    print(f"{'setting':24}lengths on A (right, wrong)   B is right   lengths on B")
-    for setting, (A, chance, B) in SETTINGS.items():
-        print(f"{setting:24}{A!s:29}{chance:<13}{B}")
-    print("\nExpected reward at the end; 0.6 is the best. In brackets: the learning tax of a")
-    print("batch's last update, mean of all batches\n")
-    print_row("", [f"setting {setting[0]}" for setting in SETTINGS])
-    curves, groups = {}, {setting: make_groups(setting) for setting in SETTINGS}
-    for name in NAMES:
-        cells = []
+    rows = {"lengths on A (right, wrong)": [str(A) for A, _, _ in SETTINGS.values()]}
+    rows["B is right"] = [str(chance) for _, chance, _ in SETTINGS.values()]
+    rows["lengths on B"] = [str(B) for _, _, B in SETTINGS.values()]
+    curves = {}
+    for name, row in ROWS.items():
+        rows[name] = []
         for setting in SETTINGS:
-            logits, tax = train(groups[setting], name)
-            curves[setting, name] = expected_reward(setting, logits)
-            cells.append(f"{float(curves[setting, name][-1]):.3f} ({tax:.3f})")
-        print_row(name, cells)
-    print_row("grpo, closed form", [f"{predict_reward(setting):.3f}" for setting in SETTINGS])
-    save_picture(plot, curves, path=path)
+            curves[setting, name], tax = find_rewards(setting, row)
+            of_group = row.scale != "exact" and not row.cancels  # of this the tax speaks
+            cell = f"{curves[setting, name][-1]:.3f}"
+            rows[name].append(cell + f" ({tax:.3f})" * of_group)
+    print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
+    print("In brackets: the learning tax of a batch's last update, mean of all batches\n")
+    print_table(rows, SETTINGS)
+    if path:
+        plot(curves, path)
 
 
 if __name__ == "__main__":
