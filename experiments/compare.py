@@ -235,7 +235,8 @@ def show(values: pd.Series) -> str:
     if never := np.isinf(values).sum():
         return "never" if never == len(values) else f"never in {never} of {len(values)}"
     places = 1 if values.name == "Steps(0.8)" else 3
-    return f"{values.mean():.{places}f} +- {half_interval(values):.{places}f}"
+    half = half_interval(values)
+    return f"{values.mean():.{places}f}" + ("" if math.isnan(half) else f" +- {half:.{places}f}")
 
 
 def make_tables(outcomes: pd.DataFrame) -> str:
