@@ -1,18 +1,12 @@
-"""The same losses inside TRL and verl, and an audit of the losses that those two ship."""
+"""The losses of losses.py inside TRL, a script of one's own, and an audit of what engines ship."""
 
-from __future__ import annotations
+from importlib.util import find_spec
+from pathlib import Path
 
-from losses import Method, bind
-
-
-def bind_method(name: str, hyper: dict[str, object]) -> Method:
-    """losses.bind. ValueError, in one line, also for what no engine hands to a loss."""
-    method = bind(name, hyper, reference=False)
-    missing = {
-        "reads the last hidden states": method.needs_scores,
-        "makes a second rollout of corrections": method.repair,
-    }
-    for what, needed in missing.items():
-        if needed:
-            raise ValueError(f"method {name} {what}, which engines do not; use train.py")
-    return method
+# Python looks in a script's own directory first. So a train.py of yours, or a folder of that name,
+# would be imported in place of ours, and what follows would be puzzling.
+for name in ("losses", "train"):
+    found = find_spec(name)
+    where = found and (found.origin or found.submodule_search_locations[0])
+    if not where or Path(where).parent != Path(__file__).parents[1]:
+        raise ImportError(f"{where} hides this project's {name}.py: give it another name")

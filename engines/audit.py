@@ -1,11 +1,15 @@
 """Which losses of an engine cancel at a token that the whole group shares, and what others leave.
 
 `python -m engines.audit trl` and `python -m engines.audit verl` call every policy loss of the
-installed package on the random prefix trees of verify.py. A cell is the mean over shared tokens of
-|sum_i c_i| / sum_i |c_i|. At 0 the answers cancel, at 1 all of them push the same way. The first
-four regimes are those of verify.py's audit (C2 to C12). The last one tears every group over two
-micro-batches. Advantages sum to zero in each group. Clip ranges and everything else are the
-engine's defaults, unless the row says more.
+installed package. A cell is the mean over shared tokens of |sum_i c_i| / sum_i |c_i|. At 0 the
+answers cancel, at 1 all of them push the same way. Advantages sum to zero in each group. Clip
+ranges and everything else are the engine's defaults, unless the row says more.
+
+The first four columns are on the random prefix trees of verify.py (C2 to C12). On-policy, answers
+differ in length; off-policy they do not. "Torn": every group is split over two micro-batches. In
+the last two columns, the answers were drawn by an engine with other numerics: its log-probs differ
+from the trainer's by a deviation of 0.02 a token, in groups of 8, of which half are right.
+Everything else is on-policy there (C25).
 """
 
 from __future__ import annotations
@@ -13,72 +17,98 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
 
 import losses
 from claims.evidence import Draw
-from engines.shipped import Row, trl_rows, verl_rows
+from engines.shipped import Case, Row, trl_rows, verl_rows
 from losses import Batch, token_coefficients
 
 DRAWS = 24  # random trees, as in verify.py
+SAMPLED = 320_000  # tokens of another sampler, if each group had one answer
+GROUP_SIZE, DEVIATION = 8, 0.02
 
 
-@dataclass
-class Regime:
-    """Where a loss is called: |log ratio| of a token lies between offset and offset + spread."""
-
-    name: str
-    spread: float = 0.0
-    offset: float = 0.0
-    equal_lengths: bool = True
-    micro_batches: int = 1
-
-
-REGIMES = (
-    Regime("on-policy, equal T_i"),
-    Regime("on-policy, unequal T_i", equal_lengths=False),
-    Regime("off-policy, inside the clip", spread=0.15),
-    Regime("off-policy, outside it", spread=0.3, offset=0.35),
-    Regime("on-policy, unequal T_i, torn", equal_lengths=False, micro_batches=2),
-)
+def tree_case(draw: Draw, spread: float, offset: float, micro_batches: int) -> Case:
+    """A tree's answers. |log ratio| of a token lies between offset and offset + spread."""
+    b = draw.batch(losses, spread, offset)
+    names = ("logp", "logp_old", "adv", "logp_ref")  # with garbage on the padding
+    clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
+    clean["logp"].requires_grad_()
+    b = replace(b, **clean)
+    # An entropy belongs to a history: the token before, or the prompt. (N, 1), then (N, T).
+    prompt = draw.nodes.max() + 1 + torch.arange(len(b.mask))[:, None] // b.group_size
+    history = torch.cat([prompt, draw.nodes[:, :-1]], 1).clamp(min=0)
+    entropies = torch.rand(int(history.max()) + 1, generator=torch.Generator().manual_seed(0))
+    return Case(b, b.logp_old, entropies[history].double(), micro_batches)
 
 
-def left_over(row: Row, draws: list[Draw], regime: Regime) -> float:
-    """Mean over shared tokens of |sum_i c_i| / sum_i |c_i|; c is the engine's -N dLoss/dlogp."""
+def on_trees(row: Row, equal_lengths: bool, spread=0.0, offset=0.0, micro_batches=1) -> list[float]:
     left = []
-    for d in draws:
-        # Engines cut a batch into micro-batches of one size.
-        if d.equal_lengths != regime.equal_lengths or d.N % regime.micro_batches:
-            continue
-        whole = whole_batch(d, regime)
-        loss = sum(row.loss(part, whole) for part in micro_batches(whole, regime.micro_batches))
-        left += d.left_shared(token_coefficients(loss, whole.logp))
+    for draw in (Draw(0, k) for k in range(DRAWS)):
+        if draw.equal_lengths == equal_lengths and draw.N % micro_batches == 0:
+            case = tree_case(draw, spread, offset, micro_batches)
+            left += draw.left_shared(token_coefficients(row.loss(case), case.batch.logp))
+    return left
+
+
+@cache
+def sampled_case(length: int) -> Case:
+    """Groups whose answers share their first token alone, drawn by a sampler of other numerics."""
+    rng = torch.Generator().manual_seed(0)
+    rows = SAMPLED // length * GROUP_SIZE
+
+    def at_tokens(draw: Callable) -> Tensor:
+        """Numbers for each token; the first is the group's. (N, T)."""
+        x = draw(rows, length, generator=rng, dtype=torch.float64)
+        x[:, 0] = x[::GROUP_SIZE, 0].repeat_interleave(GROUP_SIZE)
+        return x
+
+    logp = -at_tokens(torch.rand)
+    # log pi / pi_sampler: its exponential has the mean 1, as under the sampler it must.
+    gap = DEVIATION * at_tokens(torch.randn) - DEVIATION**2 / 2
+    adv = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(rows // 2)
+    batch = Batch(
+        logp=logp.clone().requires_grad_(),
+        logp_old=logp,
+        adv=adv[:, None].expand_as(logp),
+        mask=torch.ones(rows, length, dtype=torch.bool),
+        group_size=GROUP_SIZE,
+        max_tokens=length,
+    )
+    return Case(batch, logp - gap, at_tokens(torch.rand))
+
+
+def of_another_sampler(row: Row, length: int) -> list[float]:
+    case = sampled_case(length)
+    c = token_coefficients(row.loss(case), case.batch.logp)[:, 0].view(-1, GROUP_SIZE)
+    size = c.abs().sum(1)  # 0 where all answers are masked
+    return (c.sum(1).abs() / size)[size > 0].tolist()
+
+
+# Each says what a row leaves at single shared tokens.
+COLUMNS: dict[str, Callable[[Row], list[float]]] = {
+    "on-policy": partial(on_trees, equal_lengths=False),
+    "off-policy, inside the clip": partial(on_trees, equal_lengths=True, spread=0.15),
+    "off-policy, outside it": partial(on_trees, equal_lengths=True, spread=0.3, offset=0.35),
+    "on-policy, torn": partial(on_trees, equal_lengths=False, micro_batches=2),
+    "another sampler, 625 tokens": partial(of_another_sampler, length=625),
+    "another sampler, 2,500 tokens": partial(of_another_sampler, length=2500),
+}
+
+
+def left_over(row: Row, column: str) -> float:
+    left = COLUMNS[column](row)
     return sum(left) / max(1, len(left))
 
 
-def whole_batch(d: Draw, regime: Regime) -> Batch:
-    """A tree's answers, with 0 on the padding, where it has garbage."""
-    b = d.batch(losses, regime.spread, regime.offset)
-    names = ("logp", "logp_old", "adv", "logp_ref")
-    clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
-    clean["logp"].requires_grad_()
-    return replace(b, **clean)
-
-
-def micro_batches(b: Batch, count: int) -> list[SimpleNamespace]:
-    """Rows dealt out in turns, so that groups are torn; each as narrow as its longest answer."""
-    parts = []
-    for k in range(count):
-        width = int(b.mask[k::count].sum(1).max())
-        names = ("logp", "logp_old", "adv", "mask")
-        part = {name: getattr(b, name)[k::count, :width] for name in names}
-        parts.append(SimpleNamespace(**part))
-    return parts
-
-
 def show(x: float) -> str:
-    return "0" if x < 1e-9 else f"{x:.3f}" if x >= 5e-4 else f"{x:.0e}"
+    return "0" if x < 1e-6 else f"{x:.3f}" if x >= 5e-4 else f"{x:.0e}"
 
 
 def main(argv: list[str] | None = None):
@@ -91,15 +121,14 @@ def main(argv: list[str] | None = None):
         version = importlib.metadata.version(engine)
         rows = list(engines[engine]())
     except ImportError as error:
-        install = f"pip install -e '.[{engine}]'"
-        sys.exit(f"error: the audit of {engine} needs it installed ({error}): {install}")
+        sys.exit(f"error: the audit of {engine} needs it installed ({error}): pip install {engine}")
     print(f"{engine} {version}: what its losses leave at a token that the whole group shares\n")
-    print(f"| loss | where | {' | '.join(regime.name for regime in REGIMES)} |")
-    print("|---|---" + "|---:" * len(REGIMES) + "|")
-    draws = [Draw(0, k) for k in range(DRAWS)]
+    print(f"| loss | where | {' | '.join(COLUMNS)} |")
+    print("|---|---" + "|---:" * len(COLUMNS) + "|")
     for row in rows:
-        cells = [show(left_over(row, draws, regime)) for regime in REGIMES]
-        print(f"| {row.name} | `{row.where}` | {' | '.join(cells)} |")
+        cells = [show(left_over(row, column)) for column in COLUMNS]
+        name = f"**{row.name}** (default)" if row.by_default else row.name
+        print(f"| {name} | `{row.where}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

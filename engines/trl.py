@@ -23,18 +23,17 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from engines import bind_method
+import losses
 from losses import (
     Batch,
     Method,
     OldPolicy,
-    bind,
     group_advantages,
     learning_tax,
     prefix_nodes,
-    project,
     token_coefficients,
 )
+from train import bind
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -48,20 +47,21 @@ except ImportError as error:
 class Trainer(GRPOTrainer):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method].
 
-    args.beta weighs the k3 KL term. hyper: hyperparameters of the method. project: the projection
-    of claim C17. Raises ValueError for what the method or TRL cannot honour, before the model is
-    loaded where that is possible.
+    args.beta weighs the k3 KL term. hyper: hyperparameters of the method. cancel: give the loss the
+    cancelled gradient of losses.cancel. Raises ValueError for what the method or TRL cannot honour,
+    before the model is loaded where that is possible.
     """
 
     def __init__(
-        self, *args, method: str, hyper: dict | None = None, project: bool = False, **kwargs
+        self, *args, method: str, hyper: dict | None = None, cancel: bool = False, **kwargs
     ):
         given = inspect.signature(GRPOTrainer.__init__).bind(None, *args, **kwargs).arguments
         config = given.get("args")
         if not isinstance(config, GRPOConfig):
             raise ValueError("args: a GRPOConfig is needed")
-        self.project = project
-        self.method = method_for(config, method, hyper or {}, project)
+        self.cancel = cancel
+        self.takes_sampler = method == "recentred"
+        self.method = method_for(config, method, hyper or {})
         if any(given.get(name) for name in ("tools", "environment_factory", "rollout_func")):
             raise ValueError(
                 "tools, environment_factory and rollout_func are not supported: "
@@ -76,11 +76,9 @@ class Trainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args):
         rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
-        if rewards.isnan().all(1).any():
-            raise ValueError(
-                "every reward function returned None for an answer; each answer needs a number"
-            )
-        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)  # None is nan
+        if rewards.isnan().all(1).any() or not self.rewards.isfinite().all():
+            raise ValueError("a reward is infinite, or there is none: each answer needs a number")
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -149,13 +147,16 @@ class Trainer(GRPOTrainer):
         """
 
         def field(name: str) -> Tensor:
-            return of_all_processes(self, torch.cat([x[name] for x in window]), 1)
+            return of_all_processes(self, torch.cat([x[name] for x in window]), 1)  # (N, T)
 
         tokens = field("completion_ids")
         mask = field("completion_mask").bool()
         rewards = field("rewards")
         leaf = of_all_processes(self, logp, 1).requires_grad_()  # (N, T)
         old = field("old_per_token_logps") if "old_per_token_logps" in window[0] else leaf.detach()
+        if self.takes_sampler and "sampling_per_token_logps" in window[0]:
+            sampled = field("sampling_per_token_logps")
+            old = torch.where(sampled.isnan(), old, sampled)  # vLLM does not score every token
         ref = field("ref_per_token_logps") if self.beta else None
         advantages = group_advantages(rewards, group_size, self.method.scale)  # (N,)
         adv = advantages[:, None] * mask
@@ -169,9 +170,14 @@ class Trainer(GRPOTrainer):
         with torch.enable_grad():
             loss = take_loss(batch)
             nodes = prefix_nodes(tokens, mask, group_size)
-            surrogate = project(loss, leaf, advantages, nodes, mask) if self.project else loss
-            c = token_coefficients(surrogate, leaf)
-        self._metrics["train"]["learning_tax"].append(learning_tax(c, advantages, nodes, mask))
+            before = token_coefficients(loss, leaf)
+            if self.cancel:
+                loss = losses.cancel(loss, batch, nodes)
+            c = token_coefficients(loss, leaf)
+        unit = (before / losses.token_ratio(batch).detach())[mask]
+        told = {"learning_tax": learning_tax(c, advantages, nodes, mask)}
+        told |= what_cancelling_does(unit, histories(nodes, group_size)[mask])
+        log_numbers(self, told)
         start = self.accelerator.process_index * len(logp)
         own = c[start : start + len(logp), : logp.shape[1]]
         return loss.detach(), own * self.accelerator.num_processes / len(c)
@@ -183,16 +189,55 @@ def of_all_processes(trainer: GRPOTrainer, x: Tensor, dim: int) -> Tensor:
     return accelerator.gather(accelerator.pad_across_processes(x, dim=dim).contiguous())
 
 
-# ---------------- the meter in a trainer that keeps TRL's own loss
+# ---------------- what is logged beside the loss
+
+
+def histories(nodes: Tensor, group_size: int) -> Tensor:
+    """What was said before each token: the node of the token before, or the group's prompt. (N, T).
+
+    nodes as of prefix_nodes. Prompts count on after the nodes.
+    """
+    prompts = nodes.numel() + torch.arange(len(nodes), device=nodes.device) // group_size  # (N,)
+    return torch.cat([prompts[:, None], nodes[:, :-1]], 1)
+
+
+def what_cancelling_does(unit: Tensor, history: Tensor) -> dict[str, float]:
+    """How many tokens have a sibling, and what losses.cancel makes of the noise of a batch (C23).
+
+    unit: c / r of K tokens, before cancelling; history: where each was taken. (K,), (K,).
+    sibling_share: the share of tokens at whose history another answer of the group takes one, too.
+    The other two are of these tokens, and left out where no coefficient differs from 0.
+    cancelling_t: t = m^2 / (m^2 + v), m the mean and v the variance of c / r at a history. m^2 is
+    estimated by the products of different answers, so t may be negative.
+    cancelling_noise: the sum of squares of c / r after cancelling over that before. Where n answers
+    visit, it is (1 - t) n / (n - 1): below 1, if t is above 1 / n, cancelling pays.
+    """
+    ids, at = history.unique(return_inverse=True)
+    visitors = torch.bincount(at)  # (H,)
+    total, squares = (unit.new_zeros(len(ids)).index_add_(0, at, x) for x in (unit, unit**2))
+    shared = visitors > 1
+    n, total, squares = visitors[shared], total[shared], squares[shared]
+    told = {"sibling_share": (n.sum() / len(unit)).item()}
+    if size := squares.sum().item():
+        told["cancelling_t"] = ((total**2 - squares) / (n - 1)).sum().item() / size
+        cancelled = n * (n * squares - total**2) / (n - 1) ** 2
+        told["cancelling_noise"] = cancelled.sum().item() / size
+    return told
+
+
+def log_numbers(trainer: GRPOTrainer, numbers: dict[str, float]):
+    for name, value in numbers.items():
+        trainer._metrics["train"][name].append(value)
 
 
 def log_learning_tax(trainer: GRPOTrainer):
     """Have a GRPOTrainer log the learning tax of its own loss, whatever loss_type it has.
 
-    Call it before trainer.train(). "learning_tax" then stands beside TRL's own metrics, one value
-    an optimiser step (C15), of all its micro-batches and processes. Loss, gradient, answers and
-    random numbers stay as they are. What is measured is what reaches the log-probs: clip, averages,
-    KL term and importance correction. An entropy bonus is not.
+    Call it before trainer.train(). "learning_tax" (C15) then stands beside TRL's own metrics, one
+    value an optimiser step, of all its micro-batches and processes, and so do the three numbers of
+    what_cancelling_does. Loss, gradient, answers and random numbers stay as they are. What is
+    measured is what reaches the log-probs: clip, averages, KL term and importance correction. An
+    entropy bonus is not.
     """
     LearningTax(trainer)
 
@@ -202,8 +247,8 @@ class LearningTax:
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
-        self.visits = []  # (c, A, node) of the tokens of each micro-batch so far
-        self.next_node = 0
+        self.visits = []  # of the tokens of each micro-batch so far
+        self.next_node = 1  # 0 is padding
         self.generate = trainer._generate_and_score_completions
         self.score = trainer._get_per_token_logps_and_entropies
         self.take_loss = trainer._compute_loss
@@ -218,10 +263,13 @@ class LearningTax:
             tokens, mask = rows["completion_ids"], rows["completion_mask"]
             whole = of_all_processes(self.trainer, tokens, 1)  # (N, T)
             seen = of_all_processes(self.trainer, mask, 1).bool()
-            nodes = prefix_nodes(whole, seen, self.trainer.num_generations) + self.next_node
-            self.next_node += whole.numel()  # an optimiser step may span two generations
+            nodes = prefix_nodes(whole, seen, self.trainer.num_generations)
+            before = histories(nodes, self.trainer.num_generations)
             start = self.trainer.accelerator.process_index * len(tokens)
-            rows["nodes"] = nodes[start : start + len(tokens), : tokens.shape[1]]
+            own = slice(start, start + len(tokens)), slice(tokens.shape[1])
+            rows["nodes"], rows["histories"] = (x[own] + self.next_node for x in (nodes, before))
+            # An optimiser step may span two generations.
+            self.next_node += whole.numel() + len(whole)
         return rows
 
     def score_and_keep(self, *args, **kwargs):
@@ -234,16 +282,21 @@ class LearningTax:
         if not self.trainer.model.training:
             return loss
         c = -torch.autograd.grad(loss, self.logp, retain_graph=True)[0]  # times a constant
-        seen = inputs["completion_mask"].bool()
+        ratio = torch.ones_like(c)
+        if "old_per_token_logps" in inputs:
+            ratio = (self.logp.detach() - inputs["old_per_token_logps"]).exp()
         A = inputs["advantages"].view(len(c), -1).expand_as(c)  # TRL also allows one a token
-        self.visits.append((c[seen], A[seen], inputs["nodes"][seen]))
+        seen = inputs["completion_mask"].bool()
+        visit = c, c / ratio, A, inputs["nodes"], inputs["histories"]
+        self.visits.append([x[seen] for x in visit])
         if self.trainer.accelerator.sync_gradients:  # the last micro-batch of an optimiser step
-            # Every token is a row of its own. Padding has A = 0, which the tax leaves out.
             pieces = zip(*self.visits, strict=True)
-            c, A, nodes = (of_all_processes(self.trainer, torch.cat(x), 0) for x in pieces)
+            pieces = [of_all_processes(self.trainer, torch.cat(x), 0) for x in pieces]
+            c, unit, A, nodes, before = (x[pieces[3] > 0] for x in pieces)
+            # Every token is a row of its own.
             here = torch.ones_like(nodes, dtype=torch.bool)[:, None]
-            tax = learning_tax(c[:, None], A, nodes[:, None], here)
-            self.trainer._metrics["train"]["learning_tax"].append(tax)
+            told = {"learning_tax": learning_tax(c[:, None], A, nodes[:, None], here)}
+            log_numbers(self.trainer, told | what_cancelling_does(unit, before))
             self.visits = []
         return loss
 
@@ -266,41 +319,49 @@ UNREAD = (
 )
 
 
-def method_for(config: GRPOConfig, name: str, hyper: dict[str, object], projected: bool) -> Method:
+def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Method:
     """METHODS[name] with its hyperparameters, and with config.beta as weight of the k3 KL term.
 
     Raises ValueError, in one line, for a method, hyperparameter or setting that cannot be honoured.
     """
-    method = bind_method(name, hyper)
-    refuse_settings(config, method, projected)
+    if "kl" in hyper:
+        raise ValueError("the weight of the KL term is TRL's --beta here, not kl")
+    method = bind(name, hyper)
+    if method.needs_scores:
+        raise ValueError(f"--method {name} reads hidden states, which TRL does not hand on")
+    if method.repair:
+        raise ValueError(
+            f"--method {name} makes a second rollout of corrections, which TRL has not"
+        )
+    refuse_settings(config, method)
     refuse_batching(config, len(method.passes))
     return bind(name, hyper | {"kl": config.beta}) if config.beta else method
 
 
-def refuse_settings(config: GRPOConfig, method: Method, projected: bool):
+def refuse_settings(config: GRPOConfig, method: Method):
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != config.world_size:
         raise ValueError(
-            f"{started} processes were started, and each would train alone, in one output_dir: "
-            "TRL sees no others (on CPUs it needs --use_cpu True)"
+            f"{started} processes were started, and each would train alone, in one --output_dir: "
+            "TRL sees no others (on CPUs it needs --use_cpu)"
         )
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in UNREAD and value != field.default:
             raise ValueError(
-                f"{field.name} {value} has no effect here: hyperparameters are given as hyper"
+                f"--{field.name} {value} has no effect here: the loss is --method's, with --hyper"
             )
     scale = {"std": "group", "mean": "none"}[method.scale]
     if config.scale_rewards != scale:
-        raise ValueError(f"scale_rewards must be {scale!r} for this method's advantages")
-    takes_kl = "kl" in inspect.signature(method.passes[0]).parameters
-    if config.beta and (projected or not takes_kl):
-        raise ValueError("beta needs a method whose pass is grpo, not projected")
+        raise ValueError(f"this method's advantages need --scale_rewards {scale}")
+    if config.beta and "kl" not in method.hyper:
+        raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
     if config.beta and config.use_bias_correction_kl:
-        raise ValueError("beta weighs the plain k3 here: set use_bias_correction_kl=False")
+        raise ValueError("--beta weighs the plain k3 here: add --use_bias_correction_kl False")
     if config.use_vllm and config.vllm_importance_sampling_correction:
         raise ValueError(
-            "vllm_importance_sampling_correction weighs tokens behind the loss: set it to False"
+            "vLLM's correction weighs tokens behind the loss: "
+            "add --vllm_importance_sampling_correction False"
         )
 
 
@@ -310,19 +371,19 @@ def refuse_batching(config: GRPOConfig, passes: int):
     rows = accumulation * config.per_device_train_batch_size
     if config.steps_per_generation % accumulation:
         raise ValueError(
-            "steps_per_generation must be a multiple of gradient_accumulation_steps, "
-            "so that an optimiser step is of one generation"
+            f"--steps_per_generation must be a multiple of --gradient_accumulation_steps "
+            f"{accumulation}, so that an optimiser step is of one generation"
         )
     takes_whole_generation = config.steps_per_generation == accumulation
     if rows % config.num_generations and not takes_whole_generation:
         raise ValueError(
             f"{rows} rows an optimiser step and process are not whole groups of "
-            f"num_generations {config.num_generations}"
+            f"--num_generations {config.num_generations}"
         )
     if passes > 1 and (config.num_iterations % passes or not takes_whole_generation):
         raise ValueError(
-            f"{passes} passes are {passes} iterations: num_iterations must be a multiple, "
-            "and steps_per_generation equal to gradient_accumulation_steps"
+            f"this method's {passes} passes need --num_iterations {passes} or a multiple, "
+            "and --steps_per_generation equal to --gradient_accumulation_steps"
         )
 
 

@@ -1,19 +1,23 @@
 # %% [markdown]
 """
-# 9. Find the condition that a corollary lacks (25 minutes, pencil)
+# 9. Find the condition of a corollary (25 minutes, pencil)
 
-**Aim:** read a theorem like a referee. DFPO's Cor. 3.2 (Eq. 5, second-hand) speaks of two answers
-of equal reward, after a step of size eta along g = k_a grad log pi(y_a) + k_b grad log pi(y_b):
+**Aim:** read a theorem like a referee. We know DFPO's Cor. 3.2 (Eq. 5) from reports only, so what
+you find is about the statement *as reported*. It speaks of two answers of equal reward, after a
+step of size eta along g = k_a grad log pi(y_a) + k_b grad log pi(y_b):
 
     d log( pi(y_a) / pi(y_b) ) = eta c (k_a - k_b),    so equal k would leave their odds alone.
 
-**a)** Refute it with one softmax over three tokens, whose logits are the parameters. y_a and y_b
-are tokens 0 and 1, and k_a = k_b = 1/2. Give probabilities p, all positive, for which the log-odds
-change by more than 0.1 per eta, up or down.
+**a)** Find a case in which it does not hold as it stands there, with one softmax over three tokens,
+whose logits are the parameters. y_a and y_b are tokens 0 and 1, and k_a = k_b = 1/2. Give
+probabilities p, all positive, for which the log-odds change by more than 0.1 per eta, up or down.
 
 **b)** What is the exact change per eta? Write it in terms of n_a = ||grad log pi(y_a)||^2, of n_b,
-and of x = <grad log pi(y_a), grad log pi(y_b)>. From it read off the condition under which Eq. 5 is
+and of x = <grad log pi(y_a), grad log pi(y_b)>. From it read off a condition under which Eq. 5 is
 right.
+
+(There is another one, which is the corollary's best case. In a) the coefficients of the group do
+not sum to 0. Let the third answer have the k that makes them: what is the change then?)
 
 **Hint:** grad log pi(a) = e_a - p. `python verify.py --explain C14` is the solution: look last.
 

@@ -14,7 +14,8 @@ result.
 You are graded on two numbers, over a hundred small toys of which every group of three answers is
 counted. The tax (exercise 8) of every two answers that share a token must be 0, also where the
 third lacks it. The cosine between expected update and exact gradient must be larger than
-Min-Replace's, in the mean over the toys: 0.9332.
+Min-Replace's, in the mean over the toys: 0.9332. After a PASS both are printed, and the price: the
+noise of a group's update.
 
 **Hint:** when is the covariance of exercise 8 zero for every subset of a group? What may w~ depend
 on, then? There is more than one solution, and one reaches the cosine 1.0000. What is its price?

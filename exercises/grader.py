@@ -4,17 +4,317 @@
     python -m exercises.grader 6 mine.py    grade a copy of it
     python -m exercises.grader              how far you are
 
-Exit code 0: all functions pass. 1: some do not yet. 2: a wrong command line.
+Exit code 0: all functions pass, or you asked how far you are. 1: some do not pass yet. 2: a wrong
+command line.
+
+The file runs in this process, with all your rights: grade what you would run yourself. An answer
+that takes longer than ten seconds is stopped (not on Windows).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import functools
+import io
+import itertools
+import json
+import math
 import re
+import signal
 import sys
+import textwrap
+import traceback
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+LIMIT = 10  # seconds for one answer
+STUDENT = "student"  # the name of the file in tracebacks, and of the module
+
+# ---------------- one answer
+
+
+class Stopped(BaseException):
+    """Not an Exception, so that a student's `except` does not catch it."""
+
+
+@contextlib.contextmanager
+def limited():
+    """Stop what takes too long, and keep what it prints."""
+
+    def stop(*_):
+        raise Stopped(f"no answer: stopped after {LIMIT:g} s")
+
+    has_clock = hasattr(signal, "SIGALRM")
+    if has_clock:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield printed
+    finally:
+        if has_clock:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@dataclass
+class Answer:
+    """What a function returned, in plain Python, so that it can be compared and shown."""
+
+    value: object = None
+    error: BaseException | None = None
+    printed: str = ""
+
+
+def to_plain(value):
+    """Numbers, strings, lists. A tensor (or an array of numpy) becomes a list."""
+    return json.loads(json.dumps(value, default=lambda x: x.tolist()), parse_int=float)
+
+
+def answer(question, function: Callable, inputs: tuple) -> Answer:
+    """What a function returns for these inputs. It gets copies: it may change them."""
+    try:
+        with limited() as printed:
+            value = to_plain(question.call(function, *copy.deepcopy(inputs)))
+        return Answer(value, None, printed.getvalue())
+    except (Exception, SystemExit, Stopped) as error:
+        # With tensors a division by 0 would be a nan.
+        return Answer(math.nan if isinstance(error, ZeroDivisionError) else None, error)
+
+
+def load(source: str | bytes) -> dict:
+    """What a file defines."""
+    module = sys.modules[STUDENT] = types.ModuleType(STUDENT)
+    with limited():
+        exec(compile(source, STUDENT, "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line, with its last place in the student's file."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg}, line {error.lineno}"
+    name = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
+    text = f"{name}{error}".splitlines()[0].removesuffix(": ")
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == STUDENT]
+    return f"{text} (line {frames[-1].lineno}, in {frames[-1].name})" if frames else text
+
+
+# ---------------- the verdict
+
+
+@dataclass
+class Verdict:
+    """What a student is told about one function."""
+
+    function: str
+    state: str  # PASS, NOT YET, NOT YET (blank)
+    lines: list[str] = field(default_factory=list)
+
+
+def is_same(x, y, tolerance: float = 1e-9) -> bool:
+    """Whether two plain values are the same up to rounding. A nan is the same as an inf."""
+    if isinstance(x, list) and isinstance(y, list):
+        return len(x) == len(y) and all(is_same(a, b, tolerance) for a, b in zip(x, y, strict=True))
+    if not {type(x), type(y)} <= {bool, float}:
+        return x == y
+    if not math.isfinite(y):
+        return not math.isfinite(x)
+    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def grade_file(path: Path, number: int) -> list[Verdict]:
+    """One verdict for each function of an exercise."""
+    import torch
+
+    from exercises.questions import EXERCISES
+
+    questions, before = EXERCISES[number].questions, torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
+    try:
+        student = load(path.read_bytes())
+        return [judge(question, student.get(question.function)) for question in questions]
+    except (Exception, SystemExit, Stopped) as error:  # the file's own, outside of its functions
+        return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def judge(question, function: Callable | None) -> Verdict:
+    """The verdict on one function, from its answers to all inputs."""
+    if function is None:
+        return Verdict(question.function, "NOT YET", ["The file has no function of this name."])
+    lesson = read_lessons().get(question.function, Lesson(cases=[()]))
+    inputs = [*lesson.cases, *question.inputs]
+    yours: list[Answer] = []
+    while len(yours) < len(inputs) and not (yours and isinstance(yours[-1].error, Stopped)):
+        yours.append(answer(question, function, inputs[len(yours)]))
+    error = yours[0].error
+    if isinstance(error, NotImplementedError) and not error.args:  # torch's has a text
+        return Verdict(question.function, "NOT YET (blank)")
+    if question.check:
+        problem = [describe(error)] if error else find_problem(question, yours[0].value)
+        if problem:
+            return Verdict(question.function, "NOT YET", problem)
+        praise = question.praise(yours[0].value) if question.praise else []
+        return Verdict(question.function, "PASS", [*praise])
+
+    right = [answer(question, question.right, x).value for x in inputs[: len(yours)]]
+    failing = [k for k, y in enumerate(yours) if y.error or not is_same(y.value, right[k])]
+    if not failing:
+        return Verdict(question.function, "PASS")
+    hints, k = find_hints(question, lesson, inputs, yours, right, failing)
+    shown = ", ".join(
+        f"{name} = {show(x)}" for name, x in zip(lesson.names, inputs[k], strict=True)
+    )
+    lines = [("with", shown), ("printed", yours[k].printed.strip())]
+    lines += [("yours", describe(yours[k].error) if yours[k].error else show(yours[k].value))]
+    lines += [("expected", show(right[k]))]
+    return Verdict(question.function, "NOT YET", [show_line(*x) for x in lines if x[1]] + hints)
+
+
+def find_problem(question, value) -> list[str]:
+    """What an answer lacks, of which many are right. Empty if nothing."""
+    try:
+        problem = [*itertools.islice(question.check(value), 1)]
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        problem = ["Your answer has another form than the exercise asks for."]
+    return [show_line("yours", show(value)[:90]), *problem] if problem else []
+
+
+# ---------------- hints
+
+ERRORS = {  # what torch says: what a student may not know
+    "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
+    "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
+    "does not require grad": "The result does not depend on batch.logp: a detach, item or no_grad?",
+    "not a tensor": "A loss must be differentiable: return it without item() or float().",
+    "ambiguous": "A tensor of several numbers is not true or false. See torch.where.",
+}
+
+
+@dataclass
+class Lesson:
+    """What mistakes.txt says about a function."""
+
+    names: list[str] = field(default_factory=list)  # of the inputs
+    cases: list[tuple] = field(default_factory=list)
+    solution: str = ""
+    mistakes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # hint: its edits
+    where: dict[str, str] = field(default_factory=dict)  # hint: condition
+    answers: dict[str, list] = field(default_factory=dict)  # hint: what the mistake answers
+
+
+@functools.cache
+def read_lessons() -> dict[str, Lesson]:
+    """The lesson of each function."""
+    lessons = {}
+    for block in (FOLDER / "mistakes.txt").read_text().split("\n===\n")[1:]:
+        solution, _, rest = block.partition("\n---\n")
+        names = re.search("^inputs: (.*)", rest, re.M)[1].split(", ")
+        cases = [eval(f"({case},)") for case in re.findall("^case: (.*)", rest, re.M)]
+        lesson = lessons[re.match(r"def (\w+)", solution)[1]] = Lesson(names, cases, solution)
+        for head, hint in re.findall(
+            r"((?:^(?!inputs: |case: | {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M
+        ):
+            hint = " ".join(hint.split())
+            if head.startswith("where: "):
+                lesson.where[hint] = head[7:]
+            else:
+                lesson.mistakes[hint] = re.findall("^(.*?) ->(?: (.*))?$", head, re.M)
+    return lessons
+
+
+def make_mistakes(lesson: Lesson, *hints: str) -> Callable | None:
+    """The solution with these mistakes. None if they do not go together."""
+    source = lesson.solution
+    for old, new in (edit for hint in hints for edit in lesson.mistakes[hint]):
+        if old not in source:
+            return None
+        source = source.replace(old, new)
+    with contextlib.suppress(SyntaxError):
+        *_, function = load(f"import math, torch\n{source}").values()
+        return function
+    return None
+
+
+def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[str], int]:
+    """What a student should look at, if somebody has foreseen it; and the case that shows it."""
+    errors = " ".join(str(y.error) for y in yours)
+    for words, hint in ERRORS.items():
+        if words in errors:
+            return [hint], failing[0]
+    if any(y.value is None and not y.error for y in yours):
+        return ["Your function returns nothing. Did you print?"], failing[0]
+
+    # What the solution says with each mistake. The best one says what you say, in most of the cases
+    # that either of you gets wrong: a mistake elsewhere, at the edge, does not hide it.
+    theirs = lesson.answers
+    for hint in lesson.mistakes.keys() - theirs:
+        function = make_mistakes(lesson, hint)
+        theirs[hint] = [answer(question, function, x).value for x in inputs]
+    wrong = {
+        hint: {k for k, x in enumerate(right) if not is_same(theirs[hint][k], x)}
+        for hint in lesson.mistakes
+    }
+
+    def agreement(hint: str) -> float:
+        either = wrong[hint].union(failing)
+        same = [k for k in either if agrees(yours[k].value, theirs[hint][k])]
+        return len(same) / len(either)
+
+    def tell(hints: tuple[str, ...]) -> tuple[list[str], int]:
+        # The case that tells most: few of the known mistakes get it wrong. But small cases come
+        # first, and are easier to read. One place further weighs as much as six mistakes more.
+        cases = wrong[hints[0]].intersection(failing) or failing
+        return [*hints], min(cases, key=lambda k: sum(k in x for x in wrong.values()) + 6 * k)
+
+    best = max(lesson.mistakes, key=agreement)
+    if agreement(best) > 2 / 3:
+        return tell((best,))
+    for pair in itertools.combinations(lesson.mistakes, 2):
+        function = make_mistakes(lesson, *pair)
+        some = failing[:12]
+        if function and all(
+            agrees(yours[k].value, answer(question, function, inputs[k]).value) for k in some
+        ):
+            return tell(pair)
+    for hint, condition in lesson.where.items():
+        given = [dict(zip(lesson.names, x, strict=True)) for x in inputs[: len(yours)]]
+        cases = {k for k, names in enumerate(given) if eval(condition, names)}
+        if cases.issuperset(failing) and 2 * len(failing) > len(cases) < len(yours):
+            return [hint], failing[0]
+    pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
+    for i, name in enumerate(("first", "second")):
+        if all(isinstance(y, list) and len(y) == 2 and agrees(y[i], x[i]) for y, x in pairs):
+            return [f"The {name} result is right. The other one is not."], failing[0]
+    return [], failing[0]
+
+
+def agrees(yours, theirs) -> bool:
+    return yours is not None and is_same(yours, theirs, 1e-6)
+
+
+# ---------------- showing
+
+
+def show(value) -> str:
+    """An input or an answer."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, float):
+        return f"{value + 0.0:.9g}"  # + 0.0: no -0
+    return str(value)
+
+
+def show_line(name: str, text: str) -> str:
+    return textwrap.fill(f"{name:10}{text[:1500]}", 96, subsequent_indent=" " * 14)
 
 
 def read_titles() -> dict[int, tuple[Path, str]]:
@@ -26,14 +326,14 @@ def read_titles() -> dict[int, tuple[Path, str]]:
     return titles
 
 
-def show_exercise(number: int, verdicts: list, titles: dict) -> None:
+def show_exercise(number: int, verdicts: list[Verdict], titles: dict) -> None:
     from exercises.questions import EXERCISES
 
     print(f"Exercise {number}: {titles[number][1]}")
     for verdict in verdicts:
         print(f"\n  {verdict.function}  {verdict.state}")
         for line in "\n".join(verdict.lines).splitlines():
-            print(f"    {line}")
+            print(textwrap.indent(textwrap.fill(line, 96), "    "))
     print()
     if any(verdict.state != "PASS" for verdict in verdicts):
         return
@@ -48,11 +348,9 @@ def show_exercise(number: int, verdicts: list, titles: dict) -> None:
 
 def show_progress(titles: dict) -> None:
     """One line for each exercise, then the first that is still open."""
-    from exercises.grading import grade_file
-
     todo = []
     for number, (path, title) in titles.items():
-        states = [verdict.state for verdict in grade_file(str(path), number)]
+        states = [verdict.state for verdict in grade_file(path, number)]
         state = states[0] if len({*states}) == 1 else "NOT YET"
         if state != "PASS":
             todo.append(number)
@@ -76,10 +374,7 @@ def main(argv: list[str] | None = None) -> int:
     path = Path(options.file or titles[options.exercise][0])
     if not path.is_file():
         parser.error(f"there is no file {path}")
-
-    from exercises.grading import grade_file
-
-    verdicts = grade_file(str(path), options.exercise)
+    verdicts = grade_file(path, options.exercise)
     show_exercise(options.exercise, verdicts, titles)
     return 0 if all(verdict.state == "PASS" for verdict in verdicts) else 1
 

@@ -1,7 +1,6 @@
-"""What each exercise asks for: the right answer, inputs from small to large, and likely mistakes.
+"""What each exercise asks for: the right answer, from losses.py, and random inputs.
 
-A right answer comes from losses.py, if need be through autograd. A mistake is a function that is
-wrong in one thing, and the hint for a student whose answers are the same.
+The small cases, which come first, are in mistakes.txt, with the likely mistakes and their hints.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import truediv
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,12 +27,11 @@ class Question:
     """A function that an exercise asks for. Exactly one of `right` and `check` decides."""
 
     function: str
-    names: str = ""  # of the inputs
-    inputs: tuple[tuple, ...] = ((),)  # plain lists; the first to fail should be a small one
     right: Callable | None = None
-    mistakes: tuple[tuple[Callable, str], ...] = ()  # wrong function, hint
+    inputs: tuple[tuple, ...] = ()  # random ones, after the small cases of mistakes.txt
     call: Callable = call_as_it_is  # with a function and plain inputs
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
+    praise: Callable | None = None  # an answer that passes -> what there is to say about it
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,17 @@ RATIOS = (1.0, 1.5, 0.5, 1.3, 0.85, 0.7)
 def grow(*draws: Callable) -> tuple:
     """Random inputs for groups of 2, 3, 4 and 5 answers."""
     return tuple(
-        tuple(draw(random.Random(f"{k} {i}"), 2 + k // 8) for i, draw in enumerate(draws))
-        for k in range(32)
+        tuple(draw(random.Random(f"{k} {i}"), 2 + k // 6) for i, draw in enumerate(draws))
+        for k in range(24)
     )
 
 
 def draw_ratio(rng: random.Random, size: int) -> float:
     return rng.choice(RATIOS)
+
+
+def draw_ratios(rng: random.Random, size: int) -> list[float]:
+    return rng.choices(RATIOS, k=size)
 
 
 def draw_bound(rng: random.Random, size: int) -> float:
@@ -83,13 +85,18 @@ def draw_lengths(rng: random.Random, size: int) -> list[int]:
     return [rng.randint(1, size + 2) for _ in range(size)]
 
 
+def draw_probabilities(rng: random.Random, size: int) -> list[float]:
+    sizes = [rng.randint(1, 5) for _ in range(size)]
+    return [x / sum(sizes) for x in sizes]
+
+
 def draw_rows(rng: random.Random, size: int) -> list[list]:
     """A ratio for every token of answers that may be empty. None is padding."""
     lengths = [rng.randint(0, size - 1) for _ in range(size)]
     return [[rng.choice(RATIOS) if t < n else None for t in range(size - 1)] for n in lengths]
 
 
-def numbers(values: list) -> Tensor:
+def numbers(values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -99,15 +106,13 @@ def read_rows(rows: list[list]) -> tuple[Tensor, Tensor]:
     return numbers([[1.0 if x is None else x for x in row] for row in rows]), mask
 
 
-def start_alike(
-    ratio: float, advantages: list[float], lengths: list[int] | None = None, budget: int = 1
-) -> Batch:
-    """Answers whose first token is the same and has this ratio. Their other tokens have ratio 1."""
+def start_alike(ratio, advantages: list, lengths: list | None = None, budget: int = 1) -> Batch:
+    """Answers whose first tokens have this ratio, or these. Their other tokens have ratio 1."""
     lengths = lengths or [1] * len(advantages)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (G, T)
     logp = torch.full(mask.shape, -1.0, dtype=torch.float64, requires_grad=True)
     logp_old = logp.detach().clone()
-    logp_old[:, 0] -= math.log(ratio)
+    logp_old[:, 0] -= numbers(ratio).log()
     adv = numbers(advantages)[:, None].expand(mask.shape)
     return Batch(logp, logp_old, adv, mask, len(advantages), budget)
 
@@ -119,51 +124,16 @@ def first_coefficients(loss: Callable, batch: Batch, **options) -> Tensor:
 
 # ---------------- 1. group advantages
 
-
-def call_with_rewards(function: Callable, rewards: list[float], group_size: int, scale: str):
-    return function(numbers(rewards), group_size, scale)
-
-
-def advantages_with(rewards: Tensor, group_size: int, scale: str, correction: int) -> Tensor:
-    """The formula as it is, with another correction of the variance."""
-    groups = rewards.view(-1, group_size)
-    adv = groups - groups.mean(1, keepdim=True)
-    if scale == "std":
-        adv = adv / (groups.std(1, keepdim=True, correction=correction) + 1e-4)
-    return adv.view(-1)
-
-
 GROUP_ADVANTAGES = Question(
     "group_advantages",
-    "rewards group_size scale",
-    (
-        ([1.0, 0.0], 2, "mean"),
-        ([1.0, 0.0], 2, "std"),
-        ([8000.9] * 3, 3, "std"),  # their float mean is another number
-        *grow(
-            lambda rng, size: draw_values(rng, 2 * size),
-            lambda rng, size: size,
-            lambda rng, size: rng.choice(["mean", "std"]),
-        ),
-    ),
     losses.group_advantages,
-    (
-        (
-            lambda *x: advantages_with(*x, correction=0) * (losses.group_advantages(*x) != 0),
-            "Your std divides by G. The unbiased one divides by G - 1, as torch's std does.",
-        ),
-        (
-            lambda rewards, _, scale: losses.group_advantages(rewards, len(rewards), scale),
-            "This compares with all rewards. Every group has a mean and a std of its own.",
-        ),
-        (
-            lambda *x: advantages_with(*x, correction=1),
-            "The float mean of equal rewards may differ from them. Ask whether max equals min.",
-        ),
+    grow(
+        lambda rng, size: draw_values(rng, 2 * size),
+        lambda rng, size: size,
+        lambda rng, size: rng.choice(["mean", "std"]),
     ),
-    call_with_rewards,
+    lambda function, rewards, *how: function(numbers(rewards), *how),
 )
-
 
 # ---------------- 2. the cancellation by hand
 
@@ -175,26 +145,8 @@ def shared_token_gradient(rho: float, advantages: list[float]) -> float:
 
 
 SHARED_TOKEN = Question(
-    "shared_token_gradient",
-    "rho advantages",
-    ((1.0, [1.0, -1.0]), (2.0, [1.0, 0.0]), *grow(draw_ratio, draw_values)),
-    shared_token_gradient,
-    (
-        (
-            lambda rho, advantages: rho * sum(advantages),
-            "This is what you get without the 1/G in front of J.",
-        ),
-        (
-            lambda rho, advantages: sum(advantages) / len(advantages),
-            "This is what you get without rho: grad r is r grad log pi, not grad log pi.",
-        ),
-        (
-            lambda rho, advantages: 0.0,
-            "It is 0 only where the advantages sum to 0. Write the factor for any advantages.",
-        ),
-    ),
+    "shared_token_gradient", shared_token_gradient, grow(draw_ratio, draw_values)
 )
-
 
 # ---------------- 3. the gate
 
@@ -207,33 +159,14 @@ def left_at_a_shared_token(rho, advantages, eps_low, eps_high) -> float:
 
 GATE = Question(
     "gate_is_open",
-    "r A eps_low eps_high",
-    grow(draw_ratio, draw_value, draw_bound, draw_bound),
     lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
-    (
-        (
-            lambda r, A, eps_low, eps_high: 1 - eps_low < r < 1 + eps_high,
-            "This is clip alone, without the min. Draw both lines over r: which one is smaller?",
-        ),
-        (
-            lambda r, A, *bounds: left_at_a_shared_token(r, [-A, 0.0], *bounds) != 0,
-            "You have winners and losers the wrong way round. For A < 0 the line r A falls.",
-        ),
-    ),
+    grow(draw_ratio, draw_value, draw_bound, draw_bound),
 )
 LEFT_BY_THE_GATE = Question(
     "left_at_a_shared_token",
-    "rho advantages eps_low eps_high",
-    grow(draw_ratio, draw_centred, draw_bound, draw_bound),
     left_at_a_shared_token,
-    (
-        (
-            lambda rho, *x: left_at_a_shared_token(rho, *x) / rho,
-            "The factor rho is missing: d r / d log pi = r.",
-        ),
-    ),
+    grow(draw_ratio, draw_centred, draw_bound, draw_bound),
 )
-
 
 # ---------------- 4. symmetric clipping
 
@@ -241,75 +174,38 @@ LEFT_BY_THE_GATE = Question(
 def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high) -> tuple:
     """The padding holds garbage."""
     ratio, mask = read_rows(ratios)
-    logp = torch.where(mask, -1.0, 1e4).double()
+    logp = torch.where(mask, -0.7, 1e4).double()
     logp_old = torch.where(mask, logp - ratio.log(), -1e4)
     adv = torch.where(mask, numbers(advantages)[:, None], 1e4)
-    batch = Batch(logp.requires_grad_(), logp_old, adv, mask, len(adv), max_tokens)
+    batch = Batch(logp.requires_grad_(), logp_old, adv, mask, 2, max_tokens)
     loss = function(batch, eps_low, eps_high)
-    return "loss", loss, "coefficients", token_coefficients(loss, batch.logp)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
+    return loss, token_coefficients(loss, batch.logp)
 
 
-def masks_after_exp(batch, eps_low, eps_high):
-    ratio = (batch.logp - batch.logp_old).exp().masked_fill(~batch.mask, 0.0)
-    return -losses.budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
-
-
-def with_average(average: Callable) -> Callable:
-    """Exercise 4 with another average, (N, T) terms, mask -> scalar."""
-
-    def loss(batch, eps_low, eps_high):
-        ratio = losses.token_ratio(batch)
-        return -average(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch.mask)
-
-    return loss
-
-
-TOKEN_MEANS = (  # they differ on a batch without tokens: 0, nan, and nan with a gradient of nan
-    losses.token_mean,
-    lambda x, mask: x[mask].mean(),
-    lambda x, mask: (x * mask).sum() / mask.sum(),
-)
 SYMMETRIC = Question(
     "grpo_symmetric",
-    "r A L eps_low eps_high",
-    (
-        ([[1.0], [1.0]], [1.0, -1.0], 1, 0.2, 0.4),
-        ([[1.5], [1.5]], [1.0, -1.0], 1, 0.2, 0.4),
-        *grow(draw_rows, draw_centred, lambda rng, size: size, draw_bound, draw_bound),
-    ),
     losses.grpo_symmetric,
-    (
-        (
-            losses.dr_grpo,
-            "This still has the min: it lets losers through above the range, and winners below it.",
-        ),
-        (
-            lambda *x: -losses.grpo_symmetric(*x),
-            "You return J. A loss is minimised: return -J.",
-        ),
-        (
-            masks_after_exp,
-            "The exp of the padding is inf, and 0 * inf makes the gradient nan. Mask before exp.",
-        ),
-        *(
-            (
-                with_average(token_mean),
-                "You divide by the number of tokens; the formula says N L.",
-            )
-            for token_mean in TOKEN_MEANS
-        ),
+    grow(
+        lambda rng, size: draw_rows(rng, 2 * (size // 2)),  # groups of two
+        lambda rng, size: draw_centred(rng, 2 * (size // 2)),
+        lambda rng, size: size,
+        draw_bound,
+        draw_bound,
     ),
     call_with_batch,
 )
-
 
 # ---------------- 5. length
 
 
 def check_accident(answer) -> Iterator[str]:
     lengths, adv = answer
+    if not len(lengths) == len(adv) == 4:
+        yield "Four lengths and four advantages are asked for."
     if not all(T >= 1 and T % 1 == 0 for T in lengths):
-        yield "A length is a whole number, at least 1."
+        yield "A length is a whole number, at least 1. The lengths come first."
     if len(set(lengths)) == 1:
         yield "All lengths are equal: then sum A/T is 0 because sum A is."
     if not all(abs(a) >= 0.1 for a in adv):
@@ -318,26 +214,14 @@ def check_accident(answer) -> Iterator[str]:
         yield f"The advantages sum to {sum(adv):g}, not to 0."
     left = sum(a / T for a, T in zip(adv, lengths, strict=True))
     if abs(left) > 1e-9:
-        yield f"What is left, sum A/T, is {left:g}, not 0."
+        yield f"What is left, sum A/T, is {left:g}, not 0. Think of pairs of equal length."
 
 
 LEFT_BY_LENGTH = Question(
     "left_by_the_length",
-    "lengths advantages",
-    (([1, 2], [1.0, -1.0]), *grow(draw_lengths, draw_values)),
     lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
-    (
-        (
-            lambda lengths, advantages: sum(map(truediv, advantages, lengths)),
-            "This is what you get without the 1/G in front of J.",
-        ),
-        (
-            lambda lengths, advantages: sum(advantages) / len(lengths),
-            "The lengths do not occur in it. Every answer has the factor 1/T_i of its own.",
-        ),
-    ),
+    grow(draw_lengths, draw_values),
 )
-
 
 # ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
 
@@ -347,78 +231,34 @@ def call_with_weights(function: Callable, w: list, adv: list) -> tuple:
     return weights, "with a gradient" if weights.requires_grad else "detached"
 
 
-def subtract_projection(w: Tensor, adv: Tensor, power: int) -> Tensor:
-    """Adv-Orthogonal with a power of the norm, without a case for the norm 0."""
-    return w - (adv * w).sum(1, keepdim=True) / adv.norm(dim=1, keepdim=True) ** power * adv
-
-
-WEIGHTS = (
-    ([[0.5, 2.0]], [[1.0, -1.0]]),
-    ([[1.0, 2.0], [4.0, 0.5]], [[1.0, -1.0], [2.0, -2.0]]),
-    *grow(
-        lambda rng, size: [draw_values(rng, size), draw_values(rng, size)],
-        lambda rng, size: [draw_centred(rng, size), draw_centred(rng, size)],
-    ),
-    ([[1.0, 2.0]], [[0.0, 0.0]]),
+WEIGHTS = grow(
+    lambda rng, size: [draw_values(rng, size), draw_values(rng, size)],
+    lambda rng, size: [draw_centred(rng, size), draw_centred(rng, size)],
 )
-MIN_REPLACE = Question(
-    "min_replace",
-    "w adv",
-    WEIGHTS,
-    losses.min_replace,
-    (
-        (
-            lambda w, adv: w.amin(1, keepdim=True).expand_as(w),
-            "This is what you get without detach. The loss would then learn to lower a ratio.",
-        ),
-        (
-            lambda w, adv: w.detach().amin().expand_as(w),
-            "This is the smallest weight of the whole batch. Every row is a group.",
-        ),
-        (
-            lambda w, adv: w.detach().amin(1, keepdim=True),
-            "You give one number a group. The result has the shape of w: expand_as(w) helps.",
-        ),
-    ),
-    call_with_weights,
-)
+MIN_REPLACE = Question("min_replace", losses.min_replace, WEIGHTS, call_with_weights)
 
 
 def check_blind_spot(answer) -> Iterator[str]:
     w, adv, (i, j) = answer
+    if not len(w) == len(adv) == 4:
+        yield "Four weights and four advantages are asked for."
+    if {i, j} - {0, 1, 2, 3} or i == j:
+        yield "The two places are different numbers from 0 to 3."
     i, j = int(i), int(j)
     if abs(sum(adv)) > 1e-9:
         yield f"The advantages sum to {sum(adv):g}, not to 0."
     if abs(adv[i] + adv[j]) > 1e-9:
         yield f"The pair's advantages sum to {adv[i] + adv[j]:g}, not to 0."
-    products = losses.adv_orthogonal(numbers([w]), numbers([adv]))[0] * numbers(adv)
-    left = float(products[i] + products[j])
+    new = losses.adv_orthogonal(numbers([w]), numbers([adv]))[0]
+    left = float((new * numbers(adv))[[i, j]].sum())
     if not abs(left) > 0.1:
-        yield f"The pair is left with {left:.3g}: that is not more than 0.1."
+        said = (
+            f"Here w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, which is left with {left:.3g}"
+        )
+        yield f"{said}: more than 0.1 is asked for. Make the pair's two weights more different."
 
 
-ADV_ORTHOGONAL = Question(
-    "adv_orthogonal",
-    "w adv",
-    WEIGHTS,
-    losses.adv_orthogonal,
-    (
-        (
-            lambda w, adv: subtract_projection(w, adv, power=2).where(adv != 0, w),
-            "This is what you get without detach. The weights w~ are constants for the gradient.",
-        ),
-        (
-            lambda w, adv: subtract_projection(w.detach(), adv, power=1).where(adv != 0, w),
-            "You divide by ||A||. The formula divides by its square, sum_i A_i^2.",
-        ),
-        (
-            lambda w, adv: subtract_projection(w.detach(), adv, power=2),
-            "0/0 is nan. A group whose advantages are all 0 keeps its w.",
-        ),
-    ),
-    call_with_weights,
-)
-
+ADV_ORTHOGONAL = Question("adv_orthogonal", losses.adv_orthogonal, WEIGHTS, call_with_weights)
 
 # ---------------- 8. the learning tax
 
@@ -428,51 +268,18 @@ def call_with_nodes(function: Callable, coefficients: list, advantages: list, no
     return function(c, numbers(advantages), torch.tensor(nodes), mask)
 
 
-def tax_with(c, adv, nodes, mask, *, least=2, credit=1.0, zeros=False) -> float:
-    """The learning tax, with another rule for who counts, or without the credit."""
-    tax = size = 0.0
-    for node in nodes[mask].unique():
-        here = (nodes == node) & mask & ((adv != 0) | zeros)[:, None]
-        A, x = adv[:, None].expand_as(c)[here], c[here]
-        if len(x) >= least:
-            tax += float((x.sum() - credit * (x / A).mean() * A.sum()).abs())
-            size += float(x.abs().sum())
-    return tax / size if size else 0.0
-
-
 LEARNING_TAX = Question(
     "learning_tax",
-    "coefficients advantages nodes",
-    (
-        ([[1.0], [-1.0]], [1.0, -1.0], [[0], [0]]),
-        ([[1.0], [-2.0]], [1.0, -1.0], [[0], [0]]),
-        ([[0.0], [0.0]], [1.0, -1.0], [[0], [0]]),
-        *grow(
-            draw_rows,
-            lambda rng, size: [rng.choice([0.0, x, x, x]) for x in draw_values(rng, size)],
-            lambda rng, size: [
-                [2 * t + rng.choice([0, 1]) for t in range(size - 1)] for _ in range(size)
-            ],
-        ),
-    ),
     losses.learning_tax,
-    (
-        (
-            lambda *x: tax_with(*x, credit=0.0),
-            "This is the whole sum of c. Take its credit away: the mean weight times sum A.",
-        ),
-        (
-            lambda *x: tax_with(*x, least=1),
-            "Your divisor counts all nodes. Nodes with one visitor are left out above and below.",
-        ),
-        (
-            lambda *x: tax_with(*x, zeros=True),
-            "An answer with A = 0 has no w: c / A divides by 0. Leave it out.",
-        ),
+    grow(
+        draw_rows,
+        lambda rng, size: [rng.choice([0.0, x, x, x]) for x in draw_values(rng, size)],
+        lambda rng, size: [
+            [2 * t + rng.choice([0, 1]) for t in range(size - 1)] for _ in range(size)
+        ],
     ),
     call_with_nodes,
 )
-
 
 # ---------------- 9. what the corollary lacks
 
@@ -485,27 +292,14 @@ def check_counterexample(p) -> Iterator[str]:
     g_a, g_b = numbers([1, 0, 0]) - numbers(p), numbers([0, 1, 0]) - numbers(p)  # grad log pi
     change = float((g_a - g_b) @ (g_a + g_b) / 2)
     if not abs(change) > 0.1:
-        said = f"With these probabilities the log-odds change by {change:.3g} per eta"
-        yield f"{said}: more than 0.1 is asked for, up or down."
+        yield f"Here the log-odds change by {change:.3g} per eta: more than 0.1 is asked for."
 
 
 LOG_ODDS = Question(
     "change_of_log_odds",
-    "k_a k_b n_a n_b x",
-    grow(draw_value, draw_value, draw_ratio, draw_ratio, draw_value),
     lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
-    (
-        (
-            lambda k_a, k_b, n_a, n_b, x: k_a - k_b,
-            "This is Eq. 5 itself. Multiply out <grad log pi(y_a) - grad log pi(y_b), g>.",
-        ),
-        (
-            lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b,
-            "The products of one score gradient with the other are missing, so x does not occur.",
-        ),
-    ),
+    grow(draw_value, draw_value, draw_ratio, draw_ratio, draw_value),
 )
-
 
 # ---------------- 10. a weight of your own
 
@@ -519,50 +313,61 @@ class Worlds:
         self.p, old = logits.softmax(1), (logits + step).softmax(1)  # (100, 6)
         self.exact = self.p * (rewards - (self.p * rewards).sum(1, keepdim=True))  # gradient
         self.rows = torch.cartesian_prod(*[torch.arange(6)] * 3)  # (216, 3)
-        self.odds = old[:, self.rows].prod(2, keepdim=True)  # (100, 216, 1)
+        self.odds = old[:, self.rows].prod(2)  # (100, 216)
         self.s = (self.p / old)[:, self.rows].view(-1, 3)  # (21600, 3)
         self.adv = losses.group_advantages(rewards[:, self.rows].view(-1), 3, "mean").view(-1, 3)
 
-    def cosine(self, w: Tensor) -> float:
-        """Between the exact gradient and the expected update, in the mean over the worlds."""
-        each = self.odds * (w * self.adv).view(100, -1, 3)
-        c = torch.zeros_like(self.p).index_add_(1, self.rows.view(-1), each.view(100, -1))
-        update = c - self.p * c.sum(1, keepdim=True)
-        return float(torch.cosine_similarity(update, self.exact, 1).mean())
+    def measure(self, w: Tensor) -> tuple[float, float]:
+        """How near the expected update is to the exact gradient, and how noisy one group's is.
+
+        The cosine of the two, in the mean over the worlds. And the variance of the update over the
+        squared length of its mean, in the median over the worlds.
+        """
+        each = (w * self.adv).view(100, 216, 3)
+        c = torch.zeros(100, 216, 6, dtype=torch.float64)
+        c = c.scatter_add(2, self.rows.expand(100, -1, -1), each)
+        updates = c - self.p[:, None] * c.sum(2, keepdim=True)  # of every group
+        mean = (self.odds[:, :, None] * updates).sum(1)  # (100, 6)
+        square = (self.odds * updates.square().sum(2)).sum(1) / mean.square().sum(1)
+        cosine = torch.cosine_similarity(mean, self.exact, 1).mean()
+        return float(cosine), float((square - 1).median())
 
 
-WORLDS = Worlds()
+load_worlds = cache(Worlds)
 
 
 def check_weight(answer) -> Iterator[str]:
-    w, adv = numbers(answer), WORLDS.adv
-    if w.shape != adv.shape:
-        yield f"Your weights have shape {tuple(w.shape)}, and s has {tuple(adv.shape)}."
-    tax = ((w - w.roll(1, 1)) * (adv - adv.roll(1, 1))).abs().max() / 2  # of every pair
+    worlds, w = load_worlds(), numbers(answer)
+    if w.shape != worlds.adv.shape:
+        yield f"Your weights have shape {tuple(w.shape)}, and s has {tuple(worlds.adv.shape)}."
+    tax = ((w - w.roll(1, 1)) * (worlds.adv - worlds.adv.roll(1, 1))).abs().max() / 2  # of a pair
     if not tax < 1e-9:
-        yield f"Two answers that share a token leave {tax:.3g} there, and should leave nothing."
-    cosine, bound = WORLDS.cosine(w), WORLDS.cosine(losses.min_replace(WORLDS.s, adv))
+        yield f"Two answers that share a token leave {tax:.3g} there: their weights differ."
+    cosine, bound = (worlds.measure(x)[0] for x in (w, losses.min_replace(worlds.s, worlds.adv)))
     if not cosine > bound + 1e-6:
         yield f"Shared tokens cancel. But the cosine is {cosine:.4f}: at most {bound:.4f} so far."
 
 
+def praise_weight(answer) -> Iterator[str]:
+    worlds = load_worlds()
+    known = {
+        "your weight": numbers(answer),
+        "Min-Replace": losses.min_replace(worlds.s, worlds.adv),
+        "s itself (does not cancel)": worlds.s,
+        "a solution without bias": worlds.s.prod(1, keepdim=True).expand_as(worlds.s),
+    }
+    for name, w in known.items():
+        yield "{:28}cosine {:.4f}   noise {:5.2f}".format(name, *worlds.measure(w))
+    yield "Noise, the price: the variance of a group's update over the squared length of its mean."
+    yield "One weight for a whole group cancels. Which one has a better cosine and less noise?"
+
+
 WEIGHT = Question(
     "weight",
-    inputs=((WORLDS.s.tolist(), WORLDS.adv.tolist()),),
-    mistakes=(
-        (
-            lambda s, adv: s,
-            "This is the sequence ratio as it is: a weight per answer does not cancel everywhere.",
-        ),
-        (
-            losses.adv_orthogonal,
-            "This is Adv-Orthogonal. It does not see tokens that only a part of the group shares.",
-        ),
-    ),
-    call=lambda function, s, adv: function(numbers(s), numbers(adv)),
+    call=lambda function: function(load_worlds().s.clone(), load_worlds().adv.clone()),
     check=check_weight,
+    praise=praise_weight,
 )
-
 
 # ---------------- 11. why is the loss 0
 
@@ -573,71 +378,40 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
     return loss(batch).item(), float(first_coefficients(loss, batch).sum())
 
 
-WITHOUT_G = "c is G times dJ/dlog pi."
-BY_LENGTH = "Long answers count more often: the value is -sum A T / (G L)."
 GRPO_ON_POLICY = Question(
-    "grpo_on_policy",
-    "advantages lengths",
-    (([1.0, -1.0], [1, 2]), *grow(draw_values, draw_lengths)),
-    lambda advantages, lengths: on_policy(losses.grpo, advantages, lengths),
-    (
-        (
-            lambda advantages, lengths: (-sum(advantages) / len(advantages), sum(advantages)),
-            "The value is right. But c of one token has the 1/T_i of its answer.",
-        ),
-        (
-            lambda advantages, lengths: (
-                sum(advantages) / len(advantages),
-                sum(map(truediv, advantages, lengths)),
-            ),
-            "This is the value of J. The loss is -J.",
-        ),
-        (
-            lambda advantages, lengths: (
-                -sum(advantages) / len(advantages),
-                sum(map(truediv, advantages, lengths)) / len(advantages),
-            ),
-            WITHOUT_G,
-        ),
-        (
-            lambda advantages, lengths: (0.0, 0.0),
-            "A loss of 0 may have a gradient. c is G times dJ/dlog pi, and has the answer's 1/T_i.",
-        ),
-    ),
+    "grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), grow(draw_values, draw_lengths)
 )
 DR_GRPO_ON_POLICY = Question(
     "dr_grpo_on_policy",
-    "advantages lengths budget",
-    (([1.0, -1.0], [1, 2], 6), *grow(draw_values, draw_lengths, lambda rng, size: size + 2)),
     lambda *x: on_policy(losses.dr_grpo, *x),
-    (
-        (lambda A, lengths, budget: (0.0, 0.0), BY_LENGTH),
-        (lambda A, lengths, budget: (0.0, sum(A) / budget), BY_LENGTH),
-        (lambda A, lengths, budget: (-sum(A) / len(A) / budget, sum(A) / budget), BY_LENGTH),
-        (
-            lambda A, lengths, budget: (
-                on_policy(losses.dr_grpo, A, lengths, budget)[0],
-                sum(A) / len(A) / budget,
-            ),
-            WITHOUT_G,
-        ),
-    ),
+    grow(draw_values, draw_lengths, lambda rng, size: size + 2),
 )
 NOTHING_IS_LEARNED = Question(
     "nothing_is_learned",
-    "rewards",
-    (([1.0, 0.0],), ([1.0, 1.0],), ([0.0, 0.0],), ([1.0, 1.0, 0.0, 0.0],), ([0.1] * 3,)),
     lambda rewards: not losses.group_advantages(numbers(rewards), len(rewards)).any(),
-    (
-        (
-            lambda rewards: not any(rewards),
-            "All right is like all wrong: there is nothing to compare.",
-        ),
-        (
-            lambda rewards: sum(rewards) in (0, len(rewards)),
-            "Rewards may be any numbers: compare the largest and the smallest.",
-        ),
-    ),
+)
+
+# ---------------- 12. cancel a loss
+
+
+def cancelled(c: list[float], r: list[float]) -> list[float]:
+    """One history, at which all answers take a token, and an empty answer beside them."""
+    batch = start_alike([*r, 1.0], [*c, 0.0], [1] * len(c) + [0])
+    loss = losses.cancel(losses.reinforce(batch), batch, batch.mask.long())
+    return token_coefficients(loss, batch.logp)[:-1, 0].tolist()
+
+
+def expect_without_cancelling(pi, pi_old, c) -> tuple[Tensor, float]:
+    """The expected push of the loss as it was, without a sum over groups. C22: it is the same."""
+    push = numbers(pi_old) * numbers(c)
+    return push - numbers(pi) * push.sum(), 0.0
+
+
+CANCEL = Question("cancel", cancelled, grow(draw_values, draw_ratios))
+OVER_ALL_PAIRS = Question(
+    "over_all_pairs",
+    expect_without_cancelling,
+    grow(draw_probabilities, draw_probabilities, draw_values),
 )
 
 
@@ -655,6 +429,7 @@ EXERCISES = {
     7: Exercise(f"{EXPLAIN} C10", (ADV_ORTHOGONAL, BLIND_SPOT)),
     8: Exercise(f"{EXPLAIN} C15", (LEARNING_TAX,)),
     9: Exercise(f"{EXPLAIN} C14", (COUNTEREXAMPLE, LOG_ODDS)),
-    10: Exercise(f"{EXPLAIN} C15", (WEIGHT,)),
+    10: Exercise(f"{EXPLAIN} C16 C21", (WEIGHT,)),
     11: Exercise(f"{EXPLAIN} loss", (GRPO_ON_POLICY, DR_GRPO_ON_POLICY, NOTHING_IS_LEARNED)),
+    12: Exercise(f"{EXPLAIN} C22 C23", (CANCEL, OVER_ALL_PAIRS)),
 }

@@ -1,225 +1,287 @@
 """Train several methods on several seeds, and compare them.
 
-    python -m experiments.compare --method grpo,gspo+proj,dfpo-min --seeds 5
+    python -m experiments.compare --method grpo,grpo+cancel,dfpo-min --seeds 5 --plot curves.png
+    python -m experiments.compare --method grpo,gspo --lrs 3e-4,1e-3,3e-3
+    python -m experiments.compare --runs runs/*
 
-NAME+proj is the method NAME under --project. A method may have hyperparameters and a learning rate
-of its own, as in gspo:eps_low=0.2,eps_high=0.28,lr=3e-4. Any other flag of train.py holds for all
-runs. Each run is a process of train.py with a directory of its own, OUT/METHOD-sSEED, and a log in
-OUT/.logs. As many run at once as there are cores; on a GPU, one. Runs of one seed share their warm
-start, OUT/start-sSEED. Methods that repair their answers have another one, OUT/start-repair-sSEED,
-because their warm start contains corrections. The same command resumes what was cut off. At the end
-stands the table of curves.py. Choose the learning rates first, on other seeds.
+NAME+cancel is the method NAME with --cancel. A method may have settings of its own, as in
+gspo:eps_low=0.2,eps_high=0.2,lr=3e-4: hyperparameters, or flags of train.py. Every other flag of
+train.py holds for all runs. Each run is a process of train.py, with the directory
+OUT/METHOD-sSEED and a log beside it. The same command goes on with what was cut off, and trains
+nothing twice.
+
+--lrs has each method tried with these learning rates first, on two other seeds. It keeps the one
+with the highest mean reward. --runs trains nothing, and reads runs of train.py.
+
+The table has the mean over seeds and half its 95 % interval (Student's t). Below stand the
+differences to the first method, paired by seed: runs of one seed share their warm start (unless
+only one of them repairs) and the order of their prompts.
+
+    reward        mean over the whole run
+    final         mean over its last 10 steps
+    greedy        held-out accuracy of greedy answers, at the end
+    Steps(0.8)    first step at which the mean of 5 steps is at least 0.8; never: no step is
+    jitter        mean size of the second difference of the reward curve (our definition, because
+                  that of DFPO's paper is not public)
+    drift         the toy's: how far the shares of the openers have moved from the start. It is half
+                  the sum of their changes' sizes; 0.3: 30 % of the answers open otherwise
+    tax           learning tax, mean over the run
+    clipped       share of tokens outside the clip range, mean over the run
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import torch
+from transformers import HfArgumentParser
 
-from experiments.curves import INCIDENTAL, format_table, group_runs, read_run
-from losses import METHODS
-from train import Config, parse
+import train
+from toy.figure import interval
+from train import knob
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-# The settings that change a warm start, next to the seed and to whether the method repairs.
-WARM = ("task", "model", "layers", "width", "data", "train_items")
-WARM += ("warm_steps", "warm_rows", "warm_lr", "repair_references")
+# Flags that do not make a run another experiment.
+INCIDENTAL = ["seed", "out", "resume", "threads", "micro_rows", "fast", "trace"]
 
 
 @dataclass
-class Job:
-    """A run of train.py, or a warm start that runs share: one of 0 steps."""
-
-    folder: Path
-    config: Config
-    args: list[str]  # what train.py is called with; empty if there is nothing left to do
-    start: Path | None = None  # the folder of its warm start
-
-    @property
-    def log(self) -> Path:
-        return self.folder.parent / ".logs" / f"{self.folder.name}.log"
-
-
-def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and those that are for train.py."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what = "methods, comma-separated: NAME, NAME+proj, NAME:KEY=VALUE,lr=VALUE (default grpo)"
-    parser.add_argument("--method", default="grpo", help=what)
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
-    parser.add_argument("--out", default="runs/compare", help="directory (default runs/compare)")
-    options, others = parser.parse_known_args(argv)
-    if options.seeds < 1:
-        sys.exit(f"error: --seeds {options.seeds}: must be at least 1")
-    return options, others
-
-
-def plan(argv: list[str] | None = None) -> list[Job]:
-    """The warm starts and runs that argv asks for, a start before its runs.
-
-    Ends the program, in one line, over arguments that some run would refuse.
-    """
-    options, others = read_options(argv)
-    jobs: dict[Path, Job] = {}
-    asked: list[Config] = []
-    # A comma before KEY= goes on with the settings of a method. Any other ends the method.
-    for variant in re.split(r",(?!\w+=)", options.method):
-        flags = read_variant(variant, others)
-        for seed in range(options.seed, options.seed + options.seeds):
-            folder = Path(options.out, f"{variant.replace(':', ',')}-s{seed}")
-            args = [*flags, "--seed", str(seed)]
-            config, start = parse(args), None
-            settings = replace(config, out="")
-            if settings in asked:
-                sys.exit(f"error: --method {options.method}: {variant} stands there twice")
-            asked.append(settings)
-            if config.model == "scratch" and config.warm_steps:
-                repair = METHODS[config.method].repair and config.task == "arithmetic"
-                start = Path(options.out, f"start-repair-s{seed}" if repair else f"start-s{seed}")
-                if start not in jobs:
-                    jobs[start] = plan_run(start, [*args, "--steps", "0"])
-                args = start_from(start, args, config)
-            jobs[folder] = plan_run(folder, args, start)
-    return list(jobs.values())
-
-
-def read_variant(variant: str, others: list[str]) -> list[str]:
-    """NAME, NAME+proj or NAME:KEY=VALUE,... with the flags for all runs -> flags of train.py."""
-    name, _, settings = variant.partition(":")
-    method, plus, _ = name.partition("+")
-    own = dict(re.findall(r"(\w+)=([^,]+)", settings))
-    understood = method + ("+proj" if plus else "") + (":" if own else "")
-    understood += ",".join("=".join(setting) for setting in own.items())
-    if understood != variant or "=" in name:
-        expected = "NAME or NAME+proj, or with settings of its own NAME:KEY=VALUE,lr=VALUE"
-        sys.exit(f"error: --method {variant}: expected {expected}")
-    flags = [*others, "--method", method, *(["--project"] if plus else [])]
-    if "lr" in own:
-        flags += ["--lr", own.pop("lr")]
-    if own:
-        hyper = dict(text.split("=", 1) for text in parse(flags).hyper) | own  # of all, and its own
-        flags += ["--hyper", *(f"{key}={value}" for key, value in hyper.items())]
-    return flags
-
-
-def start_from(start: Path, args: list[str], before: Config) -> list[str]:
-    """Arguments of the run with the configuration `before`, but from this warm start.
-
-    --model decides which preset train.py takes, so the values of the old one are spelled out.
-    """
-    args = [*args, "--model", str(start.resolve() / "start"), "--warm-steps", "0"]
-    after = parse(args)
-    for name, value in asdict(before).items():
-        if name not in ("model", "warm_steps", "out") and value != getattr(after, name):
-            args += ["--" + name.replace("_", "-"), str(value)]
-    return args
-
-
-def plan_run(folder: Path, args: list[str], start: Path | None = None) -> Job:
-    """All of a run is left to do, or the rest, or nothing. One of other flags is refused."""
-    config = parse(args)
-    if not (folder / "config.json").exists():
-        # What a kill in the first moment left may be empty; train.py goes on with a config.json.
-        return Job(folder, config, [*args, "--out", str(folder)], start)
-    try:
-        run = read_run(folder)
-    except ValueError as error:
-        sys.exit(f"error: {error}; remove it, or choose another --out")
-    for key, value in asdict(config).items():
-        matters = key in WARM if config.steps == 0 else key not in INCIDENTAL
-        if matters and run.config.get(key) != value:
-            was = f"{key} {run.config.get(key)}, not {value}"
-            sys.exit(f"error: {folder} was made with {was}; choose another --out")
-    rest = ["--resume", str(folder), "--micro-rows", str(config.micro_rows)]
-    return Job(folder, config, [] if run.finished else rest, start)
-
-
-def run_all(jobs: list[Job]) -> dict[Path, str]:
-    """Run what is left of the jobs, several at once. Returns folder -> why it failed."""
-    waiting = [job for job in jobs if job.args]
-    running: list[tuple[Job, subprocess.Popen]] = []
-    failures = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < count_at_once(waiting[0].config):
-                job = waiting.pop(0)
-                running.append((job, launch(job)))
-            time.sleep(0.1)
-            for job, process in running:
-                if process.poll() is not None:
-                    if process.returncode:
-                        failures[job.folder] = explain(job, process.returncode)
-                    print(f"{job.folder}: {'failed' if process.returncode else 'done'}", flush=True)
-            running = [pair for pair in running if pair[1].returncode is None]
-    except KeyboardInterrupt:
-        # The processes are in our group and have the signal, too: each saves its step and ends.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for _, process in running:
-            process.wait()
-        sys.exit("stopped; the same command resumes")
-    return failures
-
-
-def launch(job: Job) -> subprocess.Popen:
-    command = [sys.executable, "-u", str(TRAIN), *job.args]
-    try:
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(job.log, "a") as file:
-            print("$", shlex.join(command), file=file, flush=True)
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    except OSError as error:
-        sys.exit(f"error: {job.log} cannot be written: {error.strerror}")
-
-
-def explain(job: Job, code: int) -> str:
-    """The last line that a failed process wrote, and where the others are."""
-    last = job.log.read_text(errors="replace").strip().splitlines()[-1]
-    if code < 0:
-        last = f"killed by {signal.Signals(-code).name}, perhaps for memory"
-    return f"{last}; its log is {job.log}"
-
-
-def count_at_once(config: Config) -> int:
-    """How many runs there are cores for; one on a GPU, and where a run takes all cores."""
-    if torch.cuda.is_available() or not config.threads:
-        return 1
-    known = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
-    return max(1, cores // config.threads)
+class Options:
+    method: str = knob("grpo", "methods, with commas between them")
+    seeds: int = knob(3, "how many seeds")
+    seed: int = knob(0, "the first of them")
+    lrs: str = knob("", "learning rates to try first, with commas between them")
+    out: str = knob("runs/compare", "directory of the runs")
+    at_once: int = knob(0, "runs at a time; 0: one for each core, on a GPU one")
+    runs: list[str] = field(default_factory=list, metadata={"help": "read these, train nothing"})
+    plot: str = knob("", "draw the runs into this file, too")
 
 
 def main(argv: list[str] | None = None):
-    jobs = plan(argv)
-    runs = [job for job in jobs if job.config.steps]
-    needed = {job.start for job in runs if job.args}
-    starts = [job for job in jobs if job.args and job.folder in needed]
-    left = sum(bool(job.args) for job in runs)
-    print(f"{len(runs)} runs, {left} of them to do, from {len(starts)} warm starts", flush=True)
-    failures = run_all(starts)
-    failures |= run_all([job for job in runs if job.start not in failures])
-    if failures:
-        # In the order of the plan, not in that of ending.
-        failed = [job.folder for job in jobs if job.folder in failures]
-        lines = [f"{folder}: {failures[folder]}" for folder in failed]
-        sys.exit("error: " + "\n       ".join(lines))
-    made = [read_run(job.folder) for job in runs]
-    if unfinished := [Path(run.folder).name for run in made if not run.finished]:
-        sys.exit(f"stopped: {', '.join(unfinished)} unfinished; the same command resumes")
-    print("\n" + format_table(group_runs(made)))
+    parser = HfArgumentParser(Options, allow_abbrev=False)
+    options, shared = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    folders = [Path(run) for run in options.runs]
+    if not folders:
+        # A comma before KEY= goes on with the settings of a method. Any other ends the method.
+        variants = re.split(r",(?!\w+=)", options.method)
+        seeds = range(options.seed, options.seed + options.seeds)
+        if options.lrs:
+            variants = choose_rates(variants, seeds, options, shared)
+        folders = sum(train_all(variants, seeds, options, shared).values(), [])
+    for folder in folders:
+        if not finished(folder):
+            print(f"left out: {folder} is not a finished run")
+    frame = read_runs(filter(finished, folders))
+    print(make_tables(compute_outcomes(frame)))
+    if options.plot:
+        draw(frame).savefig(options.plot)
+
+
+# ---------------- making runs
+
+
+def find_flags(variant: str) -> list[str]:
+    """ "gspo+cancel:eps_low=0.2,lr=3e-4" -> what train.py calls that."""
+    name, _, settings = variant.partition(":")
+    method = name.removesuffix("+cancel")
+    flags, hyper = ["--method", method], []
+    if method != name:
+        flags.append("--cancel")
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        if key in asdict(train.Config()):
+            flags += [f"--{key}", value]
+        else:
+            hyper.append(setting)
+    return [*flags, "--hyper", " ".join(hyper)] if hyper else flags
+
+
+def train_all(
+    variants: list[str], seeds: range, options: Options, shared: list[str]
+) -> dict[str, list[Path]]:
+    """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
+    made, todo = {}, {}
+    for variant in variants:
+        name = variant.replace(":", ",")
+        made[variant] = [Path(options.out, f"{name}-s{seed}") for seed in seeds]
+        for folder, seed in zip(made[variant], seeds, strict=True):
+            args = [*shared, *find_flags(variant), "--seed", str(seed)]
+            config = train.parse(args)
+            train.bind_flags(config)  # mistakes end here, before anything runs
+            check_same(folder, asdict(config))
+            if not finished(folder):
+                todo[folder] = args
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    at_once = options.at_once or (1 if torch.cuda.is_available() else os.cpu_count())
+    print(f"{len(todo)} runs to do, {at_once} at once", flush=True)
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            codes = list(pool.map(train_one, todo, todo.values()))
+        except KeyboardInterrupt:  # the runs have it, too; map() cancels those that wait
+            sys.exit("stopped; the same command goes on")
+    if failed := [str(folder) for folder, code in zip(todo, codes, strict=True) if code]:
+        sys.exit(f"error: {', '.join(failed)} failed; a log is beside each, as NAME.log")
+    return made
+
+
+def check_same(folder: Path, asked: dict):
+    """Refuse a run that is there already and was made with other flags."""
+    if (folder / "config.json").exists():
+        for key, was in json.loads((folder / "config.json").read_text()).items():
+            if key not in INCIDENTAL and was != asked.get(key):
+                other = f"{key} {was}, not {asked.get(key)}"
+                sys.exit(f"error: {folder} was made with {other}; choose another --out")
+
+
+def train_one(folder: Path, args: list[str]) -> int:
+    """Returns the process's exit code."""
+    began = (folder / "config.json").exists()
+    args = ["--resume", str(folder)] if began else [*args, "--out", str(folder)]
+    command = [sys.executable, train.__file__, *args]
+    with open(f"{folder}.log", "a") as log:
+        print("$", shlex.join(command), file=log, flush=True)
+        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+
+
+def choose_rates(
+    variants: list[str], seeds: range, options: Options, shared: list[str]
+) -> list[str]:
+    """The variants, each with the learning rate that did best on two seeds after the others."""
+    rates, more = options.lrs.split(","), range(seeds.stop, seeds.stop + 2)
+    tried = [[f"{v}{',' if ':' in v else ':'}lr={rate}" for rate in rates] for v in variants]
+    made = train_all(sum(tried, []), more, options, shared)
+    reward = {v: compute_outcomes(read_runs(made[v]))["reward"].mean() for v in made}
+    print(f"mean reward on seeds {more[0]} and {more[1]}:")
+    print(pd.Series(reward).round(3).to_string())
+    return [max(some, key=reward.get) for some in tried]
+
+
+# ---------------- reading runs
+
+
+def finished(folder: Path) -> bool:
+    """Whether metrics.jsonl has all its lines: the evaluation at step 0, and one for each step."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return False
+    steps = json.loads((folder / "config.json").read_text())["steps"]
+    return metrics.read_text().count("\n") == steps + 1
+
+
+def read_runs(folders: Iterable[Path]) -> pd.DataFrame:
+    """The lines of all metrics.jsonl. Column "method" names all flags in which the runs differ."""
+    configs = {folder: json.loads((folder / "config.json").read_text()) for folder in folders}
+    if not configs:
+        sys.exit("error: there is no finished run to read")
+    flags = pd.DataFrame(configs.values()).drop(columns=[*INCIDENTAL, "method", "cancel"])
+    differing = [key for key in flags if flags[key].nunique() > 1]
+    runs = {}
+    for folder, config in configs.items():
+        label = config["method"] + "+cancel" * config["cancel"]
+        label += "".join(f", {key} {config[key]}" for key in differing if config[key] != "")
+        if (label, config["seed"]) in runs:
+            sys.exit(f"error: {folder} is a second run of {label} with seed {config['seed']}")
+        lines = pd.read_json(folder / "metrics.jsonl", lines=True)
+        openers = lines.filter(regex="^opener ")
+        lines["drift"] = (openers - openers.iloc[0]).abs().sum(axis=1, min_count=1) / 2
+        runs[label, config["seed"]] = lines
+    return pd.concat(runs, names=["method", "seed"]).reset_index(["method", "seed"])
+
+
+def compute_outcomes(frame: pd.DataFrame) -> pd.DataFrame:
+    """What each run came to: a row for each method and seed."""
+
+    outcomes = {}
+    for run, lines in frame.groupby(["method", "seed"], sort=False):
+        steps, last = lines[lines["step"] > 0], lines.iloc[-1]
+        reward = steps["reward"]
+        reached = steps["step"][reward.rolling(5).mean() >= 0.8]
+        outcomes[run] = {
+            "reward": reward.mean(),
+            "final": reward.tail(10).mean(),
+            "greedy": last["greedy"],
+            "Steps(0.8)": reached.min() if len(reached) else math.inf,
+            "jitter": reward.diff().diff().abs().mean(),
+            "drift": last["drift"],
+            "tax": steps["tax"].mean(),
+            "clipped": steps["clip_share"].mean() if "clip_share" in steps else math.nan,
+        }
+    table = pd.DataFrame(outcomes).T.rename_axis(["method", "seed"])
+    return table.dropna(axis="columns", how="all")
+
+
+# ---------------- statistics over seeds
+
+
+def half_interval(values: pd.Series) -> float:
+    """Half of a mean's 95 % interval; nan for a single value."""
+    values = values.dropna()
+    return interval([*values])[1] if len(values) > 1 else math.nan
+
+
+def show(values: pd.Series) -> str:
+    """A cell. An infinite value is a score that a run never reached, so there is no mean."""
+    if never := np.isinf(values).sum():
+        return "never" if never == len(values) else f"never in {never} of {len(values)}"
+    places = 1 if values.name == "Steps(0.8)" else 3
+    return f"{values.mean():.{places}f} +- {half_interval(values):.{places}f}"
+
+
+def make_tables(outcomes: pd.DataFrame) -> str:
+    """Both tables: methods, and differences to the first one over the seeds that both have."""
+
+    def table(runs: pd.DataFrame) -> str:
+        methods = runs.groupby("method", sort=False)
+        cells = methods.agg(show)
+        cells.insert(0, "seeds", methods.size())
+        return cells.T.to_string()
+
+    first = outcomes.index[0][0]
+    base = outcomes.xs(first, level="method").reindex(outcomes.index, level="seed")
+    # Where one of both never reached a score, there is no difference.
+    gaps = (outcomes - base).mask(np.isinf(outcomes + base), math.inf).drop(first, level="method")
+    gaps = gaps.dropna(how="all")
+    if gaps.empty:
+        return table(outcomes)
+    return f"{table(outcomes)}\n\nminus {first}, paired by seed:\n{table(gaps)}"
+
+
+def draw(frame: pd.DataFrame):
+    """A matplotlib Figure: means over seeds, and bands of their 95 % intervals."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "reward": "reward on training prompts, mean of 5 steps",
+        "greedy": "greedy accuracy on held-out problems",
+        "tax": "learning tax, mean of 5 steps",
+        "entropy": "entropy of the next token, nats",
+    }
+    figure = Figure(figsize=(8.3, 6), layout="constrained")
+    for axis, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        values = frame[["method", "seed", "step", key]].dropna()
+        if "mean of 5" in title:
+            runs = values.groupby(["method", "seed"])[key]
+            values[key] = runs.transform(lambda curve: curve.rolling(5, min_periods=1).mean())
+        points = dict(values=key, index="step", columns="method", sort=False)
+        mean = values.pivot_table(**points)
+        half = values.pivot_table(**points, aggfunc=half_interval).reindex_like(mean)
+        mean.plot(ax=axis, title=title, legend=False)
+        for method in mean:
+            low, high = mean[method] - half[method], mean[method] + half[method]
+            axis.fill_between(mean.index, low, high, alpha=0.2)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
 
 
 if __name__ == "__main__":

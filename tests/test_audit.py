@@ -1,7 +1,11 @@
-"""engines/audit.py and engines/shipped.py: the losses of the field, called on our tensors, are
-those of losses.py; and the regimes tell known losses apart."""
+"""The audit's table is what TRL's losses do: for whoever chooses their settings by it.
+
+TRL's own trainers, called by engines/shipped.py, give the value and gradient of losses.py. What is
+left under another sampler is what the importance weights leave (C25).
+"""
 
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -9,103 +13,94 @@ import torch
 import losses
 from claims.evidence import Draw
 from engines import audit
-from engines.shipped import Row, trl_loss, trl_rows, verl_rows
+from engines.shipped import Row, trl_loss, trl_rows
 
-DRAWS = [Draw(0, k) for k in range(12)]
 CLIP = dict(eps_low=0.2, eps_high=0.2)  # the engines' default
-KNOWN = {  # 0 cancels, x does not, in the first four regimes: theory's audit table
-    "reinforce": "0000",
-    "grpo": "0x0x",
-    "token_grpo": "000x",
-    "gspo": "0xxx",
-    "dfpo_min": "0000",
+KNOWN = {  # what is left on-policy, inside the clip, outside it: 0 or not
+    "reinforce": "000",
+    "grpo": "x0x",
+    "token_grpo": "00x",
+    "gspo": "xxx",
+    "dfpo_min": "000",
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_regimes_tell_known_losses_apart(name):
-    hyper = CLIP if name == "gspo" else {}
-    row = Row(name, "losses.py", lambda part, whole: getattr(losses, name)(whole, **hyper))
-    left = [audit.left_over(row, DRAWS, regime) for regime in audit.REGIMES[:4]]
+def test_the_columns_tell_known_losses_apart(name):
+    loss = partial(getattr(losses, name), **CLIP if name == "gspo" else {})
+    row = Row(name, "losses.py", lambda case: loss(case.batch))
+    left = [audit.left_over(row, column) for column in list(audit.COLUMNS)[:3]]
     assert "".join("0" if x < 1e-9 else "x" for x in left) == KNOWN[name]
     assert all(x < 1e-9 or x > 1e-3 for x in left)
 
 
-def test_torn_groups_show_a_normaliser_of_the_micro_batch():
-    def summed(part, whole):
-        return -((part.logp - part.logp_old).exp() * part.adv * part.mask).sum()
-
-    def own_mean(part, whole):
-        return summed(part, whole) / part.mask.sum()
-
-    rows = [Row("", "", loss) for loss in (summed, own_mean)]
-    several = [DRAWS[8], DRAWS[11]]  # halves of these would leave groups whole
-    whole, torn = (
-        [audit.left_over(row, several, audit.REGIMES[k]) for row in rows] for k in (1, 4)
-    )
-    assert max(whole) < 1e-9
-    assert torn[0] < 1e-9 and torn[1] > 0.003
+def rloo(batch):
+    """TRL's: plain product, one clip an answer, and A against the mean of the others."""
+    s, adv = losses.sequence_ratio(batch, "product"), losses.trajectory_advantage(batch)
+    adv = adv * batch.group_size / (batch.group_size - 1)
+    return -torch.minimum(s * adv, s.clamp(0.8, 1.2) * adv).mean()
 
 
-def trl(loss_type, low=0.2, high=0.2, level="token", **more):
-    """TRL's own, with settings that trl_rows do not have."""
-    clip = {"epsilon_low": low, "epsilon_high": high, "loss_type": loss_type}
-    settings = clip | {"importance_sampling_level": level} | more
-    return lambda part, whole: trl_loss(settings, part, whole)
+def trl(loss_type, **settings):
+    """TRL's own, with settings that the table does not have."""
+    return partial(trl_loss, "GRPO", False, {"loss_type": loss_type} | settings)
 
 
-# A loss of losses.py, and a row of an engine's table or a loss with other settings.
-TWINS = {
-    "trl": [
-        (losses.grpo, {}, "grpo, token"),
-        (losses.gspo, CLIP, "grpo, sequence"),
-        (losses.dr_grpo, {}, "dr_grpo, token"),
-        (losses.token_grpo, CLIP, "dapo, token"),
-        (losses.cispo, {}, "cispo, token, epsilon_high 5"),
-        (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, trl("grpo", 0.1, 0.4)),
-        (losses.grpo, {"kl": 0.04}, trl("grpo", beta=0.04, use_bias_correction_kl=False)),
-        (losses.dapo, {}, trl("dapo", high=0.28)),
-        (losses.gspo, {}, trl("grpo", 3e-4, 4e-4, "sequence")),
-        # TRL's epsilon_high is the bound itself, and 0.2 is its default: no weight is above 0.2.
-        (losses.cispo, {"eps_high": 0.2 - 1}, trl("cispo")),
-    ],
-    "verl": [
-        (losses.token_grpo, CLIP, "vanilla, token-mean"),
-        (losses.grpo, {}, "vanilla, seq-mean-token-mean"),
-        (losses.gspo, CLIP, "gspo, seq-mean-token-mean"),
-        (losses.cispo, CLIP, "cispo, token-mean"),
-    ],
-}
+GSPO = dict(epsilon=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence")
+TWINS = [
+    (losses.grpo, {}, "grpo, token"),
+    (losses.gspo, CLIP, "grpo, sequence"),
+    (losses.dr_grpo, {}, "dr_grpo, token"),
+    (losses.token_grpo, CLIP, "dapo, token"),
+    (losses.cispo, {}, "cispo, token, epsilon_high 5"),
+    (rloo, {}, "RLOO"),
+    (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, trl("grpo", epsilon=0.1, epsilon_high=0.4)),
+    (losses.gspo, {}, trl("grpo", **GSPO)),
+    (losses.off_policy_mask, {}, trl("grpo", off_policy_mask_threshold=0.1)),
+    # TRL's epsilon_high is the bound itself, and 0.2 is its default: no weight is above 0.2.
+    (losses.cispo, {"eps_high": 0.2 - 1}, trl("cispo")),
+]
 
 
-@pytest.mark.parametrize("regime", [audit.REGIMES[1], audit.Regime("off-policy", spread=0.5)])
-@pytest.mark.parametrize("engine", TWINS)
-def test_value_and_gradient_are_those_of_losses(engine, regime):
-    pytest.importorskip(engine, reason=f"{engine} is an extra")
-    rows = {row.name: row for row in {"trl": trl_rows, "verl": verl_rows}[engine]()}
-    assert all(":" in row.where for row in rows.values())
-    for ours, hyper, name in TWINS[engine]:
-        theirs = name if callable(name) else rows[name].loss
-        for draw in DRAWS:
-            b = audit.whole_batch(draw, regime)
-            kept = 1.0
-            if ours is losses.dapo:  # TRL's mean counts the tokens of groups without an advantage
-                groups = torch.as_tensor(draw.adv).view(-1, draw.G)
-                mixed = groups.any(1).repeat_interleave(draw.G)  # (N,)
-                kept = b.mask[mixed].sum() / b.mask.sum()
-            is_whole = callable(name) or draw.N % 2
-            parts = [b] if is_whole else audit.micro_batches(b, 2)
-            pair = kept * ours(b, **hyper), sum(theirs(part, b) for part in parts)
-            grads = [torch.autograd.grad(loss, b.logp)[0] for loss in pair]
+@pytest.mark.parametrize("spread", (0.0, 0.5))
+def test_value_and_gradient_are_those_of_losses(spread):
+    rows = {row.name: row.loss for row in trl_rows()}
+    for ours, hyper, name in TWINS:
+        theirs = name if callable(name) else rows[name]
+        for draw in (Draw(0, k) for k in range(12)):
+            case = audit.tree_case(draw, spread, 0.0, micro_batches=1 + (draw.N % 2 == 0))
+            pair = ours(case.batch, **hyper), theirs(case)
+            grads = [torch.autograd.grad(loss, case.batch.logp)[0] for loss in pair]
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-9)
             torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-9)
             assert grads[0].abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("engine", TWINS)
-def test_a_missing_engine_is_named_with_its_extra(engine):
+WEIGHTS = {  # of an answer or a token, by its u = pi / pi_sampler; and what C25 says for tau = 1
+    "sequence_mask": (lambda u: u * (u <= 3), 0.251),
+    "sequence_truncate": (lambda u: u.clamp(max=3), 0.253),
+    "token_truncate": (lambda u: u.clamp(max=3), 0.0),
+}
+
+
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_another_sampler_leaves_what_its_weights_leave(mode):
+    case, (weight, published) = audit.sampled_case(2500), WEIGHTS[mode]
+    row = next(row for row in trl_rows() if row.name == f"dapo, vLLM {mode}")
+    u = (case.batch.logp - case.sampler).detach()
+    u = (u.sum(1) if "sequence" in mode else u[:, 0]).exp()
+    c = (weight(u) * case.batch.adv[:, 0]).view(-1, audit.GROUP_SIZE)
+    expected = (c.sum(1).abs() / c.abs().sum(1)).mean().item()
+    found = audit.left_over(row, "another sampler, 2,500 tokens")
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert found == pytest.approx(published, abs=0.05)  # 128 groups
+    assert row.by_default == (mode == "sequence_mask")
+
+
+@pytest.mark.parametrize("engine", ("trl", "verl"))
+def test_a_missing_engine_is_named(engine):
     if importlib.util.find_spec(engine):
         pytest.skip("it is installed")
     with pytest.raises(SystemExit) as stop:
         audit.main([engine])
-    assert f"pip install -e '.[{engine}]'" in stop.value.code
+    assert f"pip install {engine}" in stop.value.code

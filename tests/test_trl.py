@@ -1,19 +1,22 @@
-"""engines/trl.py against losses.py: real training runs, with gradients computed once more here.
+"""A run of TRL with a method of ours is losses.py on whole batches: for those who train with TRL.
 
-A run is TRL's own `train()`: its generation, scoring, accumulation and processes. What it leaves in
+A run is TRL's own `train()`: its generation, rewards, accumulation and processes. What it leaves in
 param.grad before each optimiser step must be the gradient of losses.py on all answers of that step,
-scored by naive.py. As a script (`accelerate launch tests/test_trl.py MODEL OUT`) this file is one
-process of a run of several.
+scored by naive.py, and what it logs must be what naive.py finds. As a script (`accelerate launch
+tests/test_trl.py MODEL OUT`) this file is one process of a run of several.
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -24,27 +27,30 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
-from llm.gsm8k import GSM8K
-from losses import METHODS, Batch, Method, OldPolicy, bind, group_advantages
-from train import Config, load_policy
+from losses import METHODS, Batch, Method, OldPolicy, group_advantages
+from train import Config, bind, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import merge_fsdp_weights  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from engines import gsm8k_trl  # noqa: E402
+from engines import example  # noqa: E402
+from engines.siblings import has_sibling  # noqa: E402
 from engines.trl import Trainer, log_learning_tax, method_for  # noqa: E402
 
-G, L, TEMPERATURE = 4, 8, 0.5  # so cold that some answers begin alike
+G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
+TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
+MEAN_SCALED = [name for name, m in METHODS.items() if m.scale == "mean"]
 HONOURED = [name for name, m in METHODS.items() if not m.needs_scores and not m.repair]
 # After one step of the optimiser, tokens lie on both sides of these.
 CLIPS = {"eps_low": 0.15, "eps_high": 0.2}
 HYPER = {"gspo": {"eps_low": 0.5, "eps_high": 0.6}, "advantage-reweighting": CLIPS | {"alpha": 0.7}}
 HYPER |= dict.fromkeys(("dfpo-min", "dfpo-orthogonal", "recentred", "reinforce"), {})
+HYPER["off-policy-mask"] = CLIPS | {"delta": 0.01}
 # TRL's own losses and ours, but for a constant factor. With group means and the std all three. The
 # second step leaves their clip at shared tokens, too.
 NARROW = {"eps_low": 0.01, "eps_high": 0.01}
@@ -54,9 +60,26 @@ NEAR = dict(rtol=1e-5, atol=1e-4)  # a group of equal rewards is 0 here, and nea
 LONG = pytest.mark.skipif(not os.environ.get("LONG"), reason="the full grid: LONG=1")
 
 
-def reward(completion_ids, **_):
-    """Of the ids alone, and equal within some groups: no answer is right, but they differ."""
+# Rewards are of the ids alone, and equal within some groups. Some answers have only one of them.
+WEIGHTS = [0.75, 0.5]
+
+
+def by_sum(completion_ids, **_):
     return [float(sum(ids) % 3) if ids[0] % 4 else 0.1 for ids in completion_ids]
+
+
+def by_length(completion_ids, **_):
+    return [len(ids) % 2 * 1.0 if ids[0] % 4 == 1 else None for ids in completion_ids]
+
+
+def total(answers):
+    pairs = zip(by_sum(answers), by_length(answers), strict=True)
+    return torch.tensor([WEIGHTS[0] * a + WEIGHTS[1] * (b or 0.0) for a, b in pairs])
+
+
+def gap(token):
+    """log pi_sampler / pi of an engine with other numerics, which cannot score every token."""
+    return None if token % 5 == 0 else 0.3 * math.sin(token)
 
 
 class Record(TrainerCallback):
@@ -96,7 +119,7 @@ def full(x):
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
 
 
-def make(model, method=None, tools=None, hyper=None, project=False, **options):
+def make(model, method=None, hyper=None, cancel=False, tools=None, **options):
     """Our trainer of a model or the one at a path; TRL's own without a method."""
     config = dict(
         output_dir=tempfile.gettempdir(),
@@ -116,20 +139,21 @@ def make(model, method=None, tools=None, hyper=None, project=False, **options):
         gradient_accumulation_steps=2,
         num_generations=G,
         max_completion_length=L,
-        scale_rewards="none" if method and METHODS[method].scale == "mean" else "group",
+        generation_kwargs={"max_new_tokens": LONGEST},
+        reward_weights=WEIGHTS,
+        scale_rewards="none" if method in MEAN_SCALED else "group",
         gradient_checkpointing=False,
         use_bias_correction_kl=False,
     )
-    dropout = options.pop("dropout", 0.0)
     if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model, attention_dropout=dropout)
-    ours = {"method": method, "hyper": hyper, "project": project} if method else {}
-    config = GRPOConfig(**config | options)
-    data = Dataset.from_list(PROMPTS)
-    return (Trainer if method else GRPOTrainer)(model, reward, config, data, tools=tools, **ours)
+        model = AutoModelForCausalLM.from_pretrained(model)
+    ours = {"method": method, "hyper": hyper, "cancel": cancel} if method else {}
+    config, data = GRPOConfig(**config | options), Dataset.from_list(PROMPTS)
+    trainer = Trainer if method else GRPOTrainer
+    return trainer(model, [by_sum, by_length], config, data, tools=tools, **ours)
 
 
-def run(path, name, **options):
+def run(path, name, sampler=False, **options):
     """Train: a method, a method on a sharded model, or TRL's own. The steps, their log, model."""
     kind, _, method = name.rpartition(" ")
     if kind == "TRL's":
@@ -140,9 +164,22 @@ def run(path, name, **options):
         trainer = make(model, method, hyper=HYPER.get(method, CLIPS), **options)
     if kind == "sharded":
         trainer.accelerator.prepare_model = lambda model, **_: model  # no DDP around it
+    if sampler:
+        trainer._generate_single_turn = partial(hand_on, path, trainer._generate_single_turn)
     record = Record(trainer)
     trainer.train()
     return record.steps, trainer.state.log_history[:-1], trainer.model
+
+
+def hand_on(path, generate, prompts, *rest):
+    """TRL's answers, with the log-probs that another sampler would hand on, as vLLM does."""
+    answers, _ = generate(prompts, *rest)
+    policy = load_policy(Config(), None, path)
+    found = []
+    for row, y in zip(naive.log_probs(policy, prompts, answers, TEMPERATURE), answers, strict=True):
+        pairs = zip(row.tolist(), map(gap, y), strict=True)
+        found.append([None if x is None else logp + x for logp, x in pairs])
+    return answers, found
 
 
 def shard(path):
@@ -174,9 +211,11 @@ def again(path, steps, name, options):
         ref, logp = score(start).detach(), score(parameters)
         # With one iteration each step has answers of its own, else all are of the start.
         old = logp.detach() if options.get("num_iterations") == 1 else ref
+        if options.get("sampler") and method == "recentred":
+            old = old + padded([torch.tensor([gap(i) or 0.0 for i in x]) for x in answers])
         tokens = padded([torch.tensor(x) for x in answers])
         mask = padded([torch.ones(len(x), dtype=torch.bool) for x in answers])
-        A, rewards = torch.stack(A), torch.tensor(reward(answers))
+        A, rewards = torch.stack(A), total(answers)
         if name not in OWN:  # TRL shuffles its rows, ours stay in their groups
             assert all(prompts[i] == prompts[i - i % G] for i in range(len(rows)))
             by_trl, A = A, group_advantages(rewards, G, rule.scale)
@@ -184,20 +223,40 @@ def again(path, steps, name, options):
         adv = A[:, None].expand_as(logp)
         if rule.credit:
             adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
-        loss = rule.passes[k % len(rule.passes)](Batch(logp, old, adv, mask, G, L, ref))
-        surrogate = loss
-        if options.get("project"):
-            nodes = losses.prefix_nodes(tokens, mask, G)
-            surrogate = losses.project(loss, logp, A, nodes, mask)
-        c = losses.token_coefficients(surrogate, logp).tolist()
-        surrogate.backward()
+        batch = Batch(logp, old, adv, mask, G, L, ref)
+        loss = rule.passes[k % len(rule.passes)](batch)
+        c = losses.token_coefficients(loss, logp)
+        unit = (c / (logp - old).exp()).tolist()
+        if options.get("cancel"):
+            loss = losses.cancel(loss, batch, losses.prefix_nodes(tokens, mask, G))
+            c = losses.token_coefficients(loss, logp)
+        loss.backward()
         # In one group, because prompts tell groups apart; on prompts nothing pushes.
-        pushes = [[0.0] * len(x) + row for x, row in zip(prompts, c, strict=True)]
+        pushes = [[0.0] * len(x) + row for x, row in zip(prompts, c.tolist(), strict=True)]
         whole = [x + y for x, y in zip(prompts, answers, strict=True)]
         log = {"learning_tax": naive.tax(pushes, whole, A.tolist(), len(rows))}
+        log |= cancelling(unit, prompts, answers)
         if name not in OWN:
             log["loss"] = loss.item()
         yield {k: v.grad for k, v in policy.model.named_parameters()}, log
+
+
+def cancelling(unit, prompts, answers):
+    """engines.trl.what_cancelling_does, one history at a time."""
+    visits = defaultdict(list)
+    for prompt, answer, row in zip(prompts, answers, unit, strict=True):
+        for t in range(len(answer)):
+            visits[str(prompt), str(answer[:t])].append(row[t])
+    shared = [u for u in visits.values() if len(u) > 1]
+    before = after = products = 0.0
+    for pushes in shared:
+        for push in pushes:
+            others = (sum(pushes) - push) / (len(pushes) - 1)
+            before += push**2
+            products += push * others
+            after += (push - others) ** 2
+    told = {"sibling_share": sum(map(len, shared)) / sum(map(len, answers))}
+    return told | {"cancelling_t": products / before, "cancelling_noise": after / before}
 
 
 def padded(rows):
@@ -205,13 +264,18 @@ def padded(rows):
 
 
 def assert_same(path, steps, history, name, **options):
-    """Value, gradient and tax of each step. Of TRL's own losses only the tax."""
+    """Value, gradient and numbers of each step. Of TRL's own losses only the numbers."""
     for step, line, (ours, log) in zip(
         steps, history, again(path, steps, name, options), strict=True
     ):
-        assert {k: line[k] for k in log} == pytest.approx(log, rel=1e-5, abs=1e-6)
+        loss = log.pop("loss", None)
+        assert {k: line[k] for k in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
         assert line["entropy"] > 0.1
+        assert (
+            max(len(answer) for _, answer, _ in step[2]) < L or "max_completion_length" in options
+        )
         if name not in OWN:
+            assert line["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
             pair = step[1], ours
             a, b = (torch.cat([g[k].flatten() for k in sorted(ours)]).double() for g in pair)
             assert b.norm() > 1e-4
@@ -234,11 +298,13 @@ def split(micro, accumulate, pieces, **options):
 CASES = [(name, {}) for name in HONOURED]
 for pieces in ((2, 4, 4), (4, 1, 2), (2, 2, 4)):  # micro-batches of 2 rows tear groups of 4
     CASES.append(("dfpo-orthogonal", split(*pieces)))
-    CASES.append(("pos-only", split(*pieces, project=True)))
-CASES += [("grpo", dict(beta=0.3, num_iterations=k)) for k in (1, 2)]
+    CASES.append(("gspo", split(*pieces, cancel=True)))
+CASES += [("grpo", dict(beta=0.3, num_iterations=k, cancel=k == 2)) for k in (1, 2)]
+CASES += [(name, dict(sampler=True)) for name in ("recentred", "dr-grpo")]
 for name in OWN:  # a step on one generation, on half of one, and on two
     CASES += [(name, split(4, 2, 2)), (name, split(4, 2, 4))]
-    CASES.append((name, split(4, 4, 2, num_iterations=1)))
+    if name != "TRL's dapo":  # it divides each generation by its own tokens
+        CASES.append((name, split(4, 4, 2, num_iterations=1)))
 
 
 @pytest.mark.parametrize("name, options", CASES, ids=str)
@@ -248,7 +314,7 @@ def test_a_run_is_losses_py_on_whole_batches(qwen_path, name, options):
 
 
 def test_the_measured_run_is_the_run_without(qwen_path):
-    """Same answers, same weights to the last bit, same log but for one more entry."""
+    """Same answers, same weights to the last bit, same log but for what is measured."""
     ends = []
     for measured in (False, True):
         trainer = make(qwen_path, loss_type="dapo")
@@ -260,8 +326,7 @@ def test_the_measured_run_is_the_run_without(qwen_path):
         ends.append((trainer.model.state_dict(), lines[:2]))
     (weights, plain), (same, logged) = ends
     assert all(torch.equal(weights[k], same[k]) for k in weights)
-    assert all(line.pop("learning_tax") >= 0 for line in logged)
-    assert plain == logged
+    assert plain == [{k: line[k] for k in old} for line, old in zip(logged, plain, strict=True)]
 
 
 def test_evaluation_is_the_loss_of_losses(qwen_path):
@@ -270,95 +335,114 @@ def test_evaluation_is_the_loss_of_losses(qwen_path):
     trainer._loss = lambda *x: seen.append(x) or Trainer._loss(trainer, *x)
     eval_loss = trainer.evaluate(Dataset.from_list(PROMPTS[:4]))["eval_loss"]
     ((logp, (rows,), _),) = seen
-    mask, rewards = rows["completion_mask"].bool(), rows["rewards"]
+    mask, rewards = rows["completion_mask"].bool(), total(ids_of(rows, "completion"))
     adv = group_advantages(rewards, 2)[:, None].expand_as(logp)
     expected = losses.reinforce(Batch(logp, logp, adv, mask, 2, L))
     assert eval_loss == pytest.approx(expected.item(), rel=1e-6) and abs(eval_loss) > 1e-3
 
 
-REFUSED = {
-    "no hidden states": dict(method="nthr"),
-    "no second rollout": dict(method="ibpo"),
-    "hyperparameter": dict(hyper={"eps": 0.1}),
-    "TRL's clip": dict(epsilon=0.1),
-    "TRL's loss": dict(loss_type="grpo"),
-    "TRL's advantages": dict(method="dr-grpo", scale_rewards="group"),
-    "step of two generations": dict(steps_per_generation=3),
-    "torn groups": dict(per_device_train_batch_size=3, steps_per_generation=4),
-    "half of two passes": dict(method="lopti", num_iterations=1),
-    "beta without a KL term": dict(method="gspo", beta=0.1),
-    "beta, projected": dict(beta=0.1, project=True),
-    "another KL": dict(beta=0.1, use_bias_correction_kl=True),
-    "vLLM's correction": dict(use_vllm=True),
-    "dropout": dict(dropout=0.1),
-    "tools": dict(tools=[print]),
-    "FSDP that would not shard": dict(fsdp="true"),
-}
+REFUSED = [  # what a user gets wrong, and what the line names
+    (dict(method="nthr"), "--method nthr"),
+    (dict(method="ibpo"), "--method ibpo"),
+    (dict(method="grp"), "grp"),
+    (dict(hyper={"eps": 0.1}), "eps"),
+    (dict(hyper={"kl": 0.1}), "--beta"),
+    (dict(method="dr-grpo", scale_rewards="group"), "--scale_rewards none"),
+    (dict(scale_rewards="batch"), "--scale_rewards group"),
+    (dict(steps_per_generation=3), "--steps_per_generation"),
+    (dict(per_device_train_batch_size=3, steps_per_generation=4), "--num_generations 4"),
+    (dict(method="lopti", num_iterations=1), "--num_iterations 2"),
+    (dict(method="lopti", steps_per_generation=4), "--steps_per_generation"),
+    (dict(method="gspo", beta=0.1), "--beta 0.1"),
+    (dict(beta=0.1, use_bias_correction_kl=True), "--use_bias_correction_kl False"),
+    (dict(use_vllm=True), "--vllm_importance_sampling_correction False"),
+    (dict(tools=[print]), "tools"),
+    (dict(fsdp="true"), "FSDP"),
+    (dict(dropout="attention_dropout"), "dropout"),
+    (dict(dropout="added"), "added"),
+]
+# Ours has its own. So these would have no effect.
+OF_TRL = dict(loss_type="grpo", epsilon=0.1, epsilon_high=0.3, delta=2.0, entropy_coef=0.1)
+OF_TRL |= dict(importance_sampling_level="sequence", top_entropy_quantile=0.5)
+OF_TRL |= dict(off_policy_mask_threshold=0.1, mask_truncated_completions=True)
+OF_TRL |= dict(multi_objective_aggregation="normalize_then_sum", use_adaptive_entropy=True)
+REFUSED += [({name: value}, f"--{name} {value}") for name, value in OF_TRL.items()]
 
 
-@pytest.mark.parametrize("options", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_honoured_is_refused_at_start_in_one_line(qwen_path, options, monkeypatch):
-    options = {"method": "grpo", "fsdp": "false"} | options
+@pytest.mark.parametrize("options, said", REFUSED, ids=str)
+def test_a_wrong_setting_is_refused_in_one_line(qwen_path, options, said, monkeypatch):
+    options, model = {"method": "grpo", "fsdp": "false"} | options, qwen_path
     monkeypatch.setenv("ACCELERATE_USE_FSDP", options.pop("fsdp"))
+    if dropout := options.pop("dropout", ""):
+        rate = {dropout: 0.1} if dropout != "added" else {}
+        model = AutoModelForCausalLM.from_pretrained(qwen_path, **rate)
+        model.added = torch.nn.Dropout(0.1 if dropout == "added" else 0.0)
     with pytest.raises(ValueError) as error:
-        make(qwen_path, **options)
-    # By us: the last frame is ours.
-    assert error.traceback[-1].path.parent.name == "engines" or "hyper" in str(error.value)
-    assert "\n" not in str(error.value)
+        make(model, **options)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert error.traceback[-1].path.parent != Path(sys.modules["trl"].__file__).parent / "trainer"
+
+
+@pytest.mark.parametrize("bad", (None, math.nan, math.inf))
+def test_an_answer_without_a_reward_is_refused(qwen_path, bad):
+    trainer = make(qwen_path, "grpo")
+    trainer.reward_funcs = [
+        lambda completion_ids, **_: [bad, *[1.0] * (len(completion_ids) - 1)]
+    ] * 2
+    with pytest.raises(ValueError, match="each answer needs a number"):
+        trainer.train()
 
 
 def test_processes_that_train_alone_are_refused(qwen_path, monkeypatch):
     config = make(qwen_path, "grpo").args
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started"):
-        method_for(config, "grpo", {}, False)
+        method_for(config, "grpo", {})
 
 
-def test_an_answer_without_a_reward_is_refused(qwen_path):
-    trainer = make(qwen_path, "grpo")
-    trainer.reward_funcs = [lambda completions, **_: [None] * len(completions)]
-    with pytest.raises(ValueError, match="returned None for an answer"):
-        trainer.train()
+def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for flags in ([], ["--method", "trl", "--max_steps", "10"]):
+        example.main(flags)
+        lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step ")]
+        values = [[float(part.split()[-1]) for part in line.split(",")] for line in lines]
+        assert len(lines) == (2 if flags else 12) and all(len(row) == 5 for row in values)
+        assert 0 < values[-1][2] < 1 and values[-1][0] > values[0][0] + 0.02
+    assert values[0][1] == 0 and AutoModelForCausalLM.from_pretrained("out").num_parameters() > 1000
+    with pytest.raises(
+        SystemExit, match="^error: this method's advantages need --scale_rewards none$"
+    ):
+        example.main(["--method", "dr-grpo"])
 
 
-GSM8K_FLAGS = """--use_cpu --bf16 False --report_to none --save_strategy no --max_steps 1
-    --num_generations 4 --per_device_train_batch_size 4 --max_completion_length 4
-    --gradient_checkpointing False""".split()
+def test_a_file_that_hides_ours_is_named(tmp_path):
+    (tmp_path / "train.py").write_text("raise AssertionError('not this one')")
+    done = subprocess.run(
+        [sys.executable, "-c", "import engines.trl"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError") and str(tmp_path / "train.py") in last
 
 
-def test_gsm8k_has_train_pys_prompts_and_verifier(qwen_path, small_gsm8k, tmp_path):
-    where = ["--model", qwen_path, "--data", small_gsm8k, "--output_dir", str(tmp_path)]
-    flags = [*GSM8K_FLAGS, *where, "--hyper", "eps_high=0.3", "--projection", "True"]
-    trainer = gsm8k_trl.make_trainer(*gsm8k_trl.parse(flags))
-    assert trainer.method.passes[0].keywords == {"eps_high": 0.3} and trainer.project
-    task, tokenizer = GSM8K(small_gsm8k), AutoTokenizer.from_pretrained(qwen_path)
-    ids = [tokenizer(x)["input_ids"] for x in trainer.train_dataset["prompt"]]
-    assert ids == task.encode(tokenizer, task.train)
-    item = task.train[0]
-    texts = [f"#### {item.answer}", f"#### {item.answer}9"]
-    answers = [tokenizer(x)["input_ids"] + [tokenizer.eos_token_id] for x in texts]
-    assert trainer.reward_funcs[0](answers, [item.answer] * 2) == [1.0, 0.0]
-    gsm8k_trl.main([*GSM8K_FLAGS, *where, "--method", "dfpo-orthogonal"])
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 1000
+def test_siblings_are_counted_up_to_the_end():
+    """Answers 5 6 end, 5 6 7 8 and 5 9 9 end: who takes a token after the same words?"""
+    answers = torch.tensor([[1, 5, 6, 2, 5], [1, 5, 6, 7, 8], [1, 5, 9, 9, 3]])
+    config = SimpleNamespace(eos_token_id=[2, 3])
+    model = SimpleNamespace(
+        device="cpu", generation_config=config, generate=lambda *_, **__: answers
+    )
 
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text, **_):
+            return {"input_ids": torch.tensor([[1]])}
 
-@pytest.mark.parametrize(
-    "flags, reason",
-    [
-        ("--method ibpo", "second rollout"),
-        ("--hyper eps", "NAME=VALUE"),
-        ("--data /no", "not a file"),
-        ("--data DATA --model /no", "/no"),
-        ("--num_generations 8", "8"),
-        ("--max_step 2", "--max_step"),
-        ("--learning_rate high", "--learning_rate"),
-    ],
-)
-def test_a_wrong_flag_ends_in_one_line(small_gsm8k, capsys, flags, reason):
-    with pytest.raises(SystemExit) as stop:
-        gsm8k_trl.main([*GSM8K_FLAGS, *flags.replace("DATA", small_gsm8k).split()])
-    line = capsys.readouterr().err.splitlines()[-1] if stop.value.code == 2 else stop.value.code
-    assert "error: " in line and reason in line and "\n" not in line
+    shared, mask = has_sibling(model, Tokenizer(chat_template=None), "", 3, 4, 1.0)
+    assert mask.tolist() == [[True] * 3 + [False], [True] * 4, [True] * 4]
+    assert shared.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
 
 
 SHARDED = ["sharded grpo", "sharded pos-only"]  # L is in neither
@@ -381,11 +465,11 @@ def test_two_processes(qwen_path, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     for name, accumulate in RUNS:
         mine, theirs = (torch.load(tmp_path / f"{name}-{accumulate}-{k}.pt") for k in range(2))
-        steps, history = mine
+        steps, history, options = mine
         for step, other in zip(steps, theirs[0], strict=True):
             assert all(torch.equal(step[1][k], other[1][k]) for k in step[1])
             step[2].extend(other[2])
-        assert_same(qwen_path, steps, history, name)
+        assert_same(qwen_path, steps, history, name, **options)
     # What each process wrote of its own shards opens in one.
     merge_fsdp_weights(str(tmp_path / "shards"), str(tmp_path))
     opened = load_file(tmp_path / "model.safetensors")
@@ -399,8 +483,9 @@ def one_process(path: str, out: Path):
         if name in SHARDED:  # few and long: one process has its last token long before the other
             size = 2 // accumulate
             options = split(size, accumulate, accumulate, max_completion_length=40)
+            options["generation_kwargs"] = None
         *result, model = run(path, name, **options)
-        torch.save(result, out / f"{name}-{accumulate}-{os.environ['RANK']}.pt")
+        torch.save((*result, options), out / f"{name}-{accumulate}-{os.environ['RANK']}.pt")
     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=out / "shards")
     torch.save({k: full(v) for k, v in model.named_parameters()}, out / "whole.pt")
 

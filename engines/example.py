@@ -1,0 +1,136 @@
+"""Group-relative RL with TRL, on data of your own: copy this file, and change ROWS and reward.
+
+    python -m engines.example                  # a tiny random model, on a CPU: half a minute
+    python -m engines.example --method trl     # TRL's own loss, measured by the same numbers
+    python -m engines.example --model Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6
+
+All flags of TRL's GRPOConfig are accepted. --num_generations is G, --max_completion_length is L.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PrinterCallback,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from engines.trl import Trainer, log_learning_tax
+from losses import METHODS
+from toy.arithmetic import Arithmetic
+
+# TRL hands every column but the prompt to the reward function.
+ROWS = [
+    {"prompt": "1+2=", "answer": "3"},
+    {"prompt": "2+2=", "answer": "4"},
+    {"prompt": "3+4=", "answer": "7"},
+    {"prompt": "5+1=", "answer": "6"},
+    {"prompt": "4+5=", "answer": "9"},
+    {"prompt": "6+2=", "answer": "8"},
+    {"prompt": "0+5=", "answer": "5"},
+    {"prompt": "1+1=", "answer": "2"},
+    {"prompt": "0+1=", "answer": "1"},
+    {"prompt": "7+2=", "answer": "9"},
+]
+
+
+def reward(completions: list[str], answer: list[str], **_) -> list[float]:
+    """One number for each answer: half for the right start, half for stopping there."""
+    pairs = list(zip(completions, answer, strict=True))
+    return [0.5 * text.startswith(right) + 0.5 * (text == right) for text, right in pairs]
+
+
+@dataclass
+class Options:
+    model: str = field(default="", metadata={"help": "directory or hub id; none: tiny and random"})
+    method: str = field(
+        default="grpo", metadata={"help": f"trl for its own loss, or {', '.join(METHODS)}"}
+    )
+    hyper: str = field(default="", metadata={"help": "of the method: eps_low=.1 eps_high=.3"})
+    cancel: bool = field(
+        default=False, metadata={"help": "cancel at every history (losses.cancel)"}
+    )
+
+
+CPU = {"use_cpu": True, "bf16": False}
+ALWAYS = {"report_to": "none", "save_strategy": "no", "logging_steps": 5, "disable_tqdm": True}
+TINY = {"max_steps": 60, "learning_rate": 3e-3, "max_completion_length": 6}
+TINY |= {"per_device_train_batch_size": 80, "gradient_checkpointing": False}
+
+
+def parse(argv: list[str] | None = None) -> tuple[Options, GRPOConfig]:
+    parser = HfArgumentParser((Options, GRPOConfig), allow_abbrev=False)
+    parser.set_defaults(output_dir="out", **ALWAYS, **({} if torch.cuda.is_available() else CPU))
+    if not parser.parse_known_args(argv)[0].model:
+        parser.set_defaults(**TINY)
+    return parser.parse_args_into_dataclasses(argv)
+
+
+def load(path: str):
+    """A model and its tokenizer."""
+    if path:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return model, AutoTokenizer.from_pretrained(path)
+    tokenizer = Arithmetic().make_tokenizer()  # one token for each character
+    size = dict(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2
+    )
+    size |= dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**size, **ends)), tokenizer
+
+
+class Show(TrainerCallback):
+    """Five of TRL's many numbers."""
+
+    def on_log(self, args, state, control, logs, **_):
+        names = ("reward", "learning_tax", "sibling_share", "cancelling_t", "cancelling_noise")
+        if state.is_world_process_zero and "reward" in logs:
+            numbers = (f"{name} {float(logs.get(name, 'nan')):.3f}" for name in names)
+            print(f"step {state.global_step}:", ", ".join(numbers))
+
+
+def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
+    """Raises ValueError or OSError for what does not go together or is not there."""
+    model, tokenizer = load(options.model)
+    data = Dataset.from_list(ROWS)
+    if options.method == "trl":
+        trainer = GRPOTrainer(model, reward, config, data, processing_class=tokenizer)
+        log_learning_tax(trainer)
+        return trainer
+    return Trainer(
+        model,
+        reward,
+        config,
+        data,
+        processing_class=tokenizer,
+        method=options.method,
+        hyper=dict(text.partition("=")[::2] for text in options.hyper.split()),
+        cancel=options.cancel,
+    )
+
+
+def main(argv: list[str] | None = None):
+    try:
+        trainer = make_trainer(*parse(argv))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {str(error).splitlines()[0]}")
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Show())
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

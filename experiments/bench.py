@@ -1,0 +1,343 @@
+"""Time this repository beside what people would use instead, on a CPU or on a GPU.
+
+    python -m experiments.bench [--shapes toy gsm8k] [--rounds 9]        (make gpu)
+
+Two comparisons: a rollout, with generate() of transformers, and a whole training step, with TRL's
+GRPOTrainer. *Plain* is train.py alone, *fast* is --fast. All sides have the same model (random
+weights), prompts, reward, loss (grpo, no KL) and batch. A bias on EOS makes answers end, and the
+learning rate is 0, so lengths stay as they are. Every side draws answers of its own, and the table
+shows that their tokens are about as many.
+
+The sides take turns in one process. A round runs each of them once, every second round in reverse
+order, so that what slows the machine for a while slows all of them. The first round is left out. A
+figure is the median over rounds, a ratio the median of the rounds' quotients. On a CPU there is one
+thread, and its CPU seconds are counted.
+
+How close to the machine a step is: the FLOPs of its matrix products a second, over those of a
+1,024 x 1,024 product. torch counts them, on a GPU with attention's. A fast step has fewer.
+
+On a GPU there is the shape of Qwen2.5-0.5B with the GSM8K preset, too, and the peak of memory of a
+step. Nobody has run that yet. Needs TRL.
+"""
+
+import argparse
+import gc
+import logging
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+import train
+from llm import fast
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EOS, GROUP = 1, 8
+QUARTILES = [0.25, 0.5, 0.75]
+
+
+# ---------------- what is timed
+
+
+@dataclass
+class Shape:
+    prompts: int  # with GROUP answers each
+    prompt: int  # tokens
+    mean: float  # length of answers before the cap; inf: hardly one ends
+    cap: int
+    micro_rows: int
+    vocab: int
+    layers: int
+    width: int
+
+
+SHAPES = {
+    "toy": Shape(32, 6, 12, 16, micro_rows=256, vocab=22, layers=2, width=64),
+    "gsm8k": Shape(8, 120, 70, 256, micro_rows=64, vocab=2048, layers=4, width=256),
+    "0.5B": Shape(16, 120, math.inf, 512, micro_rows=8, vocab=151_936, layers=24, width=896),
+}
+
+
+class Words:
+    """A task of random prompts, and a reward that half of the answers get. Token 12 is "<12>"."""
+
+    def __init__(self, shape: Shape):
+        gen = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(2, shape.vocab, (shape.prompts, shape.prompt), generator=gen)
+        self.train = [" ".join(f"<{i}>" for i in prompt) for prompt in self.ids.tolist()]
+        words = {f"<{i}>": i for i in range(shape.vocab)}
+        core = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        core.decoder = decoders.WordPiece()
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core, pad_token="<0>", eos_token=f"<{EOS}>", padding_side="left"
+        )
+
+    def encode(self, tokenizer, items: list[str]) -> list[list[int]]:
+        return tokenizer(items, add_special_tokens=False)["input_ids"]
+
+    def reward(self, text: str, item=None) -> float:
+        return float(sum(int(word[1:-1]) for word in text.split()) % 2)
+
+
+def make_policy(shape: Shape, way: str = "plain") -> train.Policy:
+    tokenizer = Words(shape).tokenizer
+    if shape.width == 896:
+        model = make_qwen(shape)
+    else:
+        config = train.Config(layers=shape.layers, width=shape.width)
+        model = train.make_model(config, tokenizer)
+    if shape.mean < math.inf:  # an output layer that ends an answer with chance 1 / mean
+        head = torch.nn.Linear(shape.width, shape.vocab)
+        head.weight.data /= 100
+        head.bias.data = torch.zeros(shape.vocab)
+        head.bias.data[EOS] = math.log((shape.vocab - 1) / (shape.mean - 1))
+        model.config.tie_word_embeddings = False
+        model.set_output_embeddings(head)
+    model.generation_config.update(eos_token_id=EOS, pad_token_id=0)
+    functions = fast if way == "fast" else train
+    return train.Policy(
+        model.to(DEVICE).eval(),
+        tokenizer,
+        eos=torch.tensor([EOS], device=DEVICE),
+        sampler=functions.generate,
+        scorer=functions.log_probs,
+        bf16=DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
+    )
+
+
+def make_qwen(shape: Shape) -> torch.nn.Module:
+    """Qwen2.5-0.5B's architecture with random weights."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=shape.vocab,
+            hidden_size=shape.width,
+            intermediate_size=4864,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def make_config(shape: Shape) -> train.Config:
+    return train.Config(
+        prompts=shape.prompts,
+        group_size=GROUP,
+        max_tokens=shape.cap,
+        minibatches=1,
+        micro_rows=shape.micro_rows,
+        lr=0.0,
+        schedule="constant",
+    )
+
+
+def sample(policy: train.Policy, shape: Shape, seed: int) -> int:
+    """A rollout of ours. Returns its number of tokens."""
+    prompts = Words(shape).ids.repeat_interleave(GROUP, 0).to(DEVICE)  # (N, P)
+    gen = torch.Generator().manual_seed(seed)
+    _, mask, _ = policy.sampler(policy, prompts, shape.cap, 1.0, gen)
+    return int(mask.sum())
+
+
+@torch.no_grad()
+def sample_theirs(policy: train.Policy, shape: Shape, seed: int) -> int:
+    """The same by transformers."""
+    torch.manual_seed(seed)
+    prompts = Words(shape).ids.to(DEVICE)
+    with policy.autocast():
+        whole = policy.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=GROUP,
+            max_new_tokens=shape.cap,
+        )
+    ends = whole[:, shape.prompt :] == EOS
+    return int((ends.cumsum(1) - ends.long() == 0).sum())  # no EOS stands before them
+
+
+def step(policy: train.Policy, shape: Shape, number: int) -> int:
+    """A training step as train.main makes it. Returns its number of tokens."""
+    task, config, method = Words(shape), make_config(shape), train.bind("grpo", {})
+    optimizer = train.adamw(policy.model, config.lr)
+    answers = train.sample(policy, task, task.train, number, config)
+    scored = train.score(policy, answers, method, config, reference=None)
+    updates = train.learn(policy, optimizer, scored, method, config)
+    return train.diagnose(policy, scored, updates, method, config)["generated"]
+
+
+# ---------------- rounds, which TRL's own loop drives
+
+
+def now() -> float:
+    """Seconds. On a CPU those of this process, so that other programs count less."""
+    if DEVICE == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Rounds(TrainerCallback):
+    """After each step of TRL's, runs the other sides. Notes the seconds and tokens of all."""
+
+    def __init__(self, sides: dict[str, Callable]):
+        self.sides, self.seconds, self.tokens = sides, [], []
+
+    def on_train_begin(self, *_, **__):
+        self.start = now()
+
+    def on_step_end(self, args, state, control, **_):
+        number = state.global_step
+        self.seconds.append({"TRL": now() - self.start})
+        for name in list(self.sides)[:: -1 if number % 2 else 1]:
+            start = now()
+            self.tokens[-1][name] = self.sides[name](number)
+            self.seconds[-1][name] = now() - start
+        self.start = now()
+
+
+def run_rounds(shape: Shape, rounds: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Seconds and tokens of all sides: a row for each round, the first left out."""
+    plain, task = make_policy(shape), Words(shape)
+    quick = replace(plain, sampler=fast.generate, scorer=fast.log_probs)
+    sides = Rounds(
+        {
+            "rollout, plain": lambda number: sample(plain, shape, number),
+            "rollout, fast": lambda number: sample(quick, shape, number),
+            "rollout, generate()": lambda number: sample_theirs(plain, shape, number),
+            "step, plain": lambda number: step(plain, shape, number),
+            "step, fast": lambda number: step(quick, shape, number),
+        }
+    )
+
+    def reward(completions, completion_ids, **_) -> list[float]:
+        sides.tokens.append({"TRL": sum(map(len, completion_ids))})
+        return [task.reward(text) for text in completions]
+
+    with tempfile.TemporaryDirectory() as out:
+        config = GRPOConfig(
+            out,
+            max_steps=rounds + 1,
+            per_device_train_batch_size=shape.micro_rows,
+            gradient_accumulation_steps=shape.prompts * GROUP // shape.micro_rows,
+            num_generations=GROUP,
+            max_completion_length=shape.cap,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=0.0,
+            loss_type="grpo",
+            learning_rate=0.0,
+            weight_decay=0.0,
+            # As ours:
+            bf16=plain.bf16,
+            use_cpu=DEVICE == "cpu",
+            disable_dropout=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            # Quiet:
+            report_to=[],
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            make_policy(shape).model,
+            reward,
+            config,
+            Dataset.from_dict({"prompt": task.train * (rounds + 2)}),
+            processing_class=task.tokenizer,
+            callbacks=[sides],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return pd.DataFrame(sides.seconds[1:]), pd.DataFrame(sides.tokens[1:])
+
+
+# ---------------- how close to the machine, and how much memory
+
+
+def count_flops(policy: train.Policy, shape: Shape) -> int:
+    """Of a training step."""
+    with FlopCounterMode(display=False) as counter:
+        step(policy, shape, 1)
+    return counter.get_total_flops()
+
+
+def product_rate() -> float:
+    """FLOPs a second of a 1,024 x 1,024 product, the best of 20."""
+    x = torch.randn(1024, 1024, device=DEVICE)
+    x = x.bfloat16() if DEVICE == "cuda" else x
+    seconds = []
+    for _ in range(20):
+        start = now()
+        x @ x
+        seconds.append(now() - start)
+    return 2 * 1024**3 / min(seconds)
+
+
+def peak_gb(shape: Shape, way: str) -> float:
+    """GPU memory at the peak of a step, with all that a run holds but the start policy."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(make_policy(shape, way), shape, 1)
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    shapes = ["toy", "gsm8k"] if DEVICE == "cpu" else list(SHAPES)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=shapes)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.load_policy
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for name in options.shapes:
+        shape = SHAPES[name]
+        print(f"\n{name}: {shape}")
+        if DEVICE == "cuda":
+            for way in ("plain", "fast"):
+                gb = peak_gb(shape, way)
+                print(f"step, {way}: {gb:.1f} GB at the peak", flush=True)
+        seconds, tokens = run_rounds(shape, options.rounds)
+        print(pd.DataFrame({"median seconds": seconds.median(), "tokens": tokens.mean()}).round(3))
+        for over, under in (("rollout, generate()", "rollout"), ("TRL", "step")):
+            for way in ("plain", "fast"):
+                low, middle, high = (seconds[over] / seconds[f"{under}, {way}"]).quantile(QUARTILES)
+                print(f"{over} / {way}: {middle:.2f} (quartiles {low:.2f} to {high:.2f})")
+        for way in ("plain", "fast"):
+            flops, s = count_flops(make_policy(shape, way), shape), seconds[f"step, {way}"]
+            share = flops / s.median() / product_rate()
+            print(f"step, {way}: {flops / 1e9:.2f} GFLOP, {share:.2f} of a product's rate")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""To whoever has a GPU: train.py and llm/fast.py put tensors where CUDA wants them, in the right
+dtype. On a pretended GPU, whose tensors say "cuda" and compute on the CPU.
+
+A storage carries the label, so views, parameters and saved tensors share it. As with CUDA, one
+operation takes tensors of one device; only numbers without dimensions, and indices of a tensor on
+the GPU, may be on the CPU. The CPU's generator draws nothing on the GPU. autocast is in real bf16.
+
+It cannot see kernels (rounding, nan, the order of sums), memory, speed, and what CUDA's autocast
+keeps in fp32. In a backward pass it compares no devices: autograd's own tensors have no label.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from conftest import TINY, TRANSFORMERS_4, load, metrics
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+import train
+from llm import fast
+from llm.neighbours import correct
+from losses import METHODS
+from toy.arithmetic import Arithmetic
+
+if TRANSFORMERS_4:
+    pytest.skip("transformers 4 makes masks of tensors without storage", allow_module_level=True)
+
+INDEXED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.index_put, Tensor.index_put_)
+MOVES = (Tensor.to, Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type)
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    return getattr(x.untyped_storage(), "is_on_gpu", False)
+
+
+def tensors_in(value) -> list[Tensor]:
+    value = tuple(value.values()) if isinstance(value, dict) else value
+    if isinstance(value, tuple | list):
+        return [x for part in value for x in tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+class PretendedCuda(TorchFunctionMode):
+    """Sees every call of torch, also those of transformers and of torch's optimisers."""
+
+    in_backward = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = tensors_in((args, kwargs))
+        on_gpu = any(map(is_on_gpu, inputs))
+        if function == Tensor.device.__get__:
+            return torch.device("cuda", 0) if on_gpu else function(*args)
+        on_gpu = on_gpu and function != Tensor.cpu
+        if function == Tensor.backward:
+            return self.run_backward(*args, **kwargs)
+        asked = kwargs.get("device", args[1] if function == Tensor.to and args[1:] else None)
+        if isinstance(asked, str | torch.device):
+            on_gpu = torch.device(asked).type == "cuda"
+            args, kwargs = tree_map(lambda x: "cpu" if x is asked else x, (args, kwargs))
+        if not self.in_backward:
+            refuse(function, args, kwargs, on_gpu)
+
+        def put(x):
+            if not isinstance(x, Tensor) or is_on_gpu(x) == on_gpu:
+                return x
+            x = x.clone() if function in (Tensor.to, Tensor.cpu) else x
+            if x.untyped_storage() not in [y.untyped_storage() for y in inputs]:  # not in place
+                x.untyped_storage().is_on_gpu = on_gpu
+            return x
+
+        return tree_map(put, function(*args, **kwargs))
+
+    def run_backward(self, x, gradient, **options):  # the code's own functions in it are seen
+        self.in_backward = True
+        with self:
+            torch.autograd.backward(x, gradient, **options)
+        self.in_backward = False
+
+
+def refuse(function, args: tuple, kwargs: dict, on_gpu: bool):
+    if on_gpu and (generator := kwargs.get("generator")) and generator.device.type == "cpu":
+        raise RuntimeError("expected a generator on cuda, found one on cpu")
+    if function in INDEXED and is_on_gpu(args[0]):
+        args = (args[0], args[2:])  # its indices may be anywhere
+    devices = {is_on_gpu(x) for x in tensors_in((args, kwargs)) if is_on_gpu(x) or x.dim()}
+    if len(devices) > 1 and function not in MOVES:
+        raise RuntimeError(f"{function}: expected all tensors on one device, found cpu and cuda")
+
+
+@contextmanager
+def pretended_cuda(capability=(8, 0)) -> Iterator[PretendedCuda]:
+    real = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def autocast(self, device_type, *args, **kwargs):
+        real[0](self, "cpu", *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, PretendedCuda() as gpu:
+        patch.setattr(torch.autocast, "__init__", autocast)
+        patch.setattr(torch, "is_autocast_enabled", lambda *_: real[1]("cpu"))
+        patch.setattr(torch, "get_autocast_dtype", lambda *_: real[2]("cpu"))
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+        yield gpu
+
+
+# ---------------- what is promised
+
+
+def test_the_pretended_gpu_refuses_what_cuda_refuses():
+    with pretended_cuda():
+        x, y = torch.ones(3, device="cuda"), torch.ones(3)
+        first = torch.tensor([0], device="cuda")
+        for mistake in (
+            lambda: x + y,
+            lambda: x.index_put_((first,), y[:1]),
+            lambda: y[first],
+            lambda: torch.rand(3, generator=torch.Generator(), device="cuda"),
+        ):
+            with pytest.raises(RuntimeError):
+                mistake()
+        on_cpu = first.cpu()
+        assert {z.device.type for z in (on_cpu, on_cpu + 1)} == {"cpu"}
+        x[on_cpu] = 2 * x[first] * torch.tensor(1.0)  # these it takes
+        parameter = torch.nn.Parameter(x + y.to(x.device))
+        (parameter * x).sum().backward()
+        assert {z.device.type for z in (x[1:], parameter.grad)} == {"cuda"}
+        assert x.sum().item() == 4 and (x.to("cpu") + y).device.type == "cpu"
+
+
+def watch(policy) -> set:
+    """The dtypes in which the policy's model computes from now on."""
+    dtypes = set()
+    layer = policy.model.base_model.h[0].mlp.c_fc
+    layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
+    return dtypes
+
+
+FAST = ("grpo", "nthr", "ibpo")
+
+
+@pytest.mark.parametrize("name", [*METHODS, *(f"{name} fast" for name in FAST)])
+def test_a_step_of_every_method_computes_in_bf16(name, easy):
+    """With a KL term where there is one, and cancelled."""
+    name, _, quick = name.partition(" ")
+    options = dict(layers=1, width=16, group_size=3, max_tokens=6, prompts=4, minibatches=2, lr=0.0)
+    config = train.Config(micro_rows=2, cancel=True, fast=bool(quick), **options)
+    method = train.bind(name, {"kl": 0.1} if "kl" in train.bind(name, {}).hyper else {})
+    with pretended_cuda():
+        policy, task = load("scratch", **options, fast=config.fast), Arithmetic()
+        dtypes = watch(policy)
+        answers = train.sample(policy, task, task.train[:4], 1, config)
+        if method.repair:
+            again = partial(train.ask, policy, task, config=config, gen=train.rng(0))
+            correct(answers, task, config, ask=again, eos=policy.eos)
+        scored = train.score(policy, answers, method, config, reference=policy)
+        assert scored.max_logp_gap < 0.5  # bf16 rounds by the shape of a batch
+        updates = train.learn(policy, train.adamw(policy.model, 0.0), scored, method, config)
+        assert train.diagnose(policy, scored, updates, method, config)["grad_norm"] > 0
+        assert dtypes == {torch.bfloat16}
+        devices = {x.device.type for x in (answers.logp, scored.nodes, updates[0].coefficients)}
+        assert devices == {"cuda"} and answers.logp.dtype == torch.float32
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["plain", "fast"])
+def test_a_card_before_ampere_computes_in_fp32(quick):
+    with pretended_cuda(capability=(7, 5)):
+        policy, task = load("scratch", layers=1, width=16, fast=quick), Arithmetic()
+        config, dtypes = train.Config(group_size=2, max_tokens=4, warm_steps=1), watch(policy)
+        train.warm_start(policy, task, train.bind("grpo", {}), config)
+        answers = train.sample(policy, task, task.train[:2], 1, config)
+        train.log_probs_in_pieces(policy, answers, config)
+    assert dtypes == {torch.float32}
+
+
+def test_fast_adds_gradients_and_makes_chunks_of_logits_in_fp32(monkeypatch):
+    monkeypatch.setitem(fast.CHUNK, "cuda", 1)  # then 512 rows a chunk
+    with pretended_cuda():
+        policy, task = load("scratch", layers=1, width=16, fast=True), Arithmetic()
+        config = train.Config(group_size=3, max_tokens=6)
+        answers = train.sample(policy, task, task.train[:2], 1, config)
+        policy.scorer(policy, answers, 1.0)[0].sum().backward()
+        # autocast's own cache would keep one bf16 copy of a weight that is used twice.
+        grad = policy.model.base_model.h[0].mlp.c_fc.weight.grad
+        assert not torch.equal(grad, grad.bfloat16().float())
+
+        hidden = torch.full((600, 16), 1 / 3, device="cuda", requires_grad=True)
+        targets = torch.zeros(600, dtype=torch.long, device="cuda")
+        with fast.autocast(policy):
+            logp, _ = fast.token_log_probs(policy.model, hidden, targets, 1.0)
+        logp.sum().backward()
+        exact = (hidden @ policy.model.get_output_embeddings().weight.T).log_softmax(1)[:, 0]
+        assert (logp - exact).abs().max() < 1e-5 and hidden.grad.device.type == "cuda"
+
+
+@pytest.mark.parametrize("quick", ["false", "true"])
+def test_a_whole_run_and_what_is_left_of_a_resumed_one(tmp_path, easy, quick):
+    small = "--warm-steps 2 --prompts 3 --micro-rows 2 --max-tokens 6 --eval-every 1 --trace"
+    small += f" --minibatches 1 --method ibpo --schedule constant --steps 1 --fast {quick}"
+    folder = tmp_path / "run"
+    with pretended_cuda():
+        train.main([*TINY, *small.split(), "--out", str(folder)])
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"steps": 1', '"steps": 2'))
+        train.main(["--resume", str(folder)])
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [0, 1, 2] and "kl_start" in lines[2]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
