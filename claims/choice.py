@@ -245,7 +245,7 @@ def c19(module, name, draws, evidence):
     of 5. reinforce has p (1-p) K (q_u - q_d): its weight is 1. recentred has exactly the gradient
     at p', p'(1-p') (1 - 1/G) (q_u - q_d).
 
-    `python -m toy.gate` has what follows for a whole training, and its limits. Measured on random
+    `python -m toy.gate` has what follows for a whole training. Measured on random
     ways, p, p' and G with both ratios outside, and on the same ways from .01 to .02 and from .9 to
     .95, for both scales of the advantage. "left": the size of the push over that of the credit,
     where both are outside.
