@@ -175,6 +175,8 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
     presses = [("policy", "after it"), ("␣b", ""), ("cancel", "off")]
     methods = tree.shown_methods() | {"grpo": train.bind("grpo", {"eps_high": 0.1})}
+    special = {"nthr", "nthr-random", "advantage-reweighting", "lopti", "ar-lopti", "ibpo"}
+    assert {*losses.METHODS} - {*methods} == special  # more than one loss of a batch
     seen = press(page, presses + [("method", name) for name in methods], tmp_path)
     assert [label[3] for label in seen[0]["groups"]] == ["1", "0"]  # by their tax
     shown = (3 + tree.OWN, 5, 9, 2 + tree.OWN)  # tokens
