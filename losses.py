@@ -7,8 +7,9 @@ c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there
 the group add up. A token that the whole group shares says nothing about which answer was better, so
 they ought to add up to 0: they cancel.
 
-`cancel` makes them add up to 0 for any loss, and leaves the expected update where it was. So
-cancelling changes the noise of an update. What costs reward is a bias in a choice between tokens.
+`cancel` makes them add up to 0 for any loss. With a fixed baseline, and if each coefficient depends
+on its own answer alone, the expected update stays where it was. So cancelling changes the noise of
+an update. What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
@@ -215,7 +216,7 @@ def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P).
-    The paper's kl is 0.04. Here it is off by default.
+    The paper's kl is 0.04. Here it is off by default. The paper prints no e; 0.2 is PPO's.
     Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
     winners act (C6).
     """
