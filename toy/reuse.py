@@ -1,6 +1,6 @@
 """Does cancelling pay where one small batch is used many times?
 
-    python -m toy.reuse               exact worlds: eight minutes
+    python -m toy.reuse               exact worlds: ten minutes
     python -m toy.reuse --noise RUN   a finished run of train.py on the toy: five minutes
 
 Claim C22 says that `cancel` moves no expected update, if theta does not depend on the batch. After
