@@ -662,6 +662,9 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     where all share a history on-policy (C22c has the rest). Nothing is promised for dfpo-min
     (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr, lopti and ibpo.
 
+    Off-policy it divides by the ratios of others, which are noisy, and gives a clipped token a push
+    again (python -m toy.reuse).
+
     Returns a scalar with the loss's value and the gradient -(1/N) sum c' grad log pi. batch.logp is
     what the loss was computed from; nodes are prefix_nodes, (N, T). Claim C22 (D, ours).
     Raises ValueError for nodes of another shape.
@@ -672,7 +675,7 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     # A history is the node of the token before; the first tokens of a group have one history.
     group = torch.arange(len(nodes), device=nodes.device)[:, None] // batch.group_size  # (N, 1)
     ids, history = torch.cat([-2 - group, nodes[:, :-1]], 1)[batch.mask].unique(return_inverse=True)
-    unit = (c / r)[batch.mask]  # (K,)
+    unit = (c / r.clamp(min=torch.finfo(r.dtype).tiny))[batch.mask]  # (K,); not 0/0 = nan
     sums = unit.new_zeros(len(ids)).index_add_(0, history, unit)
     others = torch.bincount(history)[history] - 1  # (K,) visitors besides oneself
     mean = ((sums[history] - unit) / others.clamp(min=1)).masked_fill(others == 0, 0.0)
