@@ -7,8 +7,9 @@ c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there
 the group add up. A token that the whole group shares says nothing about which answer was better, so
 they ought to add up to 0: they cancel.
 
-`cancel` makes them add up to 0 for any loss, and leaves the expected update where it was. So
-cancelling changes the noise of an update. What costs reward is a bias in a choice between tokens.
+`cancel` makes them add up to 0 for any loss. If a loss judges each answer by itself, against a
+fixed baseline, its expected update stays where it was, and only the noise of an update changes.
+What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
@@ -196,10 +197,10 @@ def k3(batch: Batch) -> Tensor:
 #     so # 3 .               0     -1/2    4           -1/16              -1/8
 #                                          sum           0                -1/16
 #
-# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch, and
-# over many batches the sum is 0 on average if what is behind every opener is alike. Three answers
-# go on with "#". There reinforce leaves -1/16, on purpose: they earn less than the group does. This
-# is the credit of "#".
+# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch. Over
+# many batches "so" goes neither up nor down on average if what is behind every opener is alike: the
+# others are pushed as hard. Three answers go on with "#". There reinforce leaves -1/16, on purpose:
+# they earn less than the group does. This is the credit of "#".
 
 
 def reinforce(batch: Batch) -> Tensor:
