@@ -7,9 +7,9 @@ c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there
 the group add up. A token that the whole group shares says nothing about which answer was better, so
 they ought to add up to 0: they cancel.
 
-`cancel` makes them add up to 0 for any loss. With a fixed baseline, and if each coefficient depends
-on its own answer alone, the expected update stays where it was. So cancelling changes the noise of
-an update. What costs reward is a bias in a choice between tokens.
+`cancel` makes them add up to 0 for any loss. If a loss judges each answer by itself, against a
+fixed baseline, its expected update stays where it was, and only the noise of an update changes.
+What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
@@ -197,10 +197,10 @@ def k3(batch: Batch) -> Tensor:
 #     so # 3 .               0     -1/2    4           -1/16              -1/8
 #                                          sum           0                -1/16
 #
-# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch, and
-# over many batches the sum is 0 on average if what is behind every opener is alike. Three answers
-# go on with "#". There reinforce leaves -1/16, on purpose: they earn less than the group does. This
-# is the credit of "#".
+# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch. Over
+# many batches "so" goes neither up nor down on average if what is behind every opener is alike: the
+# others are pushed as hard. Three answers go on with "#". There reinforce leaves -1/16, on purpose:
+# they earn less than the group does. This is the credit of "#".
 
 
 def reinforce(batch: Batch) -> Tensor:
@@ -358,8 +358,8 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
     """GRPO's surrogate, averaged over the tokens of winners and over those of losers, apart.
 
     J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r, 1-e, 1+e) A).
-    n is how many answers of the group have that sign; then a mean over groups. Aimed at the tie of
-    sign and length in a token mean. Balanced Aggregation (words P: its abstract; formula S).
+    n is how many answers of the group, empty ones left out, have that sign; then a mean over
+    groups. Aimed at the tie of sign and length in a token mean. Balanced Aggregation (words P: its abstract; formula S).
     Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left on-policy.
     """
     surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)
@@ -603,9 +603,10 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
     them. TEMPO (2509.18314) builds the same tree, for values of its nodes.
-    (N, T), (N, T) -> (N, T) int64.
+    (N, T), (N, T) -> (N, T) int64. Raises ValueError for rows that are not whole groups.
     """
     n, width = tokens.shape
+    check_groups(n, group_size)
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (P, G, G, T)
     same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
