@@ -288,7 +288,9 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group, so that any zero-sum subset cancels.
 
-    Detached. `adv` is not used; it keeps the two transforms interchangeable. DFPO Eq. 17 (S).
+    That is so in every batch. The expected update changes, and can favour one of two equal choices
+    (tests/test_losses.py). Detached. `adv` is not used; it keeps the two transforms
+    interchangeable. DFPO Eq. 17 (S).
     (P, G), (P, G) -> (P, G).
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
@@ -359,7 +361,8 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
 
     J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r, 1-e, 1+e) A).
     n is how many answers of the group, empty ones left out, have that sign; then a mean over
-    groups. Aimed at the tie of sign and length in a token mean. Balanced Aggregation (words P: its abstract; formula S).
+    groups. Aimed at the tie of sign and length in a token mean. Balanced Aggregation (words P: its
+    abstract; formula S).
     Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left on-policy.
     """
     surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)

@@ -52,7 +52,7 @@ def c13(module, name, draws, evidence):
             shift = draw.policy.phi(h).expand_as(g)
             drift = kl(draw.policy.step(shift, 0.5), draw.policy, h)
             evidence.equal([0, 0], [shift.flatten() @ F @ shift.flatten(), drift])
-    evidence.equal(8, remainder[1e-3] / remainder[5e-4], tolerance=0.1)
+    evidence.equal(8, remainder[1e-3] / remainder[5e-4], tolerance=0.01)
 
 
 @claim(
