@@ -7,8 +7,9 @@ c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there
 the group add up. A token that the whole group shares says nothing about which answer was better, so
 they ought to add up to 0: they cancel.
 
-`cancel` makes them add up to 0 for any loss, and leaves the expected update where it was. So
-cancelling changes the noise of an update. What costs reward is a bias in a choice between tokens.
+`cancel` makes them add up to 0 for any loss. If a loss judges each answer by itself, against a
+fixed baseline, its expected update stays where it was, and only the noise of an update changes.
+What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
@@ -196,10 +197,10 @@ def k3(batch: Batch) -> Tensor:
 #     so # 3 .               0     -1/2    4           -1/16              -1/8
 #                                          sum           0                -1/16
 #
-# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch, and
-# over many batches the sum is 0 on average if what is behind every opener is alike. Three answers
-# go on with "#". There reinforce leaves -1/16, on purpose: they earn less than the group does. This
-# is the credit of "#".
+# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch. Over
+# many batches "so" goes neither up nor down on average if what is behind every opener is alike: the
+# others are pushed as hard. Three answers go on with "#". There reinforce leaves -1/16, on purpose:
+# they earn less than the group does. This is the credit of "#".
 
 
 def reinforce(batch: Batch) -> Tensor:
@@ -215,7 +216,7 @@ def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P).
-    The paper's kl is 0.04. Here it is off by default.
+    The paper's kl is 0.04. Here it is off by default. The paper prints no e; 0.2 is PPO's.
     Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
     winners act (C6).
     """
@@ -287,7 +288,9 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group, so that any zero-sum subset cancels.
 
-    Detached. `adv` is not used; it keeps the two transforms interchangeable. DFPO Eq. 17 (S).
+    That is so in every batch. The expected update changes, and can favour one of two equal choices
+    (tests/test_losses.py). Detached. `adv` is not used; it keeps the two transforms
+    interchangeable. DFPO Eq. 17 (S).
     (P, G), (P, G) -> (P, G).
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
@@ -357,8 +360,9 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
     """GRPO's surrogate, averaged over the tokens of winners and over those of losers, apart.
 
     J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r, 1-e, 1+e) A).
-    n is how many answers of the group have that sign; then a mean over groups. Aimed at the tie of
-    sign and length in a token mean. Balanced Aggregation (words P: its abstract; formula S).
+    n is how many answers of the group, empty ones left out, have that sign; then a mean over
+    groups. Aimed at the tie of sign and length in a token mean. Balanced Aggregation (words P: its
+    abstract; formula S).
     Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left on-policy.
     """
     surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)
@@ -602,9 +606,10 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
     them. TEMPO (2509.18314) builds the same tree, for values of its nodes.
-    (N, T), (N, T) -> (N, T) int64.
+    (N, T), (N, T) -> (N, T) int64. Raises ValueError for rows that are not whole groups.
     """
     n, width = tokens.shape
+    check_groups(n, group_size)
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (P, G, G, T)
     same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
@@ -661,6 +666,9 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     where all share a history on-policy (C22c has the rest). Nothing is promised for dfpo-min
     (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr, lopti and ibpo.
 
+    Off-policy it divides by the ratios of others, which are noisy, and gives a clipped token a push
+    again (python -m toy.reuse).
+
     Returns a scalar with the loss's value and the gradient -(1/N) sum c' grad log pi. batch.logp is
     what the loss was computed from; nodes are prefix_nodes, (N, T). Claim C22 (D, ours).
     Raises ValueError for nodes of another shape.
@@ -671,7 +679,7 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     # A history is the node of the token before; the first tokens of a group have one history.
     group = torch.arange(len(nodes), device=nodes.device)[:, None] // batch.group_size  # (N, 1)
     ids, history = torch.cat([-2 - group, nodes[:, :-1]], 1)[batch.mask].unique(return_inverse=True)
-    unit = (c / r)[batch.mask]  # (K,)
+    unit = (c / r.clamp(min=torch.finfo(r.dtype).tiny))[batch.mask]  # (K,); not 0/0 = nan
     sums = unit.new_zeros(len(ids)).index_add_(0, history, unit)
     others = torch.bincount(history)[history] - 1  # (K,) visitors besides oneself
     mean = ((sums[history] - unit) / others.clamp(min=1)).masked_fill(others == 0, 0.0)

@@ -65,4 +65,5 @@ Grades: P stated by the paper; S known only second-hand; D derived here and chec
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585,
 DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti") 2505.12929,
-IBPO 2605.16302 (all arXiv). The full text of DFPO and IBPO was not available to us."""
+IBPO 2605.16302, Balanced Aggregation 2605.04077, DeepSeek-V3.2 2512.02556 (all arXiv). The full
+text of DFPO and IBPO was not available to us."""

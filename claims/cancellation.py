@@ -136,8 +136,8 @@ def c4(module, name, draws, evidence):
 
 @claim("C5", "sequence_ratio", only_if="u has a density and A is not 0", extremes=False)
 def c5(module, name, draws, evidence):
-    """Under sequence coupling a shared token cancels with probability 0. The u_i need not be equal
-    for it: A = (2, 1, -1, -2), u = (2, 1, 3, 1).
+    """Under sequence coupling, unclipped, a shared token cancels with probability 0. The u_i need
+    not be equal for it: A = (2, 1, -1, -2), u = (2, 1, 3, 1).
 
     Source: DFPO Cor. 3.3 (S), as reported; example (D)
 

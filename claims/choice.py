@@ -231,10 +231,11 @@ def c19(module, name, draws, evidence):
       only the first's  b q_u - q_d
       only the second's q_u - q_d - b (1-q_d)
 
-    The first line is never positive, and 0 only for q_u = 1, q_d = 0. It pulls the choice back to
-    the old policy whichever way is better. And it is a sum, where the credit is a difference: at
-    q_u = .6, q_d = .5, p = .5 it is 4.45 times the credit. So after a first update that leaves the
-    clip range, a second one may undo more than the first has done.
+    The first line is never positive. It is 0 only for q_u = 1, q_d = 0, and where b is 0 or 1, so
+    that nothing is learnt. It pulls the choice back to the old policy whichever way is better. And
+    it is a sum, where the credit is a difference: at q_u = .6, q_d = .5, p = .5 it is 4.45 times
+    the credit. So after a first update that leaves the clip range, a second one may undo more than
+    the first has done.
 
     The other two lines may have either sign. A rare way leaves the range long before the other one
     does: p = .01 becomes .02 at q_u = .9, q_d = 0. The push is then b q_u - q_d = .0081, forwards,
@@ -245,7 +246,7 @@ def c19(module, name, draws, evidence):
     of 5. reinforce has p (1-p) K (q_u - q_d): its weight is 1. recentred has exactly the gradient
     at p', p'(1-p') (1 - 1/G) (q_u - q_d).
 
-    `python -m toy.gate` has what follows for a whole training, and its limits. Measured on random
+    `python -m toy.gate` has what follows for a whole training. Measured on random
     ways, p, p' and G with both ratios outside, and on the same ways from .01 to .02 and from .9 to
     .95, for both scales of the advantage. "left": the size of the push over that of the credit,
     where both are outside.
@@ -292,9 +293,9 @@ def c20(module, name, draws, evidence):
     be negative: at G = 4 and 8, from the shares .05, .5 and .95 alike. So B takes all, .720 in
     place of .750.
 
-    pos-only needs no std for it. Let A give .5 surely, and B 1 with chance .4. Above the mean of a
-    group are mostly lucky B's, and pos-only sees nothing else. With the mean scale it pushes
-    towards B from the same shares, so it ends at .400 in place of .500.
+    pos-only needs no std for it. Let A give .5 surely, and B 1 with chance .4. pos-only sees
+    how far B's lucky answers are above the mean, but does not blame the others. With the mean scale
+    it pushes towards B from the same shares, so it ends at .400 in place of .500.
 
     With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
     same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -

@@ -53,7 +53,7 @@ def before_and_after(module, loss: Tensor, batch, nodes: Tensor) -> list[Tensor]
 @claim("C22", "cancel")
 def c22(module, name, draws, evidence):
     """After `cancel` the coefficients of any loss sum to 0, in every batch, at every token that all
-    visitors of its history take.
+    visitors of its history take, if there are two or more.
 
     Source: cancelling as a control variate (D, ours)
 
@@ -410,8 +410,9 @@ def second_bias(
 
 @claim("C24", "recentred", only_if="theta does not depend on the batch", extremes=False)
 def c24(module, name, draws, evidence):
-    """Off-policy a weight of the own answer times (R - group mean) cannot both cancel and be
-    unbiased. Of the rules that compare two answers at a time, only recentred's product can.
+    """Off-policy, in a choice of three or more answers, a weight of the own answer times (R - group
+    mean) cannot both cancel and be unbiased. Of the rules that compare two answers at a time, only
+    recentred's product can.
 
     Source: a trilemma (D, ours)
 
@@ -500,7 +501,8 @@ CAPS = (  # what an engine makes of the weight of an answer
 @claim("C25", "reinforce", only_if="no weight is capped or masked", extremes=False)
 def c25(module, name, draws, evidence):
     """Weights u = prod_t pi_trainer/pi_sampler leave (G - 1) (J_trainer - J_sampler), in
-    expectation, at a token that all share: noise, as long as nothing caps them.
+    expectation, at a first token that all answers have for sure, if A is R minus the group's mean:
+    noise, as long as nothing caps them.
 
     Source: TIS and MIS (D, ours); TRL's default with vLLM, 0 above 3: its GRPOConfig (P)
 
@@ -515,7 +517,8 @@ def c25(module, name, draws, evidence):
       E[sum_i w_i A_i] = G (1 - 1/G) (E[w R] - E[w] E[R]) = (G - 1) Cov(w, R),
 
     and without a cap E[u R] = J_trainer, E[u] = 1. The same holds further on, given that all take a
-    token with the ratio rho: (G - 1) rho (Q_trainer - Q_sampler), Q the mean reward after it.
+    token: (G - 1) rho (Q_trainer - Q_sampler), where rho is the product of the ratios up to it, and
+    Q the mean reward after it.
 
     Without a cap that is an error of the baseline, the same for all siblings: the expected update
     is (1 - 1/G) grad J at the trainer (C16). With a cap E[w grad log pi] is not 0, and the expected

@@ -99,7 +99,7 @@ def c15(module, name, draws, evidence):
 )
 def c16(module, name, draws, evidence):
     """Off-policy a weight for each answer is unbiased if it is the answer's own plain product; most
-    methods here are biased. On-policy each of them ascends.
+    methods here are biased. On-policy each of them ascends in these toys.
 
     Source: exact enumeration (D)
 
@@ -126,7 +126,8 @@ def c16(module, name, draws, evidence):
     lopti_high and off_policy_mask get the hyperparameters of AUDIT, and gspo its clip range.
 
     A descent is cancelled as well as an ascent, and may be its own formula. So a positive cosine
-    with grad J is required on-policy, of every loss, in every toy.
+    with grad J is required on-policy, of every loss, in every toy. This is no law: C18 and C20 have
+    worlds in which grpo, gspo, the std or pos-only descend.
     """
     prices = []
     for toy in (Toy(draw.seed) for draw in draws[::4]):

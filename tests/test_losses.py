@@ -4,6 +4,7 @@ Hostile padding, empty answers, overflow, ties, defaults, errors. That each loss
 claim M1, and that `cancel` is its own is C22; `formula` is the naive twin of the losses.
 """
 
+import itertools
 import math
 import runpy
 from dataclasses import replace
@@ -126,6 +127,30 @@ def test_recentred_stays_finite_where_a_product_of_ratios_overflows():
     batch = Batch(logp, old, adv, torch.ones(3, 100) > 0, 3, 100)
     c = losses.token_coefficients(losses.recentred(batch), logp)
     assert c.isfinite().all() and c[0, 0] > 0 and float(c.sum()) == 0
+
+
+@pytest.mark.parametrize("G, push", [(2, -0.0078), (3, -0.0091), (4, -0.0090)])
+def test_min_replace_cancels_and_its_expected_push_favours_one_of_two_equal_ways(G, push):
+    """Two ways with shares of 1/2, both right with chance 1/2, then and now. The right answers of
+    way 0 have ratios of .5 and 1.5, all others 1. Every group is enumerated."""
+    kinds = [
+        (0, 1, 0.5, 1),
+        (0, 1, 1.5, 1),
+        (0, 0, 1, 2),
+        (1, 1, 1, 2),
+        (1, 0, 1, 2),
+    ]  # and eighths
+    found = dict.fromkeys((losses.dfpo_min, losses.recentred), 0.0)
+    for group in itertools.product(kinds, repeat=G):
+        way, R, ratio, eighths = torch.tensor(group, dtype=torch.float64).T
+        logp = torch.stack([0 * ratio, ratio.log()], 1).requires_grad_()  # the way, what follows
+        adv = group_advantages(R, G, "mean")[:, None].expand(G, 2)
+        batch = Batch(logp, torch.zeros(G, 2).double(), adv, torch.ones(G, 2) > 0, G, 1)
+        for loss in found:
+            c = losses.token_coefficients(loss(batch, ratio="product"), logp)[:, 0]
+            found[loss] += float((eighths / 8).prod() * (c * (0.5 - way)).mean())
+    assert found[losses.dfpo_min] == pytest.approx(push, abs=5e-5)
+    assert found[losses.recentred] == pytest.approx(0, abs=1e-12)  # the truth
 
 
 # ---------------- METHODS

@@ -25,7 +25,7 @@ def test_the_tour_runs_from_end_to_end(tmp_path):
     assert [output for output in outputs if output.output_type == "error"] == []
     shown = [kind for output in outputs for kind in output.get("data", {})]
     assert shown.count("text/html") == 2 and shown.count("image/png") == 1
-    runs = [json.loads(path.read_text())["config"] for path in copy.glob("runs/*/config.json")]
+    runs = [json.loads(path.read_text()) for path in copy.glob("runs/*/config.json")]
     assert {run["method"] for run in runs} == {"grpo", "by-length"}
     for metrics in copy.glob("runs/*/metrics.jsonl"):
         assert metrics.read_text().count("\n") == 21

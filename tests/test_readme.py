@@ -1,4 +1,7 @@
-"""Every command of train.py and verify.py that a README prints runs (LONG=1), in small."""
+"""To a newcomer: every command of train.py and verify.py that a README prints runs, in small.
+
+LONG=1, because it takes minutes.
+"""
 
 import os
 import re
@@ -6,7 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers import TINY
+from conftest import TINY
 
 import train
 import verify
@@ -30,6 +33,8 @@ def test_every_command_runs(command, tmp_path, monkeypatch, small_gsm8k):
     """As printed, but for sizes. The hub is out of reach, so Qwen becomes a model from scratch."""
     monkeypatch.chdir(tmp_path)
     script, *args = command
+    code = re.search(r"# mine\.py.*?(?=```)", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    (tmp_path / "mine.py").write_text(code)
     args = [{"DIR": small_gsm8k, "NAME": "grpo", "ID": "C2"}.get(arg, arg) for arg in args]
     if script == "train.py" and not {"--help", "--resume"} & set(args):
         if "gsm8k" in args and "scratch" not in args:

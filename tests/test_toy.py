@@ -89,4 +89,5 @@ def test_lopti_rare_tokens_have_the_longest_gradient_and_move_the_probable_ones(
     assert lengths == pytest.approx([0.66, 0.56, 0.25, 0.14], abs=0.25) and lengths[0] > lengths[2]
     rare, probable = (measures[lopti.MOVES + "SGD", f"only p {x}"][3] for x in ("< .25", "> .75"))
     assert rare > 1.5 * probable
-    assert measures[lopti.RIGHT + "SGD", "lopti - grpo twice"][3] == pytest.approx(0, abs=0.02)
+    order = measures[lopti.RIGHT + "SGD", "lopti - grpo twice"]
+    assert order == pytest.approx([0] * 4, abs=0.025)  # two passes are one gradient (A4)

@@ -1,6 +1,6 @@
 """Does cancelling pay where one small batch is used many times?
 
-    python -m toy.reuse               exact worlds: eight minutes
+    python -m toy.reuse               exact worlds: ten minutes
     python -m toy.reuse --noise RUN   a finished run of train.py on the toy: five minutes
 
 Claim C22 says that `cancel` moves no expected update, if theta does not depend on the batch. After
@@ -18,7 +18,7 @@ learns by chance changes the ways.
 What came out (measured): in the first world grpo+cancel is nowhere ahead of grpo, and mostly a few
 thousandths behind. In the other it is nowhere behind, and at best a hundredth ahead. dfpo-min is
 ahead by .01 to .04 where a batch is used 4 or 16 times. But that is not owed to cancelling: r A,
-which has no clip and one divisor and does not cancel, gains nearly as much, and cancelling adds
+which has no clip and one divisor and does not cancel, gains most of that, and cancelling adds
 nothing to it.
 
 --noise compares gradients, not runs: how long their random part is beside their mean. On-policy

@@ -1,67 +1,69 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
-    python -m toy.tree                 tree.html: a toy group under most methods
+    python -m toy.tree                 tree.html: a toy group, and a story in eight steps
     python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
 
-The page is one file, without a network or a library. All coefficients c of all its settings are
-computed here, by token_coefficients(loss(batch), logp) on the losses of losses.py. Its script draws
-them, and adds them up at the nodes that several answers share:
+The page is one file, without a network or a library. It has every method that is one loss of a
+batch, with and without `losses.cancel`. All coefficients c of all its settings are computed here,
+by token_coefficients(loss(batch), logp) on the losses of losses.py. Its script draws them, and adds
+them up at the tokens that several answers share:
 
     sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
 
-The toy group answers "37+48=" four times. Every setting of the page is a policy that exists: in
-each, the probabilities after every history sum to 1. toy/tree.svg, README's picture, is the
-group under REINFORCE and under GRPO. NTHR and IBPO need more than a policy's probabilities, so they
-are not on the page.
+The toy group answers "37+48=" four times. Its A has the scale "mean" for all methods, so it is
+reward minus the group's mean, as README says. toy/tree.svg, README's picture, is this group under
+REINFORCE and under GRPO. A run's groups have the scale of their method.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import functools
 import inspect
 import itertools
 import json
 import math
-import pickle
 import sys
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import losses
-from losses import METHODS, Batch, Method, OldPolicy, learning_tax
-from toy.figure import parse_arguments
+from losses import METHODS, Batch, Method
 from toy.policy import pad
 
 # ---------------- the toy group
 
-# Answer by answer: each token with its probability under the old policy. "#" stands for the last
-# number. Answers 1 and 2 share a token that 3 and 4 do not have.
+# Answer by answer, its tokens; "#" stands for the last number, which ends the answer. Answers 1
+# and 2 share a token that 3 and 4 do not have.
 ANSWERS = {
     "equal": (
-        "so .4|7+8=15 .55|70+15=85 .25|# .4|<eos> .4",
-        "so .4|7+8=15 .55|30+40=70 .3|# .4|<eos> .4",
-        "so .4|37+40=77 .03|77+8=85 .4|# .4|<eos> .4",
-        "so .4|30+40=70 .03|7+8=15 .4|# .4|<eos> .4",
+        "so|7+8=15|70+15=85|#",
+        "so|7+8=15|30+40=70|#",
+        "so|37+40=77|77+8=85|#",
+        "so|40+48=88|88-3=85|#",
     ),
     "unequal": (
-        "so .4|7+8=15 .55|# .25|<eos> .4",
-        "so .4|7+8=15 .55|carry 1 .3|30+40=70 .4|# .4|<eos> .4",
-        "so .4|# .03|<eos> .4",
-        "so .4|30+40=70 .03|7+8=15 .4|# .4|<eos> .4",
+        "so|7+8=15|70+15=85|#",
+        "so|7+8=15|carry 1|30+40=70|#",
+        "so|#",
+        "so|40+48=88|88-3=85|#",
     ),
 }
 RIGHT, WRONG = "#85", ("#75", "#75", "#86", "#84")
-MOVED = ("0.6", "0.9", "1", "1.1", "1.6")  # ratio of the shared tokens
-SPREAD = {"none": 0.0, "some": 0.4, "wide": 1.0}  # exponent of FACTOR
+# What a loss sees of a policy's move are ratios. All tokens were sampled with probability 0.2, so
+# that in every setting the probabilities after a history sum to at most 1.
+OLD = 0.2
+MOVED = ("0.6", "0.9", "1", "1.1", "1.6")  # the ratio of every token
+SPREAD = {"none": 0.0, "wide": 1.0}  # exponent of FACTOR
 FACTOR = (1.5, 0.7, 0.85, 1.0)  # on the ratios of the tokens that an answer has for itself
-G, L = 4, 6
-WIDE = {"eps_low": 0.2, "eps_high": 0.28}  # in place of a narrower clip range
+G, L = 4, 5
+# A clip range that is made for long answers would clip all of the toy's ratios but 1.
+WIDER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}
 OWN = 8  # shown tokens of what an answer shares with no other
 
 
@@ -88,19 +90,18 @@ class Group:
 
 def toy_group(lengths: str, won: str) -> Group:
     """The toy group; won: a digit per answer, "1010" if answers 1 and 3 are right."""
-    steps = [[step.rsplit(" ", 1) for step in path.split("|")] for path in ANSWERS[lengths]]
     last = [RIGHT if digit == "1" else wrong for digit, wrong in zip(won, WRONG, strict=True)]
-    texts = [[last[i] if text == "#" else text for text, _ in row] for i, row in enumerate(steps)]
-    vocabulary = list(dict.fromkeys(["<eos>", RIGHT, *itertools.chain(*texts)]))
+    paths = [path.split("|") for path in ANSWERS[lengths]]
+    texts = [[last[i] if text == "#" else text for text in path] for i, path in enumerate(paths)]
+    vocabulary = list(dict.fromkeys(itertools.chain(*texts)))
     tokens, mask = pad([tuple(map(vocabulary.index, row)) for row in texts])
-    old = torch.zeros(mask.shape, dtype=torch.float64)
-    old[mask] = torch.tensor([float(p) for row in steps for _, p in row], dtype=torch.float64).log()
     rewards = torch.tensor([float(digit) for digit in won], dtype=torch.float64)
+    old = torch.full(mask.shape, math.log(OLD), dtype=torch.float64)
     group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L)
     own = group.count_visitors() == 1
     factor = torch.tensor(FACTOR, dtype=torch.float64).log()[:, None] * own  # (G, T)
     moves = [math.log(float(m)) + s * factor for m in MOVED for s in SPREAD.values()]
-    group.logp = old + torch.stack(moves).masked_fill(~mask, 0.0)  # (S, G, T)
+    group.logp = old + torch.stack(moves)  # (S, G, T)
     return group
 
 
@@ -110,24 +111,19 @@ def toy_group(lengths: str, won: str) -> Group:
 def run_groups(run: Path) -> tuple[dict, int, list[Group]]:
     """The flags of a run, and the step and the groups of the newest batch that it saved.
 
-    Those in which answers that differ in reward share tokens; first where they share most.
+    Only groups in which answers that differ in reward share tokens; first where they share most.
     """
     saved = sorted(run.glob("batches/step-*.pt"))
     if not saved:
         sys.exit(f"error: {run} has no batches/step-*.pt; a run folder of train.py is expected")
-    try:
-        batch = torch.load(saved[-1], map_location="cpu", weights_only=True)
-        flags = json.loads((run / "config.json").read_text())["config"]
-        rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
-        step, groups = batch["step"], [run_group(batch, k, part) for k, part in enumerate(rows)]
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError, pickle.PickleError) as error:
-        reason = str(error).partition("\n")[0]
-        what = f"is not as train.py writes it: {type(error).__name__} {reason}"
-        sys.exit(f"error: {saved[-1]}, or config.json beside it, {what}")
+    batch = torch.load(saved[-1], map_location="cpu", weights_only=True)
+    rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
+    groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
     contested = [group for group in groups if count_contested(group)]
     if not contested:
         sys.exit(f"error: {saved[-1]} has no group in which right and wrong answers share tokens")
-    return flags, step, sorted(contested, key=count_contested, reverse=True)
+    contested.sort(key=count_contested, reverse=True)
+    return json.loads((run / "config.json").read_text()), batch["step"], contested
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
@@ -150,61 +146,41 @@ def count_contested(group: Group) -> int:
 # ---------------- what a loss does to a group
 
 
-def bind_losses(hyper: dict[str, dict]) -> dict[str, tuple[Method, Callable]]:
-    """name -> a method and one of its losses; Lopti has two, the others one.
-
-    Only those of methods that need neither a model's hidden states nor corrections.
-    """
-    found = {}
-    for name in METHODS:
-        method = losses.bind(name, hyper.get(name, {}), reference=False)
-        if not (method.needs_scores or method.repair):
-            for k, loss in enumerate(method.passes, 1):
-                found[f"{name} pass {k}" if len(method.passes) > 1 else name] = method, loss
-    return found
+def shown_methods(scale: str | None = None) -> dict[str, Method]:
+    """The methods that are one loss of a batch: no credit rule, corrections or second pass."""
+    plain = {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
+    return {name: replace(m, scale=scale or m.scale) for name, m in plain.items() if not m.repair}
 
 
-def toy_losses() -> dict[str, tuple[Method, Callable]]:
-    """With clip ranges that suit the toy. One that is made for long answers, such as GSPO's, would
-    clip all of the toy's ratios but 1, so it is widened."""
-    hyper = {}
-    for name, method in METHODS.items():
-        taken = inspect.signature(method.passes[0]).parameters
-        narrow = [key for key in WIDE if key in taken and taken[key].default < 0.1]
-        hyper[name] = {key: WIDE[key] for key in narrow}
-    return bind_losses(hyper)
+def toy_methods() -> dict[str, Method]:
+    """Them on the toy group: all with one scale, and with clip ranges that suit it."""
+    methods = shown_methods("mean")
+    for name, ranges in WIDER.items():
+        wider = functools.partial(methods[name].passes[0], **ranges)
+        methods[name] = replace(methods[name], passes=(wider,))
+    return methods
 
 
-def advantages(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """A_i (G,), and what the method's credit rule makes of it (G, T)."""
-    A = losses.group_advantages(group.rewards, len(group.rewards), method.scale)
-    adv = A[:, None].expand_as(group.old).masked_fill(~group.mask, 0.0)
-    if method.credit:
-        old = OldPolicy(group.tokens, group.mask, group.old, group.rewards, len(A))
-        adv = method.credit(adv, old)
-    return A, adv
+def advantages(group: Group, method: Method) -> Tensor:
+    """A_i. (G,)."""
+    return losses.group_advantages(group.rewards, len(group.rewards), method.scale)
 
 
-def coefficients(group: Group, loss: Callable, A: Tensor, adv: Tensor) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy of the group, and c of the projected loss. (S, G, T).
+def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
+    """c of every token under every policy of the group, without and with cancel. (S, G, T).
 
     The S groups are one batch, in which averages over all tokens are what they are for one group.
     """
     S, G, T = group.logp.shape
-    logp = group.logp.reshape(S * G, T).detach().requires_grad_()
-    tokens, mask = group.tokens.repeat(S, 1), group.mask.repeat(S, 1)
-    value = loss(Batch(logp, group.old.repeat(S, 1), adv.repeat(S, 1), mask, G, group.max_tokens))
-    nodes = losses.prefix_nodes(tokens, mask, G)
-    projected = losses.project(value, logp, A.repeat(S), nodes, mask)
-    plain, projected = (losses.token_coefficients(x, logp) for x in (value, projected))
-    return plain.view(S, G, T), projected.view(S, G, T)
-
-
-def tax_before(group: Group, method: Method, loss: Callable) -> float:
-    """The learning tax of the group before the step, without the projection."""
-    A, adv = advantages(group, method)
-    c = coefficients(group, loss, A, adv)[0][0]
-    return learning_tax(c, A, group.nodes, group.mask)
+    logp = group.logp.reshape(S * G, T).requires_grad_()
+    adv = advantages(group, method).repeat(S)[:, None].expand(S * G, T)
+    mask = group.mask.repeat(S, 1)
+    batch = Batch(logp, group.old.repeat(S, 1), adv, mask, G, group.max_tokens)
+    loss = method.passes[0](batch)
+    nodes = losses.prefix_nodes(group.tokens.repeat(S, 1), mask, G)
+    pair = (losses.token_coefficients(x, logp) for x in (loss, losses.cancel(loss, batch, nodes)))
+    plain, cancelled = (c.view(S, G, T) for c in pair)
+    return plain, cancelled
 
 
 def sequence_ratios(group: Group) -> Tensor:
@@ -213,57 +189,50 @@ def sequence_ratios(group: Group) -> Tensor:
     return torch.stack([losses.sequence_ratio(batch) for batch in rows])
 
 
-def explain_weight(method: Method, loss: Callable) -> list[str] | None:
-    """The fraction that w is, such as r / T, as two texts; None if it is none of these.
+def explain_weight(method: Method) -> list[str] | None:
+    """The fraction that a method's w is where it is not 0, such as r / T, as two texts.
 
-    And a third text: when it is 0 instead, "" for never.
+    None if it is none of these.
     """
     group = toy_group("unequal", "1000")
-    A, adv = advantages(group, method)
-    w = coefficients(group, loss, A, adv)[0] / A[:, None]  # (S, G, T)
-    T, s = group.mask.sum(1, keepdim=True), sequence_ratios(group)[:, :, None]
+    A = advantages(group, method)[:, None]  # (G, 1)
+    w = coefficients(group, method)[0] / A  # (S, G, T)
+    T, s = group.mask.sum(1, keepdim=True).double(), sequence_ratios(group)[:, :, None]
+    same_side = ((A > 0) == (A.T > 0)).double()  # (G, G)
     tops = {"1": 1.0, "r": (group.logp - group.old).exp(), "s": s, "min s": s.amin(1, keepdim=True)}
-    bottoms = {"1": 1.0, "T": T, "L": group.max_tokens, "mean T": T.double().mean()}
+    bottoms = {"T": T, "L": group.max_tokens, "mean T": T.mean()}
+    bottoms["mean T of its sign"] = same_side @ T / same_side.sum(1, keepdim=True)
     for top, bottom in itertools.product(tops, bottoms):
         fraction = tops[top] / bottoms[bottom] * torch.ones_like(w)
         if torch.allclose(w, fraction.masked_fill(w == 0, 0.0)):
-            return [top, bottom, explain_zero(group, w)]
+            return [top, bottom]
     return None
-
-
-def explain_zero(group: Group, w: Tensor) -> str:
-    """When a weight is 0. Without a move of the policy nothing is clipped. (S, G, T)."""
-    zero = (w == 0) & group.mask
-    moved = (group.logp != group.old).flatten(1).any(1)  # (S,)
-    if zero[~moved].any():
-        return "0 if clipped or left out"
-    return "0 if clipped" if zero.any() else ""
 
 
 # ---------------- the page
 
 
-def scene(group: Group, choices: dict[str, tuple[Method, Callable]]) -> str:
+def scene(group: Group, methods: dict[str, Method]) -> str:
     """What the page knows of a group. Tokens stand one after the other, answer by answer."""
     places = torch.arange(group.mask.shape[1])
     shared = group.mask & (group.count_visitors() > 1)
     last = (shared * (places + 1)).amax(1, keepdim=True)  # (G, 1)
     mask = group.mask & (places < last + OWN)  # the rest of an answer is not shown
-    shown = [text[:n] for text, n in zip(group.texts, mask.sum(1).tolist(), strict=True)]
     table = {}
-    for name, (method, loss) in choices.items():
-        A, adv = advantages(group, method)
-        for projection, c in zip(("off", "on"), coefficients(group, loss, A, adv), strict=True):
-            table[f"{name}/{projection}"] = {
-                "A": brief(A),
-                "adv": brief(adv[mask]) if method.credit else None,
-                "c": brief(c[:, mask]),
-            }
-    about = {"prompt": group.prompt, "texts": shown, "nodes": group.nodes[mask].tolist()}
-    about |= {"lengths": group.mask.sum(1).tolist(), "rewards": group.rewards.tolist()}
-    about |= {"L": group.max_tokens}
-    about |= {"old": brief(group.old.exp()[mask]), "s": brief(sequence_ratios(group))}
-    about |= {"ratio": brief((group.logp - group.old).exp()[:, mask]), "losses": table}
+    for name, method in methods.items():
+        off, on = (brief(c[:, mask]) for c in coefficients(group, method))
+        table[name] = {"A": brief(advantages(group, method)), "off": off, "on": on}
+    about = {
+        "prompt": group.prompt,
+        "texts": [row[:n] for row, n in zip(group.texts, mask.sum(1).tolist(), strict=True)],
+        "nodes": group.nodes[mask].tolist(),
+        "lengths": group.mask.sum(1).tolist(),
+        "rewards": group.rewards.tolist(),
+        "L": group.max_tokens,
+        "s": brief(sequence_ratios(group)),
+        "ratio": brief((group.logp - group.old).exp()[:, mask]),
+        "losses": table,
+    }
     return json.dumps(about)
 
 
@@ -272,21 +241,16 @@ def brief(x: Tensor) -> list:
     return [brief(row) if x.dim() > 1 else float(f"{row:.5g}") for row in x]
 
 
-def describe(method: Method, loss: Callable) -> dict:
-    """What a loss does, and where its functions stand, with their formula."""
-    functions, lines = [f for f in (method.credit, loss) if f], []
-    for function in functions:
-        given = ""
-        if isinstance(function, functools.partial):
-            given = ", ".join(f"{key} = {value}" for key, value in function.keywords.items())
-            function = function.func
-        doc = inspect.getdoc(function) or ""
-        formula = next((line for line in doc.splitlines() if line.startswith(("J = ", "A_"))), "")
-        number = inspect.getsourcelines(function)[1]
-        lines.append([f"losses.py:{number} {function.__name__} {given}", formula])
-    first = getattr(functions[0], "func", functions[0])
-    about = (inspect.getdoc(first) or "").partition("\n")[0]
-    return {"about": about, "source": lines, "fraction": explain_weight(method, loss)}
+def describe(method: Method) -> dict:
+    """What a method's loss does, in its docstring's words, and with which hyperparameters."""
+    loss, chosen = method.passes[0], ""
+    if isinstance(loss, functools.partial):
+        chosen = ", ".join(f"{key} = {value}" for key, value in loss.keywords.items())
+        loss = loss.func
+    lines = (inspect.getdoc(loss) or "").splitlines() or [""]
+    formula = next((line for line in lines if line.startswith("J = ")), "")
+    where = f"{loss.__name__}: {lines[0]} {chosen and f'Here {chosen}.'}"
+    return {"about": where, "formula": formula, "fraction": explain_weight(method)}
 
 
 def control(name: str, label: str, options, kind: str, style: str = "radio") -> dict:
@@ -294,32 +258,35 @@ def control(name: str, label: str, options, kind: str, style: str = "radio") -> 
     return {"id": name, "label": label, "options": list(options), "kind": kind, "style": style}
 
 
-def write_page(data: dict, choices: dict[str, tuple[Method, Callable]]) -> str:
+def write_page(data: dict, methods: dict[str, Method]) -> str:
     """The html, with all data packed in it. data: controls, states, scenes and start."""
-    method = control("method", "method", choices, "loss", "select")
-    projection = control("project", "projection", ("off", "on"), "loss")
-    data["controls"] = [method, projection, *data["controls"]]
-    data["losses"] = {name: describe(*choice) for name, choice in choices.items()}
+    method = control("method", "method", methods, "loss", "select")
+    cancel = control("cancel", "cancel", ("off", "on"), "loss")
+    data["controls"] = [method, cancel, *data["controls"]]
+    data["methods"] = {name: describe(method) for name, method in methods.items()}
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()
     return Path(__file__).with_name("tree_page.html").read_text().replace("DATA", packed, 1)
 
 
 def toy_page() -> str:
     """The page of the toy group: all methods, lengths, winners and moves of the policy."""
-    choices = toy_losses()
+    methods = toy_methods()
     winners = ["".join(digits) for digits in itertools.product("10", repeat=G)]
     keys = itertools.product(ANSWERS, winners)
-    data = {"digits": 3, "states": [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD]}
-    data["scenes"] = {f"{n}/{won}": scene(toy_group(n, won), choices) for n, won in keys}
-    data["start"] = {"method": "reinforce", "project": "off", "lengths": "unequal", "won": "1010"}
-    data["start"] |= {"moved": "1", "spread": "none", "look": "0.0"}
-    data["controls"] = [
-        control("lengths", "lengths of the answers", ANSWERS, "scene"),
-        control("won", "who won", winners, "scene", "leaves"),
-        control("moved", "policy moved: ratio of shared tokens", MOVED, "state"),
-        control("spread", "spread of the answers' own ratios", SPREAD, "state"),
-    ]
-    return write_page(data, choices)
+    start = {"method": "reinforce", "cancel": "off", "lengths": "unequal", "won": "1010"}
+    data = {
+        "digits": 3,
+        "start": start | {"moved": "1", "spread": "none", "look": "0.0"},
+        "states": [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD],
+        "scenes": {f"{n}/{won}": scene(toy_group(n, won), methods) for n, won in keys},
+        "controls": [
+            control("lengths", "lengths of the answers", ANSWERS, "scene"),
+            control("won", "who won", winners, "scene", "leaves"),
+            control("moved", "ratio r of the tokens", MOVED, "state"),
+            control("spread", "spread of the answers' own ratios", SPREAD, "state"),
+        ],
+    }
+    return write_page(data, methods)
 
 
 def run_page(run: Path) -> str:
@@ -327,43 +294,53 @@ def run_page(run: Path) -> str:
 
     Those with the largest learning tax.
     """
+    from train import bind  # only here: train.py imports transformers, which takes seconds
+
     flags, step, groups = run_groups(run)
-    name, states = flags["method"], ["before the step", "after it"]
-    hyper = dict(text.split("=", 1) for text in flags["hyper"])
-    hyper.pop("kl", None)  # the log-probs of the reference are not saved
-    choices = bind_losses({name: hyper})
-    own = [choice for choice in choices if choice.split(" pass ")[0] == name]
-    lead = f"Groups of {run}, a run of {name}, at step {step}."
-    lead += " They have the largest learning tax of their batch."
+    name, states, digits = flags["method"], ["before the step", "after it"], 4
+    methods = shown_methods()
+    lead = f"Groups of {run}, a run of {name}, at step {step}: those with the largest learning tax."
     lead += " Each is shown as if it were a batch of its own."
-    lead += " Choose a token in the title of a card to see its account."
-    if not own:
-        lead += f" {name} needs more than a saved batch holds, so grpo is shown first."
-    data = {"digits": 4, "states": states, "lead": lead}
-    first = (own or ["grpo"])[0]
-    groups.sort(key=lambda group: -round(tax_before(group, *choices[first]), data["digits"]))
-    named = {f"{k}: {group.prompt[:24]}": group for k, group in enumerate(groups[:3], 1)}
-    data["scenes"] = {key: scene(group, choices) for key, group in named.items()}
-    data["start"] = {"group": next(iter(named)), "method": first}
-    data["start"] |= {"project": "on" if flags["project"] else "off"}
-    data["start"] |= {"policy": states[0], "look": "0.0"}
-    data["controls"] = [
-        control("group", "group", named, "scene", "select"),
+    lead += " Press a token in the title of a card to see the pushes on it."
+    first = name if name in methods else "grpo"
+    if name in methods:
+        hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
+        hyper.pop("kl", None)  # the log-probs of the reference are not saved
+        methods[name] = bind(name, hyper)
+    else:
+        lead += f" {name} is more than one loss of a batch, so grpo is shown first."
+    taxed = []
+    for group in groups:
+        off, on = coefficients(group, methods[first])
+        before, adv = (on if flags["cancel"] else off)[0], advantages(group, methods[first])
+        tax = losses.learning_tax(before, adv, group.nodes, group.mask)
+        taxed.append((round(tax, digits), group))
+    taxed.sort(key=lambda pair: -pair[0])
+    scenes = {
+        f"{k}: {group.prompt[:24]} (tax {tax:.{digits}f})": scene(group, methods)
+        for k, (tax, group) in enumerate(taxed[:3], 1)
+    }
+    start = {"group": next(iter(scenes)), "method": first}
+    start |= {"cancel": "on" if flags["cancel"] else "off", "policy": states[0], "look": "0.0"}
+    controls = [
+        control("group", "group", scenes, "scene", "select"),
         control("policy", "policy", states, "state"),
     ]
-    return write_page(data, choices)
+    data = {"digits": digits, "lead": lead, "start": start, "states": states, "scenes": scenes}
+    return write_page(data | {"controls": controls}, methods)
 
 
 def main(argv: list[str] | None = None):
-    about = dict(nargs="?", type=Path, help="a run folder of train.py")
-    run = parse_arguments(__doc__, argv, {"run": about}).run
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m toy.tree", description=__doc__, formatter_class=about
+    )
+    parser.add_argument("run", nargs="?", type=Path, help="a run folder of train.py")
+    run = parser.parse_args(argv).run
     torch.set_num_threads(1)  # the groups are tiny
     text = run_page(run) if run else toy_page()
     path = (run or Path()) / "tree.html"
-    try:
-        path.write_text(text)
-    except OSError as error:
-        sys.exit(f"error: {path} cannot be written: {error.strerror}")
+    path.write_text(text)
     print(f"{path}, {len(text.encode()) / 1000:.0f} kB: open it in a browser")
 
 
