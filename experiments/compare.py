@@ -235,6 +235,8 @@ def show(values: pd.Series) -> str:
     if never := np.isinf(values).sum():
         return "never" if never == len(values) else f"never in {never} of {len(values)}"
     places = 1 if values.name == "Steps(0.8)" else 3
+    if values.isna().all():  # this method does not have it
+        return ""
     half = half_interval(values)
     return f"{values.mean():.{places}f}" + ("" if math.isnan(half) else f" +- {half:.{places}f}")
 
