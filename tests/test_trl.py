@@ -270,7 +270,7 @@ def assert_same(path, steps, history, name, **options):
     ):
         loss = log.pop("loss", None)
         assert {k: line[k] for k in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
-        assert line["entropy"] > 0.1
+        assert 0.1 < line["entropy"] < 5  # nats; the model has 100 ids
         assert (
             max(len(answer) for _, answer, _ in step[2]) < L or "max_completion_length" in options
         )
