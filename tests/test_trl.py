@@ -402,6 +402,7 @@ def test_processes_that_train_alone_are_refused(qwen_path, monkeypatch):
 
 def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    assert example.reward(["3", "34", "4"], ["3"] * 3) == [1.0, 0.5, 0.0]
     for flags in ([], ["--method", "trl", "--max_steps", "10"]):
         example.main(flags)
         lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step ")]
