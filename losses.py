@@ -628,7 +628,8 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     Answers with A_i = 0 are left out.
 
     It speaks of this batch, not of the expected push. It does not see what single visitors pay, and
-    it counts what cancels between sibling nodes. Where n of G answers visit v, tax_v times
+    it counts what cancels between sibling nodes. Under `cancel` it need not be 0, because c is no
+    longer in proportion to A. Where n of G answers visit v, tax_v times
     n (G - 1) / (G (n - 1)) has the expected tax as its mean, if groups are drawn at random, A has
     the scale "mean", and none is 0 in a mixed group.
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D); the paper has no
