@@ -13,7 +13,7 @@ What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
-budget_mean and token_mean. The last column says where a token that the whole group shares cancels.
+budget_mean and token_mean; "signs" is a token mean of winners and one of losers. The last column says where a token that the whole group shares cancels.
 
     method                 A     weight of A       clip            average  cancels
     reinforce              std   1                 none            budget   always
@@ -35,7 +35,8 @@ budget_mean and token_mean. The last column says where a token that the whole gr
     ibpo                   std   r; mask by sign   min, 0.2        answer   as grpo, if not masked
 
 Grades in the docstrings: P stated by the paper; S known only second-hand; D derived here. Where a
-function deviates from its paper, its docstring says so. `python losses.py` prints every formula.
+function deviates from its paper, its docstring says so. C8 and the like are claims: `python
+verify.py --explain C8` proves it. `python losses.py` prints every formula.
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO (MiniMax-M1)
 2506.13585, DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti")
@@ -233,7 +234,8 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     Only the purpose of GRPO-fix is known. Clip without min is our reading of it.
     Shared token: cancels always (C7).
     """
-    return -budget_mean(token_ratio(batch).clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
+    ratio = token_ratio(batch)  # 1 on padding
+    return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
 
 
 def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
@@ -264,7 +266,7 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P).
     The clip is made for long answers. ScaleRL (2510.13786) found this scale too small and 4e-3/5e-3
     working (P). Tiny models want more.
-    Shared token: sum A_i s_i/T_i is left (C4, C8).
+    Shared token: sum A_i s_i/T_i is left (C4, C8): ds_i/dlogp is s_i/T_i.
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
     return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
@@ -545,7 +547,7 @@ def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = False) ->
     means = of_correct.masked_fill(~old.mask, 0.0).sum(1) / old.mask.sum(1)  # nan if empty
     means = means.masked_fill(~correct | means.isnan(), torch.inf)
     lowest = means.view(-1, old.group_size).amin(1)  # (P,), inf without a correct answer
-    tau = torch.where(lowest < torch.inf, beta * lowest, lowest)
+    tau = torch.where(lowest < torch.inf, beta * lowest, lowest)  # 0 * inf would be nan
     tau = tau.repeat_interleave(old.group_size)[:, None]  # (N, 1)
     return (old.scores > tau) & old.mask & ~correct[:, None]
 
@@ -571,6 +573,7 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
         raise ValueError("ibpo needs the corrections: kept_mask or repaired is None")
     if reading == "none":
         return adv
+    # "sign": silent are tokens that were kept and blamed, or changed and praised.
     silent_mask = old.kept_mask if reading == "changed" else old.kept_mask == (adv < 0)
     return adv.masked_fill(silent_mask & old.repaired[:, None], 0.0)
 
@@ -628,7 +631,8 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     Answers with A_i = 0 are left out.
 
     It speaks of this batch, not of the expected push. It does not see what single visitors pay, and
-    it counts what cancels between sibling nodes. Where n of G answers visit v, tax_v times
+    it counts what cancels between sibling nodes. Under `cancel` it need not be 0, because c is no
+    longer in proportion to A. Where n of G answers visit v, tax_v times
     n (G - 1) / (G (n - 1)) has the expected tax as its mean, if groups are drawn at random, A has
     the scale "mean", and none is 0 in a mixed group.
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D); the paper has no
@@ -651,20 +655,23 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
 
 
 def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
-    """Any loss, with coefficients that add up to 0 wherever all visitors of a history go one way.
+    """Any loss, with coefficients that add up to 0 wherever all who come by take one token.
 
-    c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other answers j that take a
-    token at the same history; where there is none, c stays. Each answer's push is compared with
-    that of the others: a leave-one-out baseline at every history, a control variate. Given the
-    history and the others, E[r grad log pi] is 0, so the *expected* update does not move.
+    A token's history is its prompt and the tokens before it. The answers of a group that take a
+    token there visit it. c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other
+    visitors j; where there is none, c stays. This is a leave-one-out baseline at every history, a
+    control variate: given the history and the others, E[r grad log pi] is 0.
 
-    This holds where c_i depends on answer i alone: reinforce, grpo, grpo-symmetric, dr-grpo, gspo,
-    off-policy-mask, and with a constant divisor cispo, pos-only and advantage-reweighting. And it
-    holds if A_i = R_i - b with a fixed b, answers are independent draws from pi_old, which can draw
-    all that pi can, and theta does not depend on the batch. The group's mean for b holds the own
-    reward, and then the update moves: with w free of rewards, by (1/G) wbar times the true gradient
-    where all share a history on-policy (C22c has the rest). Nothing is promised for dfpo-min
-    (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr, lopti and ibpo.
+    So the *expected* update does not move, if
+    - c_i depends on answer i alone: reinforce, grpo, grpo-symmetric, dr-grpo, gspo, off-policy-mask;
+      with a constant divisor also cispo, pos-only and advantage-reweighting,
+    - A_i = R_i - b with a fixed b,
+    - answers are independent draws from pi_old, which can draw all that pi can,
+    - theta does not depend on the batch: no earlier update has used it.
+    The group's mean for b holds the own reward, and then the update moves: with w free of rewards,
+    on-policy, by (1/G) wbar times the true gradient where all share a history (C22c has the rest).
+    Nothing is promised for dfpo-min (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr,
+    lopti and ibpo.
 
     Off-policy it divides by the ratios of others, which are noisy, and gives a clipped token a push
     again (python -m toy.reuse).
@@ -676,7 +683,8 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     if nodes.shape != batch.logp.shape:
         raise ValueError(f"nodes has shape {tuple(nodes.shape)}, logp {tuple(batch.logp.shape)}")
     c, r = token_coefficients(loss, batch.logp), token_ratio(batch).detach()
-    # A history is the node of the token before; the first tokens of a group have one history.
+    # A history is the node of the token before. The first tokens of a group have one, too: nodes
+    # are at least 0 and padding is -1, so -2, -3, ... are free.
     group = torch.arange(len(nodes), device=nodes.device)[:, None] // batch.group_size  # (N, 1)
     ids, history = torch.cat([-2 - group, nodes[:, :-1]], 1)[batch.mask].unique(return_inverse=True)
     unit = (c / r.clamp(min=torch.finfo(r.dtype).tiny))[batch.mask]  # (K,); not 0/0 = nan

@@ -8,7 +8,8 @@
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
 The policy that sampled is called the old one. A token's ratio is its probability now over its
-probability then. How hard a loss pushes a token is one number, its coefficient: c = -N dLoss/dlogp.
+probability then. How hard a loss pushes a token is one number, its coefficient: c = -N dLoss/dlogp, where logp is
+the token's log-probability and N the number of answers. A loss is minimised, so c > 0 pushes up.
 
 One step is: sample, score, learn. The order below is
 
@@ -91,7 +92,7 @@ class Config:
     # The optimisation: what one step learns from that batch.
     epochs: int = knob(1, "passes over a rollout batch")
     minibatches: int = knob(4, "optimiser steps per epoch, each on whole groups")
-    micro_rows: int = knob(64, "answers in the model at once: memory, no result")
+    micro_rows: int = knob(64, "answers in the model at once: changes the memory, not the result")
     lr: float = knob(1e-3, "learning rate of AdamW")
     schedule: str = knob("linear", "learning rate over the run", choices=["constant", "linear"])
     grad_clip: float = knob(1.0, "largest gradient norm")
@@ -225,6 +226,7 @@ def run(config: Config, method: Method, task, folder: Path):
 
             gen = rng(config.seed, "repair", step)
             again = partial(ask, policy, task, config=config, gen=gen)
+            # Fills in answers.repaired and answers.kept_mask.
             correct(answers, task, config, ask=again, eos=policy.eos)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
@@ -290,6 +292,7 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
             value = bool(int(text)) if kind is bool else kind(text)
         except ValueError:
             raise ValueError(f"{key}={text}: a {kind.__name__} is expected (bool: 0, 1)") from None
+        # The only negative value is a default: nthr's eta -1 stands for a formula.
         if kind is float and not value >= 0 and value != known[key]:
             raise ValueError(f"{key}={text}: must be at least 0")
         known[key] = value
@@ -307,14 +310,14 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
     )
     # Once on zeros: what only the functions can judge is refused now, not after a warm start.
     zeros = torch.zeros(2, 1)
-    yes = zeros == 0
+    mask, rewards, no = zeros == 0, zeros[:, 0], zeros[:, 0] > 0
     for loss_fn in bound.passes:
-        loss_fn(Batch(zeros, zeros, zeros, yes, group_size=2, max_tokens=1, logp_ref=zeros))
+        loss_fn(Batch(zeros, zeros, zeros, mask, group_size=2, max_tokens=1, logp_ref=zeros))
     if bound.repair:
-        bound.repair(zeros[:, 0], yes[:, 0])
+        bound.repair(rewards, no)
     if bound.credit:
-        facts = dict(scores=zeros, own_scores=zeros, kept_mask=yes, repaired=yes[:, 0])
-        bound.credit(zeros, OldPolicy(yes.long(), yes, zeros, zeros[:, 0], 2, **facts))
+        known = dict(scores=zeros, own_scores=zeros, kept_mask=mask, repaired=no)
+        bound.credit(zeros, OldPolicy(mask.long(), mask, zeros, rewards, group_size=2, **known))
     return bound
 
 
@@ -341,7 +344,7 @@ def prompt_batches(task, config: Config) -> list[list]:
 def rng(*key) -> torch.Generator:
     """A generator for each use and step, so that a resumed run has no random state to restore."""
     digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))  # fits 63 bits
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))  # 56 of 63 bits
 
 
 # -------------------------------------------------------------------------------------------------
@@ -403,7 +406,7 @@ def load_policy(config: Config, task, path: str) -> Policy:
         # Cards before Ampere, such as the T4, only emulate bf16. They compute in fp32, as a CPU.
         policy.bf16 = torch.cuda.get_device_capability() >= (8, 0)
         # With a mask and some lengths, cuDNN's attention gives nan in backward on H100 and H200
-        # (torch 2.11 to 2.13: pytorch's issue 196678). Others of torch's kernels take over.
+        # (torch 2.11 to 2.13, reported in pytorch's issue 196678). Other kernels take over.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return policy
 
@@ -421,6 +424,7 @@ def check_fast(policy: Policy, task, config: Config):
         plain, _ = log_probs(policy, answers, config.temperature)
         quick, _ = policy.scorer(policy, answers, config.temperature)
     gap = torch.stack([answers.logp - plain, quick - plain]).abs().max().item()  # nan if one is
+    # Logits are divided by the temperature, and so is their rounding.
     if not gap * min(1.0, config.temperature) < 1e-3:
         differ = f"its log-probs differ by {gap:.3g} nats from the plain ones"
         sys.exit(f"error: --fast is not right for this model ({differ}); choose --fast false")
@@ -447,7 +451,7 @@ def make_model(config: Config, tokenizer) -> torch.nn.Module:
 
 
 def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    betas = (0.9, 0.95)
+    betas = (0.9, 0.95)  # usual for language models; a decay would pull at a pretrained policy
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
 
 
@@ -461,7 +465,7 @@ class Answers:
 
     items: list  # N problems
     texts: list[str]  # N
-    prompts: Tensor  # (N, P) ids; -1 is padding, on the left, so that all answers begin in line
+    prompts: Tensor  # (N, W) ids; -1 is padding, on the left, so that all answers begin in line
     tokens: Tensor  # (N, T) ids
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     logp: Tensor  # (N, T) log pi of the tokens, as the sampler saw them
@@ -511,7 +515,7 @@ def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator)
 def generate(
     policy: Policy, prompts: Tensor, max_tokens: int, temperature: float, gen: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample an answer to each of N prompts (N, P), token by token; temperature 0 is greedy.
+    """Sample an answer to each of N prompts (N, W), token by token; temperature 0 is greedy.
 
     Nothing but the temperature shapes the distribution, whatever the model's own generation config
     says: no top-k, no top-p, no penalty. Returns tokens, mask and their log-probs, (N, T) each.
@@ -521,7 +525,7 @@ def generate(
     if temperature:  # a row's random numbers are its own, whatever becomes of the others
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     alive = torch.ones(n, dtype=torch.bool, device=device)  # (N,) no EOS so far
-    seen = prompts >= 0  # (N, P), one column more for every token
+    seen = prompts >= 0  # (N, W), one column more for every token
     inputs, cache = prompts.clamp(min=0), None
     tokens, mask, logps = [], [], []
     for t in range(max_tokens):
@@ -530,8 +534,8 @@ def generate(
             out = policy.model(
                 inputs,
                 attention_mask=seen.long(),
-                position_ids=position[:, -inputs.shape[1] :],
-                past_key_values=cache,
+                position_ids=position[:, -inputs.shape[1] :],  # of the prompt, then of one token
+                past_key_values=cache,  # what attention keeps of the tokens read so far
                 use_cache=True,
                 logits_to_keep=1,
             )
@@ -628,7 +632,7 @@ def score(
 
 def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Tensor, Tensor]:
     """log pi of the answers' tokens (differentiable) and entropies of pi: (N, T), 0 on padding."""
-    ids = torch.cat([answers.prompts.clamp(min=0), answers.tokens], 1)  # (N, P + T)
+    ids = torch.cat([answers.prompts.clamp(min=0), answers.tokens], 1)  # (N, W + T)
     seen = torch.cat([answers.prompts >= 0, answers.mask], 1).long()
     position = (seen.cumsum(1) - 1).clamp(min=0)
     keep = answers.tokens.shape[1] + 1  # each position predicts the next: begin one before
@@ -661,8 +665,9 @@ def check_gap(gap: float, step: int, temperature: float, device: torch.device):
     """End where sampler and scorer disagree: they are one policy, and differ by rounding alone.
 
     On a GPU bf16 rounds by the shape of a batch, so there only what is gross can be told apart. In
-    bf16 on a CPU, random models of 2 to 24 layers had 0.01 to 0.5 nats, and 2 to 58 with another
-    prompt's cache.
+    bf16 on a CPU, random models of 2 to 24 layers had gaps of 0.01 to 0.5 nats, and of 2 to 58 when
+    they were given a wrong cache on purpose. Log-probs at a low temperature are larger, and so is
+    their rounding.
     """
     limit = (1e-3 if device.type == "cpu" else 3.0) / min(1.0, temperature)
     if not gap <= limit:  # a nan, too
@@ -717,7 +722,7 @@ def learn(
     groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (P, G) row numbers
     for _ in range(config.epochs):
         minibatches = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
-        for loss_fn in method.passes:  # one, for all methods but Lopti
+        for loss_fn in method.passes:  # one; Lopti has two, one after the other
             for chosen in minibatches:
                 rows = groups[chosen].flatten()  # (n,)
                 part = Minibatch(

@@ -62,7 +62,7 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize("spread", (0.0, 0.5))
+@pytest.mark.parametrize("spread", (0.0, 0.5, 2.5))
 def test_value_and_gradient_are_those_of_losses(spread):
     rows = {row.name: row.loss for row in trl_rows()}
     for ours, hyper, name in TWINS:
