@@ -13,7 +13,8 @@ What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
 are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
-budget_mean and token_mean; "signs" is a token mean of winners and one of losers. The last column says where a token that the whole group shares cancels.
+budget_mean and token_mean; "signs" is a token mean of winners (A > 0) and one of losers. The last
+column says where a token that the whole group shares cancels.
 
     method                 A     weight of A       clip            average  cancels
     reinforce              std   1                 none            budget   always
@@ -663,8 +664,8 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     control variate: given the history and the others, E[r grad log pi] is 0.
 
     So the *expected* update does not move, if
-    - c_i depends on answer i alone: reinforce, grpo, grpo-symmetric, dr-grpo, gspo, off-policy-mask;
-      with a constant divisor also cispo, pos-only and advantage-reweighting,
+    - c_i depends on answer i alone: reinforce, grpo, grpo-symmetric, dr-grpo, gspo,
+      off-policy-mask; with a constant divisor also cispo, pos-only and advantage-reweighting,
     - A_i = R_i - b with a fixed b,
     - answers are independent draws from pi_old, which can draw all that pi can,
     - theta does not depend on the batch: no earlier update has used it.

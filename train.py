@@ -8,8 +8,9 @@
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
 The policy that sampled is called the old one. A token's ratio is its probability now over its
-probability then. How hard a loss pushes a token is one number, its coefficient: c = -N dLoss/dlogp, where logp is
-the token's log-probability and N the number of answers. A loss is minimised, so c > 0 pushes up.
+probability then. How hard a loss pushes a token is one number, its coefficient: c = -N dLoss/dlogp,
+where logp is the token's log-probability and N the number of answers. A loss is minimised, so a
+positive c pushes up.
 
 One step is: sample, score, learn. The order below is
 
