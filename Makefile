@@ -30,7 +30,7 @@ test-long: .venv/ready-dev
 	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,run tasks readme trl notebook)
 
 # Ten minutes on a machine with a GPU: tables to paste into an issue.
-gpu: .venv/ready
+gpu: .venv/ready-dev
 	$(BIN)/python -m experiments.bench
 
 # torch comes first and alone. So pip asks the index of CPU builds once, and does without it if there is no answer.
