@@ -64,7 +64,7 @@ METHODS |= {
     f"mask blind to the sign, {delta}": Row(functools.partial(sign_blind_mask, delta=delta))
     for delta in DELTAS
 }
-LINES = (EXACT, CANCELLED, "mask alone, 0.001", "grpo-symmetric")  # of the picture
+LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture
 
 
 def make_groups() -> Groups:
@@ -111,12 +111,12 @@ def sum_by_sign(row: Row) -> list[tuple[float, float, float]]:
 
 def plot(rewards: dict[str, Tensor], sums: list[tuple[float, float, float]], path: Path):
     figure = make_figure(
-        "GRPO's min undoes a first update, so no learning rate teaches both tokens.\n"
-        "Cancelling changes nothing. A clip that does not look at the sign of A learns both.",
+        "GRPO's min undoes a first update. With or without cancel, no rate teaches both tokens.\n"
+        "A clip that does not look at the sign of A teaches both, at a high enough rate.",
         3.9,
-        "An answer is two tokens. Each good one makes a right answer likelier. Baseline J: the "
-        "policy's expected reward.\nMask: drops losers that the policy has moved away from "
-        "(DeepSeek-V3.2). grpo-symmetric: clips winners and losers alike.",
+        "An answer is two tokens. Each good one makes a right answer likelier. Winners and losers: "
+        "answers with A above and below 0.\nBaseline J: the policy's expected reward. "
+        "grpo-symmetric: its clip stops winners and losers alike.",
     )
     bars, ends = figure.subplots(1, 2, width_ratios=(3, 4))
     colors = {"winners": "#56B4E9", "losers": "#CC79A7", "their sum": "#000000"}

@@ -148,22 +148,26 @@ def show(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 
 
 def plot(deltas: dict[tuple[str, str], Tensor], path: Path):
-    """What the methods add to grpo's Delta, by optimiser."""
+    """Differences of Delta, paired, by optimiser."""
     figure = make_figure(
         "With equal steps, right answers gain most if wrong ones are ignored (pos-only).\n"
-        "NTHR adds to GRPO's gain, and no more than tokens chosen at random.",
+        "NTHR also beats GRPO then, but beats random tokens only where steps are unequal.",
         3.2,
         "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less. "
-        "random: as many, drawn.\nMeans and 95 % intervals of 6 starts.",
+        "random: as many, drawn at random.\nPaired differences of the gain in log pi of the "
+        "right answers: means and 95 % intervals of 6 starts.",
     )
-    titles = ("SGD, steps as they come", "SGD, all steps of one length", "AdamW (equal steps)")
+    titles = ("plain SGD, unequal steps", "SGD, equal steps", "AdamW, equal steps")
+    pairs = (("pos-only", "grpo"), ("nthr", "grpo"), ("nthr", "random"))
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
     for axis, kind, title in zip(axes, RATES, titles, strict=True):
-        gains = {name: deltas[kind, name] - deltas[kind, "grpo"] for name in METHODS}
-        shown = {name: gains[name].mean(1).tolist() for name in ("nthr", "random", "pos-only")}
+        shown = {
+            f"{name}\nminus {other}": (deltas[kind, name] - deltas[kind, other]).mean(1).tolist()
+            for name, other in pairs
+        }
         draw_differences(axis, shown)
         axis.set_title(title)
-        axis.set_xlabel("log pi gained beyond GRPO (nats)")
+        axis.set_xlabel("difference (nats)")
     save(figure, path)
 
 
