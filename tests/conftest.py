@@ -48,16 +48,22 @@ def refused(function, *args) -> str:
 
 
 class Letters(Arithmetic):
-    """Right: an odd number of the item's own letters. Half right: two of them."""
+    """Right: an odd number of the item's own letters. Half right: two of them.
+
+    Its prompts hold id 0, which is padding elsewhere.
+    """
 
     shares = None
 
     def __init__(self):
-        pairs = [("1+1=", "13579,so"), ("23=", "2"), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
+        pairs = [("1+1=", "13579,so"), ("23=", ""), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
         others = [("6+6=", "02468so"), ("7=", "13579"), ("8+8+8=", "hm+"), ("9+=", "so")]
         others.append(("0=", ""))
         self.train = [Item(*pair, "") for pair in pairs]
         self.test = [Item(*pair, "") for pair in others]
+
+    def encode(self, tokenizer, items):
+        return [[*row[:-1], 0, row[-1]] for row in super().encode(tokenizer, items)]
 
     def reward(self, text, item):
         count = sum(letter in item.answer for letter in text)
@@ -65,10 +71,10 @@ class Letters(Arithmetic):
 
 
 def random_policy(seed: int, fast: bool = False) -> train.Policy:
-    """A small GPT-2 that repeats itself, with three ids that end an answer."""
+    """A small GPT-2 that repeats itself, with three ids that end an answer; one is padding's."""
     policy = load("scratch", width=8, seed=seed, fast=fast)
     policy.model.get_input_embeddings().weight.data *= 1.5
-    return replace(policy, eos=torch.tensor([1, 5, 9]))
+    return replace(policy, eos=torch.tensor([0, 5, 9]))
 
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):

@@ -21,6 +21,7 @@ import torch
 from conftest import TINY, build, load, metrics, refused, run
 
 import train
+from llm.trace import show_group
 from toy.arithmetic import Arithmetic
 
 ROOT = Path(train.__file__).parent
@@ -35,14 +36,16 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     """Lines, checkpoints, and batches with their log-probs before and after the step."""
     kept, real = [], train.save_batch
     monkeypatch.setattr(train, "save_batch", lambda *args: kept.append(args[1]) or real(*args))
-    flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting --trace"
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting --threads 3"
     folder = run(tmp_path / "run", *flags.split())
     config, lines = (
         train.Config(**json.loads((folder / "config.json").read_text())),
         metrics(folder),
     )
     names = {"config.json", "metrics.jsonl", "start", "checkpoints", "batches"}
-    assert {path.name for path in folder.iterdir()} == names and config.temperature == 0.7
+    assert {path.name for path in folder.iterdir()} == names and threads == [3]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert ["greedy" in line for line in lines] == [True, False, False, True, True]
     assert ["kl_start" in line for line in lines] == [False, False, False, True, True]
@@ -54,7 +57,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
         evaluation = train.evaluate(policy, task, config)
         assert evaluation == {key: line[key] for key in evaluation}
     said = capsys.readouterr().out
-    assert said.count("\nstep ") == 3 and str(folder) in said and "push c" in said
+    assert said.count("\nstep ") == 3 and str(folder) in said
 
     file = folder / "batches" / "step-000004.pt"
     assert sorted(path.name for path in file.parent.iterdir()) == ["step-000003.pt", file.name]
@@ -146,6 +149,46 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
     lines = metrics(tmp_path / "run")
     assert lines[0]["greedy"] < 0.3 and lines[-1]["greedy"] > 0.95
     assert lines[1]["reward"] < 0.4 and lines[-1]["reward"] > 0.9
+
+
+@pytest.mark.parametrize("group", (0, 1))  # whichever comes first
+def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys, group):
+    """grpo, when all ratios are 1: c is A over the length of the answer."""
+    task, method = Arithmetic(), train.bind("grpo", {})
+    config = train.Config(prompts=2, group_size=3, minibatches=1, lr=0.0, trace=True)
+    answers = train.sample(scratch, task, task.train[:2], 1, config)
+    rows = scratch.tokenizer(["so#12", "so#1", "ok#"] * 2).input_ids
+    padded = torch.tensor([row + [-1] * (5 - len(row)) for row in rows])
+    answers.tokens, answers.mask = padded.clamp(min=0), padded >= 0
+    answers.rewards = torch.zeros(6)
+    answers.rewards[3 * group + 1] = 1  # the other group has nothing to learn
+    answers.logp, _ = train.log_probs_in_pieces(scratch, answers, config)
+    scored = train.score(scratch, answers, method, config, None)
+    updates = train.learn(scratch, train.adamw(scratch.model, 0.0), scored, method, config)
+    (made,) = updates
+    made.after = made.logp - 1
+    show_group(scratch, scored, updates)
+    said = capsys.readouterr().out
+    table, A = [line.split() for line in said.splitlines()], [-(3**-0.5), 2 * 3**-0.5, -(3**-0.5)]
+    assert task.train[group].prompt in said and task.train[1 - group].prompt not in said
+    assert "no group" in said  # not all three begin with one token
+    assert [float(line[-1]) for line in table if line[:1] == ["answer"]] == pytest.approx(A, 1e-3)
+    numbers = {name: [] for name in ("push", "before", "after")}
+    for name, *values in (line for line in table if line and line[0] in numbers):
+        if values[0] in ("c",) or values[0][0] == "-":
+            numbers[name].append([float(x) for x in values[values[0] == "c" :]])
+    for i, (a, n) in enumerate(zip(A, (5, 4, 3), strict=True)):
+        old = answers.logp[3 * group + i, :n].tolist()
+        assert numbers["push"][i] == pytest.approx([a / n] * n, abs=2e-4)
+        assert numbers["before"][i] == pytest.approx(old, abs=1e-4)
+        assert numbers["after"][i] == pytest.approx([x - 1 for x in old], abs=1e-4)
+    sums, line = [A[0] + A[1], A[0] / 5 + A[1] / 4], table[-2]
+    assert [float(x) for x in line[:2]] == pytest.approx(sums, abs=1e-3)
+    assert line[2:] == ["1", "2:", "s", "o", "#", "1"] and table[-3][:2] == ["sum", "of"]
+    answers.rewards[:] = 0
+    scored = train.score(scratch, answers, method, config, None)
+    show_group(scratch, scored, updates)
+    assert "nothing is pushed" in capsys.readouterr().out
 
 
 # ---------------- kills
@@ -283,15 +326,16 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
         return stop
 
     real, said = train.sample, []
+    flags = ["--model", run(tmp_path / "first", "--steps", "0") / "start", "--warm-steps", "0"]
     for step in (1, 4):
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
             patch.setattr(train, "sample", stop_at(step))
-            run(tmp_path / f"cut{step}")
+            run(tmp_path / f"cut{step}", *flags)
         said.append(stopped.value.code)
     assert said[0] == "interrupted; nothing is saved"
     assert f"--resume {tmp_path / 'cut4'}" in said[1] and "\n" not in said[1]
     train.main(["--resume", str(tmp_path / "cut4")])
-    assert_same_run(tmp_path / "cut4", run(tmp_path / "whole"))
+    assert_same_run(tmp_path / "cut4", run(tmp_path / "whole", *flags))
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):

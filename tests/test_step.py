@@ -36,7 +36,7 @@ def first_answers(start):
     task, gen = Letters(), train.rng(5, "sample", 2)
     prompts = [ids for ids in task.encode(start[0].tokenizer, task.train) for _ in range(G)]
     answers = naive.rollout(start[0], prompts, L, TEMPERATURE, gen)
-    assert {1, 5, 9} < {answer[-1] for answer in answers} and len({*map(len, answers)}) > 3
+    assert {0, 5, 9} < {answer[-1] for answer in answers} and len({*map(len, answers)}) > 3
     return answers
 
 
@@ -53,7 +53,7 @@ def corrected(policy, task, rows):
     repaired, kept = [False] * len(items), [[False] * len(answer) for answer in answers]
     for i, correction in zip(wrong, fixed, strict=True):
         repaired[i] = task.reward(naive.decode(policy, correction), items[i]) == 1
-        rows = ([1 if t in (1, 5, 9) else t for t in row] for row in (answers[i], correction))
+        rows = ([0 if t in (5, 9) else t for t in row] for row in (answers[i], correction))
         a, b = (torch.tensor([row]) for row in rows)  # one end is like another
         kept[i] = kept_tokens(a, a == a, b, b == b)[0].tolist()
     return repaired, kept, sum(map(len, fixed))
@@ -135,7 +135,7 @@ def naive_step(start, first_answers, config, hyper):
             norms.append(adam.gradient(pushed))
             losses.append(value)
             if any(any(x) for x in c):
-                adam.step(config.lr * 2 / 3)
+                adam.step(config.lr * (2 / 3 if config.schedule == "linear" else 1))
             clip = defaults(loss_fn) | hyper
             if "eps_low" in clip:
                 if config.method == "gspo":
@@ -155,7 +155,7 @@ def naive_step(start, first_answers, config, hyper):
 CASES = [dict(method=name, cancel=cancel) for name in METHODS for cancel in (False, True)]
 CASES += [
     dict(method="grpo", kl=0.1, micro_rows=5),
-    dict(method="gspo", eps_low=0.1, eps_high=0.2, minibatches=1),
+    dict(method="gspo", eps_low=0.1, eps_high=0.2, minibatches=1, schedule="constant"),
     dict(method="lopti", cancel=True, minibatches=1, micro_rows=5),
     dict(method="ibpo", minibatches=1, micro_rows=3),
     dict(method="nthr", minibatches=1, fast=True),

@@ -19,7 +19,6 @@ COLORS = {
     "dr-grpo": "#009E73",
     "grpo-symmetric": "#009E73",
     "balanced": "#56B4E9",
-    "mask": "#E69F00",
     "dfpo-min": "#0072B2",
     "ibpo": "#0072B2",
 }
