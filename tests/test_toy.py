@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toy import drift, gate, ibpo, lopti, nthr, tax
+from toy import drift, gate, ibpo, lopti, nthr, reuse, tax
 
 
 def published(*values, places=3):
@@ -65,6 +65,36 @@ def test_ibpo_pays_at_8_letters_as_published(monkeypatch):
     names = "grpo", "ibpo", "ibpo, 3 siblings", "grpo at 0.7", "ibpo at 0.7"
     costs = [ibpo.measure_cost(ibpo.METHODS[name], 8) for name in names]
     assert [sum(x) / 24 for x in costs] == pytest.approx([1.01, 1.12, 1.28, 0.61, 0.83], rel=0.1)
+
+
+def test_reuse_many_policies_at_once_learn_what_each_learns_alone():
+    """grpo with the baseline J and cancel, one answer after another; a group is a pair."""
+    world, gen = reuse.World(2, (3, 2), shared=0.5), torch.Generator().manual_seed(0)
+    start = torch.randn(3, 4, 2, generator=gen, dtype=torch.float64)
+    draws = torch.rand(3, 8, 3, generator=gen, dtype=torch.float64)
+    rates = torch.tensor([1.0, 4.0, 16.0])
+    ends = reuse.learn(tax.ROWS[tax.CANCELLED], world, start, draws, updates=3, rates=rates)
+    for w, numbers, rate, end in zip(start, draws.tolist(), rates, ends, strict=True):
+        old, answers = (w[1:] + 0.5 * w[0]).softmax(1).flatten(), []
+        J = sum(old[k // 2] * old[2 + k] * (0.6, 0.4)[k % 2] for k in range(4))
+        for x, y, z in numbers:
+            opener = int(x > old[0])
+            way = int(y > old[2 + 2 * opener])
+            answers.append((opener, 2 + 2 * opener + way, int(z < (0.6, 0.4)[way])))
+        for _ in range(3):
+            w = w.detach().requires_grad_()
+            r = (w[1:] + 0.5 * w[0]).softmax(1).flatten() / old
+            total, units = 0, []  # c / r of each answer's two tokens
+            for *places, R in answers:
+                kept = [bool(r[k] < 1.2 if R else r[k] > 0.8) for k in places]
+                units.append([(R - J) * inside / (3 if R else 2) for inside in kept])
+            for i, (*places, _) in enumerate(answers):
+                shared = (1, answers[i][0] == answers[i ^ 1][0])  # with the partner
+                for t in (0, 1):
+                    c = units[i][t] - shared[t] * units[i ^ 1][t]
+                    total = total + c * r[places[t]] / len(answers)
+            w = w + rate * torch.autograd.grad(total, w)[0]
+        torch.testing.assert_close(end, w.detach())
 
 
 # The two that train a model take its first start of six, which no interval covers: on another
