@@ -120,6 +120,24 @@ def test_ratios_are_clamped_nowhere():
         torch.testing.assert_close(x.log(), torch.full_like(x, 30.0))
 
 
+def test_edges_of_conditions():
+    b = make_batch(spread=0.0)  # on-policy
+    kl = losses.grpo(b, kl=0.01) - losses.grpo(b)
+    torch.testing.assert_close(kl, 0.01 * losses.seq_mean(losses.k3(b), b))
+    assert losses.off_policy_mask(b, delta=0.0) == losses.grpo(b)  # no distance is not above it
+    far = make_batch(spread=0.6)
+    torch.testing.assert_close(METHODS["gspo"].clips(far)[:, 0], losses.sequence_ratio(far))
+    losers = replace(b, adv=-b.adv.abs())  # as after a credit rule; their groups count all the same
+    torch.testing.assert_close(losses.dapo(losers), -losses.dapo(replace(b, adv=b.adv.abs())))
+    nodes = losses.prefix_nodes(torch.arange(8).view(2, 4), torch.ones(2, 4) > 0, 2)
+    assert nodes.unique().numel() == 8  # where answers never agree, no two tokens have one node
+    logp = torch.zeros(2, 1, requires_grad=True)  # a ratio that underflows, beside one of 1
+    old = torch.tensor([[200.0], [0.0]])
+    batch = Batch(logp, old, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 1) > 0, 2, 1)
+    c = losses.token_coefficients(losses.cancel(losses.grpo(batch), batch, old.long()), logp)
+    assert c.isfinite().all() and not c.requires_grad
+
+
 def test_recentred_stays_finite_where_a_product_of_ratios_overflows():
     logp = torch.zeros(3, 100, requires_grad=True)
     old = torch.tensor([-2.0, -2.0, 3.0])[:, None].expand(3, 100)  # e^200 is no float32
@@ -230,9 +248,9 @@ OLD |= {"mask": BATCH["mask"], "kept_mask": BATCH["mask"], "group_size": 2}
 @pytest.mark.parametrize("kind, good, first", [(Batch, BATCH, "logp"), (OldPolicy, OLD, "tokens")])
 def test_a_tensor_of_another_shape_is_named(kind, good, first):
     for name in good.keys() - {first, "group_size", "max_tokens"}:
-        for x in (torch.zeros(4, 2), torch.zeros(2)):
-            with pytest.raises(ValueError, match=name):
-                kind(**good | {name: x})
+        for shape in ((4, 2), (3, 4), (2,)):
+            with pytest.raises(ValueError, match=f"{name} has shape"):
+                kind(**good | {name: torch.zeros(shape, dtype=good[name].dtype)})
 
 
 @pytest.mark.parametrize(
@@ -252,6 +270,12 @@ def test_a_tensor_of_another_shape_is_named(kind, good, first):
         (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"kept_mask": None}))),
         (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD | {"repaired": None}))),
         (bind, dict(name="grpoo", hyper={})),
+        (losses.sequence_ratio, dict(batch=Batch(**BATCH), ratio="arithmetic")),
+        (losses.grpo, dict(batch=Batch(**BATCH | {"logp_ref": None}), kl=0.04)),
+        (losses.advantage_reweighting, dict(adv=BATCH["adv"], old=OldPolicy(**OLD), alpha=1.5)),
+        (losses.ibpo, dict(adv=BATCH["adv"], old=OldPolicy(**OLD), reading="kept")),
+        (losses.shaped_rewards, dict(rewards=OLD["rewards"], repaired=None, bonus=1, weight=1.0)),
+        (losses.prefix_nodes, dict(tokens=OLD["tokens"], mask=OLD["mask"], group_size=3)),
         (losses.cancel, dict(loss=None, batch=Batch(**BATCH), nodes=torch.zeros(4, 2))),
     ],
 )
