@@ -4,7 +4,6 @@ TRL's own trainers, called by engines/shipped.py, give the value and gradient of
 left under another sampler is what the importance weights leave (C25).
 """
 
-import importlib.util
 from functools import partial
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import losses
 from claims.evidence import Draw
 from engines import audit
-from engines.shipped import Row, trl_loss, trl_rows
+from engines.shipped import Row, trl_rows
 
 CLIP = dict(eps_low=0.2, eps_high=0.2)  # the engines' default
 KNOWN = {  # what is left on-policy, inside the clip, outside it: 0 or not
@@ -31,7 +30,6 @@ def test_the_columns_tell_known_losses_apart(name):
     row = Row(name, "losses.py", lambda case: loss(case.batch))
     left = [audit.left_over(row, column) for column in list(audit.COLUMNS)[:3]]
     assert "".join("0" if x < 1e-9 else "x" for x in left) == KNOWN[name]
-    assert all(x < 1e-9 or x > 1e-3 for x in left)
 
 
 def rloo(batch):
@@ -41,12 +39,6 @@ def rloo(batch):
     return -torch.minimum(s * adv, s.clamp(0.8, 1.2) * adv).mean()
 
 
-def trl(loss_type, **settings):
-    """TRL's own, with settings that the table does not have."""
-    return partial(trl_loss, "GRPO", False, {"loss_type": loss_type} | settings)
-
-
-GSPO = dict(epsilon=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence")
 TWINS = [
     (losses.grpo, {}, "grpo, token"),
     (losses.gspo, CLIP, "grpo, sequence"),
@@ -54,11 +46,6 @@ TWINS = [
     (losses.token_grpo, CLIP, "dapo, token"),
     (losses.cispo, {}, "cispo, token, epsilon_high 5"),
     (rloo, {}, "RLOO"),
-    (losses.grpo, {"eps_low": 0.1, "eps_high": 0.4}, trl("grpo", epsilon=0.1, epsilon_high=0.4)),
-    (losses.gspo, {}, trl("grpo", **GSPO)),
-    (losses.off_policy_mask, {}, trl("grpo", off_policy_mask_threshold=0.1)),
-    # TRL's epsilon_high is the bound itself, and 0.2 is its default: no weight is above 0.2.
-    (losses.cispo, {"eps_high": 0.2 - 1}, trl("cispo")),
 ]
 
 
@@ -66,10 +53,9 @@ TWINS = [
 def test_value_and_gradient_are_those_of_losses(spread):
     rows = {row.name: row.loss for row in trl_rows()}
     for ours, hyper, name in TWINS:
-        theirs = name if callable(name) else rows[name]
         for draw in (Draw(0, k) for k in range(12)):
             case = audit.tree_case(draw, spread, 0.0, micro_batches=1 + (draw.N % 2 == 0))
-            pair = ours(case.batch, **hyper), theirs(case)
+            pair = ours(case.batch, **hyper), rows[name](case)
             grads = [torch.autograd.grad(loss, case.batch.logp)[0] for loss in pair]
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-9)
             torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-9)
@@ -94,13 +80,3 @@ def test_another_sampler_leaves_what_its_weights_leave(mode):
     found = audit.left_over(row, "another sampler, 2,500 tokens")
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found == pytest.approx(published, abs=0.05)  # 128 groups
-    assert row.by_default == (mode == "sequence_mask")
-
-
-@pytest.mark.parametrize("engine", ("trl", "verl"))
-def test_a_missing_engine_is_named(engine):
-    if importlib.util.find_spec(engine):
-        pytest.skip("it is installed")
-    with pytest.raises(SystemExit) as stop:
-        audit.main([engine])
-    assert f"pip install {engine}" in stop.value.code

@@ -11,7 +11,6 @@ keeps in fp32. In a backward pass it compares no devices: autograd's own tensors
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 import train
 from llm import fast
-from llm.neighbours import correct
 from losses import METHODS
 from toy.arithmetic import Arithmetic
 
@@ -112,27 +110,6 @@ def pretended_cuda(capability=(8, 0)) -> Iterator[PretendedCuda]:
 # ---------------- what is promised
 
 
-def test_the_pretended_gpu_refuses_what_cuda_refuses():
-    with pretended_cuda():
-        x, y = torch.ones(3, device="cuda"), torch.ones(3)
-        first = torch.tensor([0], device="cuda")
-        for mistake in (
-            lambda: x + y,
-            lambda: x.index_put_((first,), y[:1]),
-            lambda: y[first],
-            lambda: torch.rand(3, generator=torch.Generator(), device="cuda"),
-        ):
-            with pytest.raises(RuntimeError):
-                mistake()
-        on_cpu = first.cpu()
-        assert {z.device.type for z in (on_cpu, on_cpu + 1)} == {"cpu"}
-        x[on_cpu] = 2 * x[first] * torch.tensor(1.0)  # these it takes
-        parameter = torch.nn.Parameter(x + y.to(x.device))
-        (parameter * x).sum().backward()
-        assert {z.device.type for z in (x[1:], parameter.grad)} == {"cuda"}
-        assert x.sum().item() == 4 and (x.to("cpu") + y).device.type == "cpu"
-
-
 def watch(policy) -> set:
     """The dtypes in which the policy's model computes from now on."""
     dtypes = set()
@@ -141,45 +118,35 @@ def watch(policy) -> set:
     return dtypes
 
 
-FAST = ("grpo", "nthr", "ibpo")
+FAST = ["grpo fast", "nthr fast"]
+OLD = ["grpo before-ampere", "grpo fast before-ampere"]  # such a card has no bf16
 
 
-@pytest.mark.parametrize("name", [*METHODS, *(f"{name} fast" for name in FAST)])
-def test_a_step_of_every_method_computes_in_bf16(name, easy):
+ALONE = [name for name, m in METHODS.items() if not m.repair]  # ibpo is in the whole run below
+
+
+@pytest.mark.parametrize("name", [*ALONE, *FAST, *OLD])
+def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, easy):
     """With a KL term where there is one, and cancelled."""
-    name, _, quick = name.partition(" ")
+    name, *extra = name.split()
+    expected = torch.float32 if "before-ampere" in extra else torch.bfloat16
     options = dict(layers=1, width=16, group_size=3, max_tokens=6, prompts=4, minibatches=2, lr=0.0)
-    config = train.Config(micro_rows=2, cancel=True, fast=bool(quick), **options)
+    config = train.Config(micro_rows=2, cancel=True, fast="fast" in extra, **options)
     method = train.bind(name, {"kl": 0.1} if "kl" in train.bind(name, {}).hyper else {})
-    with pretended_cuda():
+    with pretended_cuda(capability=(7, 5) if expected == torch.float32 else (8, 0)):
         policy, task = load("scratch", **options, fast=config.fast), Arithmetic()
         dtypes = watch(policy)
         answers = train.sample(policy, task, task.train[:4], 1, config)
-        if method.repair:
-            again = partial(train.ask, policy, task, config=config, gen=train.rng(0))
-            correct(answers, task, config, ask=again, eos=policy.eos)
         scored = train.score(policy, answers, method, config, reference=policy)
         assert scored.max_logp_gap < 0.5  # bf16 rounds by the shape of a batch
         updates = train.learn(policy, train.adamw(policy.model, 0.0), scored, method, config)
         assert train.diagnose(policy, scored, updates, method, config)["grad_norm"] > 0
-        assert dtypes == {torch.bfloat16}
+        assert dtypes == {expected}
         devices = {x.device.type for x in (answers.logp, scored.nodes, updates[0].coefficients)}
         assert devices == {"cuda"} and answers.logp.dtype == torch.float32
 
 
-@pytest.mark.parametrize("quick", [False, True], ids=["plain", "fast"])
-def test_a_card_before_ampere_computes_in_fp32(quick):
-    with pretended_cuda(capability=(7, 5)):
-        policy, task = load("scratch", layers=1, width=16, fast=quick), Arithmetic()
-        config, dtypes = train.Config(group_size=2, max_tokens=4, warm_steps=1), watch(policy)
-        train.warm_start(policy, task, train.bind("grpo", {}), config)
-        answers = train.sample(policy, task, task.train[:2], 1, config)
-        train.log_probs_in_pieces(policy, answers, config)
-    assert dtypes == {torch.float32}
-
-
-def test_fast_adds_gradients_and_makes_chunks_of_logits_in_fp32(monkeypatch):
-    monkeypatch.setitem(fast.CHUNK, "cuda", 1)  # then 512 rows a chunk
+def test_fast_adds_gradients_and_makes_logits_in_fp32():
     with pretended_cuda():
         policy, task = load("scratch", layers=1, width=16, fast=True), Arithmetic()
         config = train.Config(group_size=3, max_tokens=6)
@@ -189,13 +156,11 @@ def test_fast_adds_gradients_and_makes_chunks_of_logits_in_fp32(monkeypatch):
         grad = policy.model.base_model.h[0].mlp.c_fc.weight.grad
         assert not torch.equal(grad, grad.bfloat16().float())
 
-        hidden = torch.full((600, 16), 1 / 3, device="cuda", requires_grad=True)
-        targets = torch.zeros(600, dtype=torch.long, device="cuda")
+        hidden = torch.full((2, 16), 1 / 3, device="cuda")
         with fast.autocast(policy):
-            logp, _ = fast.token_log_probs(policy.model, hidden, targets, 1.0)
-        logp.sum().backward()
-        exact = (hidden @ policy.model.get_output_embeddings().weight.T).log_softmax(1)[:, 0]
-        assert (logp - exact).abs().max() < 1e-5 and hidden.grad.device.type == "cuda"
+            logits = fast.output_logits(policy.model, hidden)
+        exact = hidden @ policy.model.get_output_embeddings().weight.T
+        assert (logits - exact).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("quick", ["false", "true"])

@@ -1,10 +1,9 @@
-"""What the tree page draws is what losses.py says. Promised to whoever presses its buttons, in a
-browser and in the notebook's frame."""
+"""To whoever presses the tree page's buttons, in the notebook's frame, too: it draws what losses.py
+says."""
 
 import html
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -18,11 +17,11 @@ import train
 from toy import tree
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-browser = pytest.mark.skipif(not CHROMIUM, reason="no chromium here, in which the page is pressed")
-FOLDER = Path(tree.__file__).parent
-STORY = re.findall(r'<button value="(.*?)">', (FOLDER / "tree_page.html").read_text())
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium, in which to press the page")
+STORY = re.findall(
+    r'<button value="(.*?)">', Path(tree.__file__).with_name("tree_page.html").read_text()
+)
 START = "method=reinforce&cancel=off&lengths=unequal&won=1010&moved=1&spread=none"
-CONTROLS = ("method", "cancel", "lengths", "moved", "spread")
 NASTY = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 # Presses one element after the other, and notes what is drawn after each. An element is the start
 # of a button's text, or the name of a control and what is chosen there.
@@ -30,29 +29,27 @@ PRESS = """<script type="module">
   const all = (selector) => [...document.querySelectorAll(selector)];
   const texts = (selector) => all(selector).map((element) => element.textContent);
   const sign = (bar) => (bar.matches(".minus") ? -1 : 1);
-  while (!("ready" in document.body.dataset)) await new Promise((done) => setTimeout(done, 20));
+  // The wait lets a text of a model, if it ran, run before its traces are looked for.
+  const wait = () => new Promise((done) => setTimeout(done, 200));
+  do await wait(); while (!("ready" in document.body.dataset));
   top.document.documentElement.dataset.seen = JSON.stringify(PRESSES.map(([name, value]) => {
     const [first, ...others] = document.getElementsByName(name);
     if (!first) all("button").find((button) => button.textContent.startsWith(name)).click();
     else if (others.length) [first, ...others].find((radio) => radio.value === value).click();
     else { first.value = value; first.onchange(); }
     return {
-      say: document.getElementById("say").textContent,
-      next: !document.getElementById("next").hidden,
       numbers: texts("#tree output").map((text) => Number(text.replace("−", "-"))),
       bars: all("#tree .track").map((bar) => sign(bar) * bar.style.getPropertyValue("--v")),
-      labels: texts(".line small"), chosen: all("select, input:checked").map((one) => one.value),
-      groups: texts("[name=group] option"), title: document.title,
+      labels: texts(".line small"), title: document.title,
     };
   }));
 </script></html>"""
 
 
-def press(page: str, presses: list, folder: Path, framed: bool = False) -> list[dict]:
-    """What a browser shows after each press; framed: as exercises/tour.ipynb shows the page."""
+def press(page: str, presses: list, folder: Path) -> list[dict]:
+    """What a browser shows after each press, in a frame as that of exercises/tour.ipynb."""
     page = page.replace("</html>", PRESS.replace("PRESSES", json.dumps(presses)))
-    if framed:
-        page = f'<iframe srcdoc="{html.escape(page)}" width="100%" height="900"></iframe>'
+    page = f'<iframe srcdoc="{html.escape(page)}" width="100%" height="900"></iframe>'
     (folder / "page.html").write_text(page)
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=99000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", folder / "page.html"]
@@ -92,100 +89,58 @@ def drawn(texts: list[list[str]], c, A, look: int, rows=range(4), t: int = 0) ->
     return numbers
 
 
-def check(shown: dict, numbers: list[float], method: str, cancel: str):
-    """The numbers, and what their labels come to, such as "1/4×0.500"."""
+def check(shown: dict, numbers: list[float]):
+    """The numbers, their bars, and what their labels come to, such as "1/4×0.500"."""
     assert shown["numbers"] == pytest.approx(numbers, abs=6e-4)
-    labels = [label.replace("−", "-").replace("×", "*") for label in shown["labels"]]
-    expected = [*numbers[:4], *numbers[7:9]]
-    assert [eval(label) for label in labels] == pytest.approx(expected, abs=1.6e-3)
-    if cancel == "off" and method not in ("dfpo-orthogonal", "recentred"):
-        assert all(re.fullmatch(r"0\.0+|0\*.*|.*/.*", label) for label in labels)
+    labels = [eval(label.replace("−", "-").replace("×", "*")) for label in shown["labels"]]
+    assert labels == pytest.approx([*numbers[:4], *numbers[7:9]], abs=1.6e-3)
+    longest = max(map(abs, numbers)) or 1
+    assert [bar * longest for bar in shown["bars"]] == pytest.approx(numbers, abs=1e-3)
 
 
-def parse(setting: str) -> dict[str, str]:
-    return dict(pair.split("=") for pair in f"{START}&{setting}".split("&"))
-
-
-def toy(chosen: dict[str, str]) -> list[float]:
-    """The numbers of a setting of the toy page."""
-    group = tree.toy_group(chosen["lengths"], chosen["won"])
-    state = tree.MOVED.index(chosen["moved"]) * 2 + [*tree.SPREAD].index(chosen["spread"])
-    return expect(group, state, tree.toy_methods()[chosen["method"]], chosen["cancel"])
-
-
-@browser
-def test_the_story_and_every_method_show_what_losses_say_in_the_notebooks_frame(tmp_path):
-    rng, settings, presses = random.Random(0), [], [("1 ", "")]
+def test_the_story_and_every_method_show_what_losses_say(tmp_path):
+    methods, settings, presses = tree.toy_methods(), [], [("1 ", "")]
     for step, values in enumerate(STORY, 1):
-        chosen = parse(values.replace("&amp;", "&"))
-        won = chosen["won"][:3] + "1"
-        settings += [chosen, chosen | {"won": won}, chosen]  # answer 4 wins, and back
-        presses += [("▼4", ""), ("you changed", ""), (f"next: {step + 1}", "")]
-    presses.pop()
-    for name in [*tree.toy_methods()] * 2:
-        values = {"method": [name], "cancel": ["off", "on"], "lengths": [*tree.ANSWERS]}
-        for key, options in (values | {"moved": tree.MOVED, "spread": [*tree.SPREAD]}).items():
-            chosen = chosen | {key: rng.choice(options)}
-            settings.append(chosen)
-            presses.append((key, chosen[key]))
-    seen = press(tree.toy_page(), presses, tmp_path, framed=True)
+        setting = f"{START}&{html.unescape(values)}"
+        chosen = dict(pair.split("=") for pair in setting.split("&"))
+        settings += [chosen, chosen | {"won": chosen["won"][:3] + "1"}]  # answer 4 wins
+        presses += [("▼4", ""), (f"next: {step + 1}", "")]
+    pressed = [("method", name) for name in methods]
+    changes = [("lengths", "unequal"), ("moved", "1.6"), ("spread", "wide"), *pressed]
+    changes += [("cancel", "on"), ("moved", "0.6"), ("lengths", "equal"), *pressed]
+    chosen = settings[-1]
+    for change in changes:
+        chosen = chosen | dict([change])
+        settings.append(chosen)
+    seen = press(tree.toy_page(), presses[:-1] + changes, tmp_path)
     for shown, chosen in zip(seen, settings, strict=True):
-        numbers = toy(chosen)
-        check(shown, numbers, chosen["method"], chosen["cancel"])
-        assert shown["chosen"] == [chosen[name] for name in CONTROLS]
-        longest = max(map(abs, numbers)) or 1
-        assert [bar * longest for bar in shown["bars"]] == pytest.approx(numbers, abs=1e-3)
-    story, says = seen[: 3 * len(STORY) : 3], [shown["say"] for shown in seen[: 3 * len(STORY)]]
-    assert says[::3] == says[1::3] == says[2::3] and len({*says}) == len(STORY) == 8
-    assert [shown["next"] for shown in seen[1:24:3]] == [True] * 7 + [False]
-    # What the sentences say of "so" and of "7+8=15".
-    first = [(0, 0), (0, 0.2), (0.034, 0.049), (-0.4, -0.2), (0.15, 0.025)]
-    left = [(shown["numbers"][4], shown["numbers"][9]) for shown in story]
-    assert left == [*first, (0, -0.067), (0, 0), (0, 0)]
+        group = tree.toy_group(chosen["lengths"], chosen["won"])
+        state = tree.MOVED.index(chosen["moved"]) * 2 + [*tree.SPREAD].index(chosen["spread"])
+        check(shown, expect(group, state, methods[chosen["method"]], chosen["cancel"]))
 
 
-def test_the_picture_of_the_readme_has_the_numbers_of_losses():
-    text, expected = (FOLDER / "tree.svg").read_text().replace("−", "-"), []
-    for numbers in (toy(parse("method=reinforce")), toy(parse("method=grpo"))):
-        expected += numbers[:5] + numbers[7:10] + numbers[12:]  # without credit and tax
-    shown = [float(x) for x in re.findall(r">([+-]?0\.\d{3})<", text)]
-    assert shown == pytest.approx(expected, abs=5e-4)
-
-
-@browser
-def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
+def test_a_run_shows_its_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
     flags = "--cancel --steps 1 --warm-steps 0 --layers 1 --width 16 --prompts 4 --eval-items 2"
     train.main([*flags.split(), "--hyper", "eps_high=0.1 kl=0.04", "--out", str(run)])
     (path,) = run.glob("batches/*.pt")
-    # Behind its batch another one, of three groups. All answers share two tokens, 1 and 2 a third.
-    # Group 0 has equal lengths, so no tax before the step, and group 2 equal rewards. In group 1
-    # answers 2 and 4 have A = 0.
-    saved, gen = torch.load(path), torch.Generator().manual_seed(0)
-    tokens = torch.tensor([[0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 3, 6], [0, 1, 4, 7]]).repeat(3, 4)
+    # Another batch, of one group. All answers share two tokens, 1 and 2 a third. In 2 and 4 A = 0.
+    tokens = torch.tensor([[0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 3, 6], [0, 1, 4, 7]]).repeat(1, 4)
     pieces = [[(NASTY, " b", "c\n", *"defgh")[k] for k in row] for row in tokens.tolist()]
-    mask = torch.arange(16) < torch.tensor([[12]] * 4 + [[16], [5], [9], [12]] + [[7]] * 4)
-    rewards = torch.tensor([0.0, 1, 0, 1, 0, 0.5, 1, 0.5, 1, 1, 1, 1])
-    old, new = -torch.rand(2, 12, 16, generator=gen) / 2
-    saved |= {"logp_old": old, "logp": new, "rewards": rewards, "mask": mask, "tokens": tokens}
-    saved |= {"group_size": 4, "max_tokens": 20, "prompts": ["0" + NASTY, "1" + NASTY, "2"]}
-    torch.save(saved | {"pieces": pieces}, run / "batches" / "step-000010.pt")
-    os.utime(path, (2e9, 2e9))  # the newest file is not the newest batch
+    mask = torch.arange(16) < torch.tensor([[16], [5], [9], [12]])
+    rewards = torch.tensor([0, 0.5, 1, 0.5]).double()
+    old, new = -torch.rand(2, 4, 16, generator=torch.Generator().manual_seed(0)).double() / 2
+    saved = torch.load(path) | {"logp_old": old, "logp": new, "rewards": rewards, "mask": mask}
+    saved |= {"tokens": tokens, "pieces": pieces, "prompts": [NASTY]}
+    torch.save(saved | {"group_size": 4, "max_tokens": 20}, path)
     tree.main([str(run)])
     page = (run / "tree.html").read_text()
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
-    presses = [("policy", "after it"), ("␣b", ""), ("cancel", "off")]
-    methods = tree.shown_methods() | {"grpo": train.bind("grpo", {"eps_high": 0.1})}
-    special = {"nthr", "nthr-random", "advantage-reweighting", "lopti", "ar-lopti", "ibpo"}
-    assert {*losses.METHODS} - {*methods} == special  # more than one loss of a batch
-    seen = press(page, presses + [("method", name) for name in methods], tmp_path)
-    assert [label[3] for label in seen[0]["groups"]] == ["1", "0"]  # by their tax
+    seen = press(page, [("policy", "after it"), ("␣b", ""), ("cancel", "off")], tmp_path)
     shown = (3 + tree.OWN, 5, 9, 2 + tree.OWN)  # tokens
-    texts = [row[:n] for row, n in zip(pieces[4:8], shown, strict=True)]
-    rewards, old, new = (x[4:8].double() for x in (rewards, old, new))
-    group = tree.Group("", texts, tokens[4:8], mask[4:8], rewards, old, new[None], 20)
-    for k, name in enumerate(["grpo"] * 3 + [*methods]):
-        cancel = "off" if k > 1 else "on"
-        numbers = expect(group, 0, methods[name], cancel, look=int(k > 0))
-        check(seen[k], numbers, name, cancel)
+    texts = [row[:n] for row, n in zip(pieces, shown, strict=True)]
+    group = tree.Group("", texts, tokens, mask, rewards, old, new[None], 20)
+    method = train.bind("grpo", {"eps_high": 0.1})
+    for k, cancel in enumerate(["on", "on", "off"]):
+        check(seen[k], expect(group, 0, method, cancel, look=int(k > 0)))
         assert "hacked" not in seen[k]["title"]
