@@ -108,6 +108,14 @@ def test_equal_runs_have_equal_metrics_and_a_shared_start_changes_none(tmp_path)
     assert line == lines[0]
 
 
+def test_every_use_of_chance_has_a_key_of_its_own(tmp_path, monkeypatch):
+    keys, real = [], train.rng
+    monkeypatch.setattr(train, "rng", lambda *key: keys.append(key) or real(*key))
+    run(tmp_path / "run", "--method", "ibpo")
+    keys = [key for key in keys if "evaluate" not in key]  # each evaluation has the same numbers
+    assert len({*keys}) == len(keys) and {"sample", "repair", "credit"} < {key[1] for key in keys}
+
+
 OWN_TASK = """
 from toy.arithmetic import Arithmetic, Item
 
