@@ -249,7 +249,7 @@ def run(config: Config, method: Method, task, folder: Path):
         record(metrics, folder)  # before the checkpoint, which promises the lines up to its step
         if due:
             save(policy, optimizer, step, folder)
-    print(f"everything is in {folder}; all flags: python train.py --help")
+    summarize(folder)
 
 
 def load_task(config: Config):
@@ -938,6 +938,19 @@ def record(metrics: dict, folder: Path):
         keys = [key for key in metrics if key in shown or key.startswith("pass@")]
         tqdm.write(f"step {metrics['step']}: {'  '.join(f'{k} {metrics[k]:.3f}' for k in keys)}")
         tqdm.write(f"    {metrics['examples'][0]}")
+
+
+def summarize(folder: Path):
+    """Did it work? The first and the last evaluation, the speed, and on a GPU the memory."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    said = [f"{key} {first[key]:.3f} -> {last[key]:.3f}" for key in ("greedy", "sampled")]
+    if "tokens_per_s" in last:
+        said.append(f"{last['tokens_per_s']:,.0f} tokens a second")
+    if torch.cuda.is_available():
+        said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
+    print(f"held out: {', '.join(said)}")
+    print(f"everything is in {folder}; all flags: python train.py --help")
 
 
 @torch.no_grad()

@@ -58,6 +58,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
         assert evaluation == {key: line[key] for key in evaluation}
     said = capsys.readouterr().out
     assert said.count("\nstep ") == 3 and str(folder) in said
+    assert f"greedy {lines[0]['greedy']:.3f} -> {lines[4]['greedy']:.3f}, sampled" in said
 
     file = folder / "batches" / "step-000004.pt"
     assert sorted(path.name for path in file.parent.iterdir()) == ["step-000003.pt", file.name]
