@@ -119,7 +119,7 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
         check(shown, expect(group, state, methods[chosen["method"]], chosen["cancel"]))
 
 
-def test_a_run_shows_its_batch_and_runs_no_text_of_a_model(tmp_path):
+def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
     flags = "--cancel --steps 1 --warm-steps 0 --layers 1 --width 16 --prompts 4 --eval-items 2"
     train.main([*flags.split(), "--hyper", "eps_high=0.1 kl=0.04", "--out", str(run)])
@@ -132,7 +132,8 @@ def test_a_run_shows_its_batch_and_runs_no_text_of_a_model(tmp_path):
     old, new = -torch.rand(2, 4, 16, generator=torch.Generator().manual_seed(0)).double() / 2
     saved = torch.load(path) | {"logp_old": old, "logp": new, "rewards": rewards, "mask": mask}
     saved |= {"tokens": tokens, "pieces": pieces, "prompts": [NASTY]}
-    torch.save(saved | {"group_size": 4, "max_tokens": 20}, path)
+    torch.save(saved | {"group_size": 4, "max_tokens": 20}, path.with_name("step-000010.pt"))
+    os.utime(path, (2e9, 2e9))  # the newest file is not the newest batch
     tree.main([str(run)])
     page = (run / "tree.html").read_text()
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
@@ -144,3 +145,15 @@ def test_a_run_shows_its_batch_and_runs_no_text_of_a_model(tmp_path):
     for k, cancel in enumerate(["on", "on", "off"]):
         check(seen[k], expect(group, 0, method, cancel, look=int(k > 0)))
         assert "hacked" not in seen[k]["title"]
+
+
+def test_the_picture_of_the_readme_has_the_numbers_of_losses():
+    text, expected = Path(tree.__file__).with_name("tree.svg").read_text().replace("−", "-"), []
+    A, lengths = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.tensor([4, 5, 2, 4])
+    for divisor in (torch.full((4,), 5), lengths):
+        c = A / divisor
+        expected += [*c.tolist(), float(c.sum())]
+    sums = re.findall(r">([+-]?0\.\d{3})<", text)
+    half = len(sums) // 2
+    shown = [float(x) for x in sums[:5] + sums[half : half + 5]]
+    assert shown == pytest.approx(expected, abs=5e-4)
