@@ -101,6 +101,27 @@ def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
     assert missed <= len(answers) / 10
 
 
+@pytest.mark.parametrize(
+    "name, source, line",
+    [
+        ("an_accident", "(): return [2] * 4, [1, -1, 1, -1]", "All lengths are equal"),
+        ("an_accident", "(): return [2, 2, 3, 3], [1, -1, 2, -1]", "sum to 1, not to 0."),
+        ("an_accident", "(): return [1, 2, 3, 3], [1, -1, 1, -1]", "sum A/T, is 0.5, not 0."),
+        ("blind_spot", "(): return [1] * 4, [1, 1, -1, -1], (0, 2)", "is left with 0"),
+        ("blind_spot", "(): return [3, 1, 1, 1], [1, 1, -1, -1], (1, 4)", "from 0 to 3"),
+        ("counterexample", "(): return [0.4, 0.4, 0.2]", "change by 0 per eta"),
+        ("counterexample", "(): return [0.5, 0.2, 0.2]", "sum to 0.9, not 1."),
+        ("weight", "(s, adv): return s", "share a token leave 57.7"),
+        ("weight", "(s, adv): return torch.ones_like(s)", "the cosine is 0.9008"),
+        ("min_replace", "(w, adv): return w.detach().min(1).expand_as(w)", "Try amin."),
+        ("cancel", "(c, r): c.clear(); return c", "c = [3, 1], r = [1, 1]"),
+    ],
+)
+def test_another_wrong_answer_is_told_what_it_lacks(name, source, line, float64):
+    verdict = judge(f"def {name}{source}", name)
+    assert verdict.state == "NOT YET" and line in " ".join(verdict.lines)
+
+
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_mistake_in_the_last_case_only_is_found(name, float64):
     right = grader.load(f"import math, torch\n{LESSONS[name].solution}")[name]
