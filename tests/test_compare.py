@@ -57,7 +57,8 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
         train.main(command[2:])
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(compare.subprocess, "run", process)
+    # Its own name alone: matplotlib, too, runs processes when it looks for fonts.
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
     argv = [*TINY, "--method", "grpo,gspo+cancel:eps_low=0.2,minibatches=1", "--lrs", "0.001,0.1"]
     argv += ["--seeds", "2", "--at-once", "1", "--out", f"{tmp_path}/a"]
     compare.main([*argv, "--plot", f"{tmp_path}/curves.png"])
