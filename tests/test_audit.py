@@ -51,6 +51,7 @@ TWINS = [
 
 @pytest.mark.parametrize("spread", (0.0, 0.5, 2.5))
 def test_value_and_gradient_are_those_of_losses(spread):
+    pytest.importorskip("trl")
     rows = {row.name: row.loss for row in trl_rows()}
     for ours, hyper, name in TWINS:
         for draw in (Draw(0, k) for k in range(12)):
@@ -71,6 +72,7 @@ WEIGHTS = {  # of an answer or a token, by its u = pi / pi_sampler; and what C25
 
 @pytest.mark.parametrize("mode", WEIGHTS)
 def test_another_sampler_leaves_what_its_weights_leave(mode):
+    pytest.importorskip("trl")
     case, (weight, published) = audit.sampled_case(2500), WEIGHTS[mode]
     row = next(row for row in trl_rows() if row.name == f"dapo, vLLM {mode}")
     u = (case.batch.logp - case.sampler).detach()
