@@ -623,6 +623,16 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     return ((group * group_size + first) * width + place).masked_fill(~mask, -1)
 
 
+def histories(nodes: Tensor, group_size: int) -> Tensor:
+    """What was said before each token: the node of the token before, or the group's prompt. (D)
+
+    nodes are prefix_nodes, at least 0, and -1 on padding; so prompts are -2, -3, ...
+    (N, T) -> (N, T) int64.
+    """
+    group = torch.arange(len(nodes), device=nodes.device)[:, None] // group_size  # (N, 1)
+    return torch.cat([-2 - group, nodes[:, :-1]], 1)
+
+
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
     """What unequal weights add to a batch's push on shared tokens, relative to all of it there.
 
@@ -684,10 +694,7 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     if nodes.shape != batch.logp.shape:
         raise ValueError(f"nodes has shape {tuple(nodes.shape)}, logp {tuple(batch.logp.shape)}")
     c, r = token_coefficients(loss, batch.logp), token_ratio(batch).detach()
-    # A history is the node of the token before. The first tokens of a group have one, too: nodes
-    # are at least 0 and padding is -1, so -2, -3, ... are free.
-    group = torch.arange(len(nodes), device=nodes.device)[:, None] // batch.group_size  # (N, 1)
-    ids, history = torch.cat([-2 - group, nodes[:, :-1]], 1)[batch.mask].unique(return_inverse=True)
+    ids, history = histories(nodes, batch.group_size)[batch.mask].unique(return_inverse=True)
     unit = (c / r.clamp(min=torch.finfo(r.dtype).tiny))[batch.mask]  # (K,); not 0/0 = nan
     sums = unit.new_zeros(len(ids)).index_add_(0, history, unit)
     others = torch.bincount(history)[history] - 1  # (K,) visitors besides oneself

@@ -401,6 +401,12 @@ def load_policy(config: Config, task, path: str) -> Policy:
 
         policy.sampler, policy.scorer = fast.generate, fast.log_probs
         check_fast(policy, task, config)
+    move_to_gpu(policy)
+    return policy
+
+
+def move_to_gpu(policy: Policy):
+    """If there is one."""
     if torch.cuda.is_available():
         policy.model.to("cuda")
         policy.eos = policy.eos.to("cuda")
@@ -409,7 +415,6 @@ def load_policy(config: Config, task, path: str) -> Policy:
         # With a mask and some lengths, cuDNN's attention gives nan in backward on H100 and H200
         # (torch 2.11 to 2.13, reported in pytorch's issue 196678). Other kernels take over.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return policy
 
 
 def check_fast(policy: Policy, task, config: Config):
@@ -702,7 +707,7 @@ class Update:
     """What an optimiser step did."""
 
     rows: Tensor  # (n,) which of the N answers it learnt from
-    logp: Tensor  # (n, T) log pi right before it
+    batch: Batch  # of n answers, as the loss saw it: its logp is that of right before
     coefficients: Tensor  # (n, T) how hard it pushed each token
     loss: float
     grad_norm: float
@@ -755,7 +760,8 @@ def update(policy: Policy, optimizer, loss_fn, part: Minibatch, config: Config) 
         logp, _ = log_probs_in_pieces(policy, part.answers, config)
     if not part.moved:  # the same policy as when it was scored: then ratios are 1 to the last bit
         logp = part.batch.logp_old
-    loss, c = coefficients(loss_fn, replace(part.batch, logp=logp), part.nodes, config)
+    batch = replace(part.batch, logp=logp)
+    loss, c = coefficients(loss_fn, batch, part.nodes, config)
 
     optimizer.zero_grad()
     if fits:
@@ -771,7 +777,7 @@ def update(policy: Policy, optimizer, loss_fn, part: Minibatch, config: Config) 
     if c.any():  # without a signal, the optimiser's momentum must not move the weights either
         optimizer.step()
     after = log_probs_in_pieces(policy, part.answers, config)[0] if config.trace else None
-    return Update(part.rows, logp, c, loss, grad_norm=norm, after=after)
+    return Update(part.rows, batch, c, loss, grad_norm=norm, after=after)
 
 
 def coefficients(loss_fn, batch: Batch, nodes: Tensor, config: Config) -> tuple[float, Tensor]:
@@ -815,11 +821,11 @@ def diagnose(
         metrics["repair_rate"] = answers.repaired.sum() / (rewards == 0).sum().clamp(min=1)
     taxes, shares = [], []
     for u in updates:
-        A, nodes, its_mask = scored.advantages[u.rows], scored.nodes[u.rows], mask[u.rows]
+        A, nodes, its_mask = scored.advantages[u.rows], scored.nodes[u.rows], u.batch.mask
         taxes.append(learning_tax(u.coefficients, A, nodes, its_mask))
         if "eps_low" in method.hyper:
             low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
-            ratio = method.clips(replace(take(scored.batch, u.rows), logp=u.logp))  # (n, T or 1)
+            ratio = method.clips(u.batch)  # (n, T or 1)
             shares.append((((ratio < low) | (ratio > high)) & its_mask).sum() / its_mask.sum())
     metrics["tax"] = sum(taxes) / len(taxes)
     if shares:

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from engines.trl import histories
-from losses import prefix_nodes
+from losses import histories, prefix_nodes
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from losses import (
     Method,
     OldPolicy,
     group_advantages,
+    histories,
     learning_tax,
     prefix_nodes,
     token_coefficients,
@@ -170,10 +171,9 @@ class Trainer(GRPOTrainer):
         with torch.enable_grad():
             loss = take_loss(batch)
             nodes = prefix_nodes(tokens, mask, group_size)
-            before = token_coefficients(loss, leaf)
+            before = c = token_coefficients(loss, leaf)
             if self.cancel:
-                loss = losses.cancel(loss, batch, nodes)
-            c = token_coefficients(loss, leaf)
+                c = token_coefficients(losses.cancel(loss, batch, nodes), leaf)
         unit = (before / losses.token_ratio(batch).detach())[mask]
         told = {"learning_tax": learning_tax(c, advantages, nodes, mask)}
         told |= what_cancelling_does(unit, histories(nodes, group_size)[mask])
@@ -190,15 +190,6 @@ def of_all_processes(trainer: GRPOTrainer, x: Tensor, dim: int) -> Tensor:
 
 
 # ---------------- what is logged beside the loss
-
-
-def histories(nodes: Tensor, group_size: int) -> Tensor:
-    """What was said before each token: the node of the token before, or the group's prompt. (N, T).
-
-    nodes as of prefix_nodes. Prompts count on after the nodes.
-    """
-    prompts = nodes.numel() + torch.arange(len(nodes), device=nodes.device) // group_size  # (N,)
-    return torch.cat([prompts[:, None], nodes[:, :-1]], 1)
 
 
 def what_cancelling_does(unit: Tensor, history: Tensor) -> dict[str, float]:
@@ -268,7 +259,8 @@ class LearningTax:
             start = self.trainer.accelerator.process_index * len(tokens)
             own = slice(start, start + len(tokens)), slice(tokens.shape[1])
             rows["nodes"], rows["histories"] = (x[own] + self.next_node for x in (nodes, before))
-            # An optimiser step may span two generations.
+            # An optimiser step may span two generations. Prompts count down from -2, so they need
+            # room below the next nodes.
             self.next_node += whole.numel() + len(whole)
         return rows
 

@@ -112,14 +112,10 @@ def make_policy(shape: Shape, way: str = "plain") -> train.Policy:
         model.set_output_embeddings(head)
     model.generation_config.update(eos_token_id=EOS, pad_token_id=0)
     functions = fast if way == "fast" else train
-    return train.Policy(
-        model.to(DEVICE).eval(),
-        tokenizer,
-        eos=torch.tensor([EOS], device=DEVICE),
-        sampler=functions.generate,
-        scorer=functions.log_probs,
-        bf16=DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
-    )
+    ways = functions.generate, functions.log_probs
+    policy = train.Policy(model.eval(), tokenizer, torch.tensor([EOS]), *ways)
+    train.move_to_gpu(policy)
+    return policy
 
 
 def make_qwen(shape: Shape) -> torch.nn.Module:
@@ -317,7 +313,6 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.load_policy
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for name in options.shapes:

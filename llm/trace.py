@@ -26,7 +26,7 @@ def show_group(policy, scored, updates):
     size, number, k = best
     made, place = updates[number], slice(k * G, k * G + G)
     rows = made.rows[place]
-    c, before, after = (x[place].cpu() for x in (made.coefficients, made.logp, made.after))
+    c, before, after = (x[place].cpu() for x in (made.coefficients, made.batch.logp, made.after))
     A, nodes, mask = (x[rows].cpu() for x in (scored.advantages, scored.nodes, answers.mask))
     print(f"\nUpdate {number + 1} of step {answers.step}: a group of {G} answers to the prompt")
     print(f"    {answers.items[rows[0]].prompt}")

@@ -175,7 +175,7 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
     scored = train.score(scratch, answers, method, config, None)
     updates = train.learn(scratch, train.adamw(scratch.model, 0.0), scored, method, config)
     (made,) = updates
-    made.after = made.logp - 1
+    made.after = made.batch.logp - 1
     show_group(scratch, scored, updates)
     said = capsys.readouterr().out
     table, A = [line.split() for line in said.splitlines()], [-(3**-0.5), 2 * 3**-0.5, -(3**-0.5)]

@@ -166,7 +166,7 @@ def test_the_gap_between_sampler_and_scorer_is_that_of_the_worst_token(policy, g
     old, _ = train.log_probs_in_pieces(policy, scored.answers, config)
     assert torch.equal(scored.batch.logp_old, old)
     first = learn(scored)[0]
-    assert torch.equal(first.logp, old[first.rows])  # its ratios are exactly 1
+    assert torch.equal(first.batch.logp, old[first.rows])  # its ratios are exactly 1
     scored.answers.logp[0, 0] -= gap  # a single token
     assert "step 1" in refused(train.score, policy, scored.answers, method, config, None)
     train.check_gap(0.01, 1, 0.05, torch.device("cpu"))  # rounding is 20 times as large there
