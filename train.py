@@ -325,7 +325,8 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
 def bind_flags(config: Config) -> Method:
     """The method that --method and --hyper name."""
     try:
-        method = bind(config.method, dict(text.split("=") for text in config.hyper.split()))
+        hyper = dict(text.partition("=")[::2] for text in config.hyper.split())
+        method = bind(config.method, hyper)
     except ValueError as error:
         sys.exit(f"error: --hyper {config.hyper!r}: {error} (such as 'eps_high=0.3 kl=0.04')")
     if method.hyper.get("kl") and not config.reference:
