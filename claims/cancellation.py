@@ -154,10 +154,9 @@ def c5(name, draws, evidence):
     2 * 2 + 1 * 1 - 1 * 3 - 2 * 1 = 0 in the example. To meet it is rare, with equal u_i or not.
     Public notes on the paper (Memory4ever/AI-System-Design) say so, too.
     """
-    A = draws[0].randn(100_000, 4)
-    A = torch.cat([A - A.mean(1, keepdim=True), torch.tensor([[2, 1, -1, -2]])])
-    u = draws[0].randn(100_000, 4).exp()
-    u = torch.cat([u, torch.tensor([[2, 1, 3, 1]])])
+    A, u = draws[0].randn(2, 100_001, 4)
+    A, u = A - A.mean(1, keepdim=True), u.exp()
+    A[-1], u[-1] = torch.tensor([[2, 1, -1, -2], [2, 1, 3, 1]])
     log_r = torch.stack([0 * u + 0.5, u.log()], -1)  # of the shared token and of the rest
     cancels = []
     for x in (log_r.flatten(0, 1), 0 * log_r.flatten(0, 1)):  # (N, 2)

@@ -28,16 +28,16 @@ from toy.worlds import Outcome, World
 OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 
 
-def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
-    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
+def random_worlds(draws: list[Draw], ways: int, binary: bool = False) -> Iterator[World]:
+    """Each way may end in four kinds of answers; rewards are 0 and 1, or random."""
     for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
         outcomes = []
         for way in range(ways):
-            chances = draw.randn(kinds).softmax(0).tolist()
-            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
-            random_rewards = draw.randn(kinds).tolist()
-            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
-            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+            chances, rewards = draw.randn(4).softmax(0).tolist(), draw.randn(4)
+            lengths = torch.randint(1, 9, (4,), generator=draw.generator).tolist()
+            rewards = [0.0, 1.0, 0.0, 1.0] if binary else rewards.tolist()
+            kinds = zip(chances, rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds]
         yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
@@ -152,17 +152,17 @@ def c18(name, draws, evidence):
     Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
     is another. C19 has it for two ways and the min.
 
-    Measured: three ways with two kinds of answers each, with random rewards and lengths, groups of
-    2 to 4. Then two ways with rewards 0 and 1 and both scales, where with a constant weight the
+    Measured: three ways with four kinds of answers each, with random rewards and lengths, groups
+    of 2 to 4. Then two ways with rewards 0 and 1 and both scales, where with a constant weight the
     better way must grow. "left": how far the std turns the vector of pushes if rewards are graded,
     because it ties w_i A_i to the whole group.
     """
-    for world in random_worlds(draws, ways=3, kinds=2):
+    for world in random_worlds(draws, ways=3):
         push = measure_push(name, world, "mean")
         evidence.equal(predict_push(name, world, 1 - 1 / world.G), push)
         other = measure_push(name, world, "std")
         evidence.record_left((other / other.norm() - push / push.norm()).norm())
-    for world in random_worlds(draws, ways=2, kinds=4, rewards=(0.0, 1.0, 0.0, 1.0)):
+    for world in random_worlds(draws, ways=2, binary=True):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = world.mean(lambda o: o.reward, 0, 1)
         for scale in ("mean", "std"):
