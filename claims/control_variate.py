@@ -92,7 +92,8 @@ def c21(name, draws, evidence):
     weights in the table are unbiased: the answer's own product s_i, which does not cancel, and
     recentred, s_i s_j for every pair, which does. Its variance is above the own product's there.
     dfpo-min has the least variance, and a bias. The columns are |E g - unbiased| / |unbiased| and
-    E |g - E g|^2 / |grad J|^2 of one group's L g, mean of 4 toys. With the geometric ratio recentred cancels and is biased ("left").
+    E |g - E g|^2 / |grad J|^2 of one group's L g, mean of 4 toys. With the geometric ratio
+    recentred cancels and is biased ("left").
 
     A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
 
