@@ -121,9 +121,8 @@ def q4(name, draws, evidence):
     for draw in draws:
         z = draw.randn(5).requires_grad_()
         logp, ref = z.log_softmax(0), draw.randn(5).log_softmax(0)
-        columns = logp[:, None].expand(5, 2).T  # two answers to one prompt, a column for each token
-        batch = losses.Batch(columns, columns.detach(), 0 * columns, columns < 1, 2, 5)
-        batch.logp_ref = ref.expand(2, 5)
+        rows = logp.expand(2, 5)  # two answers to one prompt, a column for each token
+        batch = losses.Batch(rows, rows.detach(), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
         pi = logp.detach().exp()
         term = (pi * losses.k3(batch)[0]).sum()
         forward = (logp.exp() * (logp - ref)).sum()
