@@ -52,7 +52,7 @@ TABLES = {  # claims with a table of their own: title, head
     ),
     "C21": (
         'What cancelling without bias costs, in groups of 3 (scale "mean")',
-        ["weight", "bias", "variance"],
+        ["weight", "variance"],
     ),
     "C22b": (
         "`cancel`, off-policy, fixed baseline: what it leaves, and by how much the update moves",
