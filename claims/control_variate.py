@@ -374,7 +374,7 @@ def c23(name, draws, evidence):
 
     x_i - lam (mean of the others) is as unbiased for every lam. Its second moment is
     v + m^2 (1 - lam)^2 + lam^2 v/(n-1), least at lam = m^2/(m^2 + v/(n-1)). That is below 1 unless
-    v is 0: to cancel completely is never the best.
+    v is 0: to cancel completely is never the best. (This is derived, not measured here.)
 
     Where the token earns something, the terms of different answers are correlated, and the law is
     another ("left": the error of this one). All this needs a fixed baseline. With the group's mean
@@ -460,7 +460,7 @@ def c24(name, draws, evidence):
     Alone, each is easy: a constant w cancels, and w = u is unbiased (C16). (With two answers u_1
     u_2 is a constant anyway.)
 
-    The price: if u is independent of R, and V = E[u^2], then
+    The price (derived, not measured here): if u is independent of R, and V = E[u^2], then
 
       E[c^2] = (G - 1)/G^2 V Var(R) (2 V + G - 2).
 
