@@ -153,13 +153,16 @@ def explain(claims: list[Claim]) -> None:
 
 def look_up(word: str) -> list[str]:
     """The questions of claims/README.md with this word in their title, or else in their answer;
-    then the claims that speak of a function or method of that name."""
+    then the claims that speak of a function or method of that name. If there is neither, the claims
+    with the word in their statement."""
     _, *parts = QUESTIONS.read_text().split("\n### ")
     parts = [part.partition("\n## ")[0].strip() for part in parts]
     titled = [part for part in parts if word in part.partition("\n")[0].lower()]
     found = titled or [part for part in parts if word in part.lower()]
     names = {word.replace("-", "_"), *functions_of(word)}
     claims = [claim for claim in CLAIMS if names & {*claim.names}]
+    if not found and not claims:
+        claims = [claim for claim in CLAIMS if word in claim.text[0].lower()]
     return found + [f"{claim.id}  {claim.text[0]}" for claim in claims]
 
 

@@ -295,7 +295,8 @@ def m1(name, draws, evidence):
     winner above 1 + e_high and for a loser below 1 - e_low. The claim is checked on-policy and
     off-policy, with default and with unequal clip ranges, always with advantages that differ from
     token to token. It is also checked with the KL term, with both ratios of DFPO, with a clip for
-    DFPO, with two thresholds of Lopti, and on batches in which one group has no advantage at all.
+    DFPO, with two thresholds of Lopti, and on batches in which one group has no advantage at all. A
+    hyperparameter of a loss of your own gets a second value.
     """
     loss_fn = getattr(losses, name)
     known = defaults(loss_fn)
@@ -304,6 +305,9 @@ def m1(name, draws, evidence):
         cases.append((1.5e-3, {}))
     variants = [{"eps_low": 0.1, "eps_high": 0.4}, {"kl": 0.1}, {"ratio": "product"}]
     variants += [{"ratio": "geometric"}, {"eps": 0.3}, {"eta": 0.25}, {"delta": 0.02}]
+    named = set().union(*variants)  # and those of a loss of your own
+    more = {key: x for key, x in known.items() if type(x) is float and key not in named}
+    variants += [{key: 1.5 * x + 0.1} for key, x in more.items()]
     cases += [(0.6, hyper) for hyper in variants if hyper.keys() <= known.keys()]
     for draw, (spread, hyper) in itertools.product(draws, cases):
         adv = draw.rows(draw.adv) * (1 + 0.5 * draw.noise)
