@@ -59,19 +59,15 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
 
     # Its own name alone: matplotlib, too, runs processes when it looks for fonts.
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
-    argv = [*TINY, "--method", "grpo,gspo+cancel:eps_low=0.2,minibatches=1", "--lrs", "0.001,0.1"]
+    argv = [*TINY, "--method", "grpo,gspo+cancel:eps_low=0.2,minibatches=1"]
     argv += ["--seeds", "2", "--at-once", "1", "--out", f"{tmp_path}/a"]
     compare.main([*argv, "--plot", f"{tmp_path}/curves.png"])
     said = capsys.readouterr().out
-    assert "8 runs to do" in said and "4 runs to do" in said and "seeds 2 and 3" in said
+    assert "4 runs to do" in said
     assert "gspo+cancel, hyper eps_low=0.2, minibatches 1" in said and "minus grpo" in said
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
-    tried = compare.compute_outcomes(compare.read_runs(tmp_path.glob("a/grpo,lr=*-s[23]")))
-    best = tried["reward"].groupby("method").mean().idxmax().replace(" lr ", "lr=")
-    (folder,) = tmp_path.glob("a/grpo,lr=*-s1")
-    assert folder.name == f"{best}-s1"
-
+    folder = tmp_path / "a/grpo-s1"
     before = metrics(folder)
     shutil.rmtree(folder / "checkpoints")  # a kill in the first steps
     (folder / "metrics.jsonl").write_text("")
