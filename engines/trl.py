@@ -308,12 +308,8 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if "kl" in hyper:
         raise ValueError("the weight of the KL term is TRL's --beta here, not kl")
     method = bind(name, hyper)
-    if method.needs_scores:
-        raise ValueError(f"--method {name} reads hidden states, which TRL does not hand on")
-    if method.repair:
-        raise ValueError(
-            f"--method {name} makes a second rollout of corrections, which TRL has not"
-        )
+    if method.needs_scores or method.repair:
+        raise ValueError(f"--method {name} needs train.py: hidden states, or a second rollout")
     refuse_settings(config, method)
     refuse_batching(config, len(method.passes))
     return bind(name, hyper | {"kl": config.beta}) if config.beta else method

@@ -42,8 +42,10 @@ def test_tables_have_students_interval_and_differences_paired_by_seed(tmp_path, 
         folders.append(make_run(tmp_path / f"b{seed}", rewards, seed, **two))
         if seed < 5:  # the last run of the other method has no pair
             folders.insert(seed, make_run(tmp_path / f"a{seed}", [seed / 10] * 6, seed, lr=1e-3))
+    folders.append(make_run(tmp_path / "cut-off", [0.1], steps=2))
     compare.main(["--runs", *map(str, folders)])
     said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"left out: {folders[-1]} ")
     methods, gaps = said.split("minus grpo, lr 0.001, paired by seed: ")
     assert "grpo, lr 0.001 gspo, lr 0.1 seeds 5 6 " in methods
     assert f"final 0.200 +- {2.776 * 0.158114 / 5**0.5:.3f} " in methods
@@ -55,7 +57,6 @@ def test_tables_have_students_interval_and_differences_paired_by_seed(tmp_path, 
 def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, monkeypatch, capsys):
     def process(command, **_):  # the real trainer, in this process
         train.main(command[2:])
-        return SimpleNamespace(returncode=0)
 
     # Its own name alone: matplotlib, too, runs processes when it looks for fonts.
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))

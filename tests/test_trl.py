@@ -306,7 +306,9 @@ def test_evaluation_is_of_groups_of_its_own_size(qwen_path):
 
 REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="nthr"), "--method nthr"),
+    (dict(method="ibpo"), "--method ibpo"),
     (dict(hyper={"eps": 0.1}), "eps"),
+    (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
     (dict(method="dr-grpo", scale_rewards="group"), "--scale_rewards none"),
     (dict(epsilon=0.1), "--epsilon 0.1"),  # ours has its own, so this would have no effect
     (dict(steps_per_generation=3), "--steps_per_generation"),
