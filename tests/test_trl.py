@@ -331,9 +331,10 @@ def test_a_wrong_setting_is_refused_in_one_line(qwen_path, options, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_answer_without_a_reward_is_refused(qwen_path):
+@pytest.mark.parametrize("reward", (None, math.inf))
+def test_an_answer_without_a_reward_is_refused(qwen_path, reward):
     trainer = make(qwen_path, "grpo")
-    trainer.reward_funcs = [lambda completion_ids, **_: [None] * len(completion_ids)] * 2
+    trainer.reward_funcs = [lambda completion_ids, **_: [reward] * len(completion_ids)] * 2
     with pytest.raises(ValueError, match="each answer needs a number"):
         trainer.train()
 
