@@ -31,6 +31,8 @@ def test_what_runs_come_to_by_hand(tmp_path):
     expected |= {"Steps(0.8)": 15, "clipped": 0.5}  # (0.25 + 4) / 5
     outcomes = compare.compute_outcomes(compare.read_runs([folder]))
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)
+    twin = make_run(tmp_path / "again", [1.0] * 20)
+    assert "a second run of grpo with seed 0" in refused(compare.read_runs, [folder, twin])
 
 
 def test_tables_have_students_interval_and_differences_paired_by_seed(tmp_path, capsys):
