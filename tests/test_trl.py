@@ -16,6 +16,7 @@ from collections import defaultdict
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -33,8 +34,7 @@ from train import Config, bind, load_policy
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from engines import example  # noqa: E402
-from engines.siblings import has_sibling  # noqa: E402
+from engines import example, siblings  # noqa: E402
 from engines.trl import Trainer, log_learning_tax  # noqa: E402
 
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
@@ -341,7 +341,10 @@ def test_an_answer_without_a_reward_is_refused(qwen_path, reward):
 
 def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert example.reward(["3", "34", "4"], ["3"] * 3) == [1.0, 0.5, 0.0]
+    assert example.reward(["3", "34", "43"], ["3"] * 3) == [1.0, 0.5, 0.0]
+    flags = ["--method", "dfpo-min", "--hyper", "eps=.1", "--cancel"]
+    trainer = example.make_trainer(*example.parse(flags))
+    assert trainer.method.hyper["eps"] == 0.1 and trainer.cancel
     for flags in ([], ["--method", "trl", "--max_steps", "10"]):
         example.main(flags)
         lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step ")]
@@ -351,12 +354,16 @@ def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
     assert values[0][1] == 0 and AutoModelForCausalLM.from_pretrained("out").num_parameters() > 1000
 
 
-def test_siblings_share_all_words_before():
-    """Answers 5 6 end, 5 6 7 8 and 5 9 9 end: who takes a token after the same words?"""
+def test_siblings_share_all_words_before(monkeypatch, capsys):
+    """Answers 5 6 end, 5 6 7 8 and 5 9 9 3: who takes a token after the same words?"""
     tokens = torch.tensor([[5, 6, 2, 5], [5, 6, 7, 8], [5, 9, 9, 3]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool()
-    expected = [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
-    assert has_sibling(tokens, mask, 3).int().tolist() == expected
+    answers = SimpleNamespace(tokens=tokens, mask=mask)
+    monkeypatch.setattr(siblings.train, "sample", lambda *_: answers)
+    siblings.main(["--group-size", "3", "--max-tokens", "4"])
+    said = capsys.readouterr().out
+    assert "3 tokens of an answer, 0.889 have" in said  # 3 + 3 + 2 of 9
+    assert "4 tokens of an answer, 0.727 have" in said  # and of 11
 
 
 SHARDED = ["sharded grpo", "sharded pos-only"]  # L is in neither
