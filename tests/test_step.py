@@ -8,6 +8,7 @@ here, their parts in naive.py, the losses in claims/formulas.py.
 import copy
 import itertools
 import math
+from statistics import fmean
 
 import naive
 import pytest
@@ -21,6 +22,7 @@ from losses import METHODS
 from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
+BUDGET = 9  # which no answer reaches: they are cut off at L
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def naive_step(start, first_answers, config, hyper):
         "truncated": sum(answer[-1] not in policy.eos for answer in answers) / n,
         "entropy": sum(float(-(p.exp() * p).sum()) for p in full) / tokens,
     }
-    adam, gen = naive.Adam(policy.model, config.grad_clip), train.rng(5, "learn", 2)
+    adam, gen = naive.adam(policy.model), train.rng(5, "learn", 2)
     losses, norms, outside, taxes = [], [], [], []
     for _ in range(config.epochs):
         order = torch.randperm(n // G, generator=gen).chunk(config.minibatches)
@@ -127,15 +129,15 @@ def naive_step(start, first_answers, config, hyper):
             now, its_answers = log_probs(policy, rows), [answers[i] for i in rows]
             lists = [[x.tolist() for x in now]]
             lists += [[torch.as_tensor(x[i]).tolist() for i in rows] for x in (old, adv, ref)]
-            value, c = formula(loss_fn.__name__, Rows(*lists, G, L), **hyper)
+            value, c = formula(loss_fn.__name__, Rows(*lists, G, BUDGET), **hyper)
             r = [(x.detach() - old[i]).exp().tolist() for x, i in zip(now, rows, strict=True)]
             if config.cancel:
                 c = naive.cancel(c, r, its_answers, G)
             pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(rows)
-            norms.append(adam.gradient(pushed))
+            norms.append(naive.gradient(policy.model, pushed, config.grad_clip))
             losses.append(value)
             if any(any(x) for x in c):
-                adam.step(config.lr * (2 / 3 if config.schedule == "linear" else 1))
+                naive.descend(adam, config.lr * (2 / 3 if config.schedule == "linear" else 1))
             clip = defaults(loss_fn) | hyper
             if "eps_low" in clip:
                 if config.method == "gspo":
@@ -183,6 +185,7 @@ def test_a_step_is_the_naive_one(start, first_answers, case):
         correct(
             answers, task, config, lambda x: train.ask(policy, task, x, config, gen), policy.eos
         )
+    config.max_tokens = BUDGET
     scored = train.score(policy, answers, method, config, reference)
     assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
     updates = train.learn(policy, optimizer, scored, method, config)
@@ -227,25 +230,24 @@ def test_evaluation_is_the_naive_one(biased, eval_items, k, fast):
     config = train.Config(eval_items=eval_items, eval_samples=k, seed=2, max_tokens=7)
     config.temperature, config.prompts, config.group_size = 0.8, 2, 4
     metrics = train.evaluate(policy, task, config)
-    gen, greedy, sampled, said, shown = train.rng(2, "evaluate"), [], [], [], []
+    gen, greedy, sampled = train.rng(2, "evaluate"), [], []
     items, at_once = task.test[:eval_items], max(1, 8 // k)
     for start in range(0, len(items), at_once):
         some = items[start : start + at_once]
-        prompts = task.encode(policy.tokenizer, some)
-        for answer, item in zip(naive.rollout(policy, prompts, 7, 0.0, gen), some, strict=True):
-            greedy.append(task.reward(naive.decode(policy, answer), item))
-        copies = [prompt for prompt in prompts for _ in range(k)]
-        texts = [naive.decode(policy, y) for y in naive.rollout(policy, copies, 7, 0.8, gen)]
-        for i, item in enumerate(some):
-            sampled.append([task.reward(text, item) for text in texts[i * k : i * k + k]])
-            said += [(item, text) for text in texts[i * k : i * k + k]]
-            shown.append(f"{item.prompt} -> {texts[i * k]}  [{sampled[-1][0]:g}]")
+        for copies, temperature, found in ((1, 0.0, greedy), (k, 0.8, sampled)):
+            asked = [item for item in some for _ in range(copies)]
+            prompts = task.encode(policy.tokenizer, asked)
+            answers = naive.rollout(policy, prompts, 7, temperature, gen)
+            found += [(x, naive.decode(policy, y)) for x, y in zip(asked, answers, strict=True)]
+    rewards = [task.reward(text, item) for item, text in sampled]
+    firsts = zip(sampled[::k], rewards[::k], strict=True)
+    examples = [f"{item.prompt} -> {text}  [{reward:g}]" for (item, text), reward in firsts]
     assert metrics == {
-        "greedy": sum(greedy) / len(items),
-        "sampled": sum(map(sum, sampled)) / len(items) / k,
-        f"pass@{k}": sum(1 in rewards for rewards in sampled) / len(items),
-        "shares": said,
-        "examples": shown[: min(3, at_once)],
+        "greedy": fmean(task.reward(text, item) for item, text in greedy),
+        "sampled": fmean(rewards),
+        f"pass@{k}": fmean(1 in rewards[i : i + k] for i in range(0, len(rewards), k)),
+        "shares": sampled,
+        "examples": examples[: min(3, at_once)],
     }
     assert 0 < metrics["sampled"] < 1
 
@@ -259,7 +261,7 @@ def test_the_warm_start_is_the_naive_one(biased, method):
     task.train = task.train[:20]
     ours, theirs = copy.deepcopy((biased[0], biased[0]))[0], copy.deepcopy(biased[0])
     train.warm_start(ours, task, train.bind(method, {}), config)
-    adam, norms, end = naive.Adam(theirs.model, 1.0), [], theirs.tokenizer.eos_token_id
+    adam, norms, end = naive.adam(theirs.model), [], theirs.tokenizer.eos_token_id
     for step in range(25):
         picks = torch.randint(20, (10,), generator=train.rng(4, "warm", step)).tolist()
         items = [task.train[i] for i in picks]
@@ -268,8 +270,8 @@ def test_the_warm_start_is_the_naive_one(biased, method):
         prompts = task.encode(theirs.tokenizer, items)
         demos = [[*theirs.tokenizer(item.demo)["input_ids"], end] for item in items]
         logp = torch.cat(naive.log_probs(theirs, prompts, demos, 1.0))
-        norms.append(adam.gradient(-logp.mean()))
-        adam.step(0.1 * min((step + 1) / 20, 1 - step / 25))
+        norms.append(naive.gradient(theirs.model, -logp.mean(), 1.0))
+        naive.descend(adam, 0.1 * min((step + 1) / 20, 1 - step / 25))
     for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
     assert min(norms) < 1 < max(norms)  # clipped, but not always

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Letters, load, refused
+from conftest import load, refused
 
 import train
 from losses import METHODS
@@ -20,25 +20,19 @@ from toy.arithmetic import Arithmetic
 
 
 def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
+    def order(steps, seed=0):
+        return train.prompt_batches(task, train.Config(prompts=4, steps=steps, seed=seed))
+
     task = SimpleNamespace(train=list(range(10)))
-    batches = train.prompt_batches(task, train.Config(prompts=4, steps=10))
-    others = train.prompt_batches(task, train.Config(prompts=4, steps=10, seed=1))
-    seen, orders = sum(batches + others, []), set()
+    batches = order(10)
     assert [len(batch) for batch in batches] == [4] * 10
-    for epoch in range(8):  # four of each seed, each in an order of its own
-        orders.add(tuple(seen[10 * epoch : 10 * epoch + 10]))
-        assert sorted(seen[10 * epoch : 10 * epoch + 10]) == list(range(10))
-    assert len(orders) == 8
-    longer = train.prompt_batches(task, train.Config(prompts=4, steps=13))
-    assert longer[:10] == batches  # more steps change no earlier one
+    assert order(13)[:10] == batches  # more steps change no earlier one
+    seen = sum(batches + order(10, seed=1), [])
+    epochs = [tuple(seen[i : i + 10]) for i in range(0, 80, 10)]  # four of each seed
+    assert all(sorted(epoch) == task.train for epoch in epochs) and len({*epochs}) == 8
 
 
-def test_every_step_seed_and_use_has_draws_of_its_own(scratch):
-    task, texts = Arithmetic(), set()
-    for step, seed in ((1, 0), (2, 0), (1, 1), (2, 1)):
-        config = train.Config(group_size=3, seed=seed, max_tokens=8)
-        texts.add(tuple(train.sample(scratch, task, task.train[:2], step, config).texts))
-    assert len(texts) == 4
+def test_every_seed_use_and_step_has_random_numbers_of_its_own():
     uses = ("sample", "repair", "credit", "learn", "warm", "order", "evaluate")
     keys = list(itertools.product(range(3), uses, range(100)))
     assert len({train.rng(*key).initial_seed() for key in keys}) == len(keys)
@@ -57,12 +51,8 @@ def test_the_verifier_reads_an_answer_without_its_end_and_nothing_else_is_hidden
     assert answers.generated == len(ids) + 1
 
 
-def test_a_prompt_may_hold_any_id_and_must_fit_the_context(scratch):
-    """Id 0 is padding elsewhere, but not in a prompt."""
-    task, config = Letters(), train.Config(max_tokens=2)
-    task.encode = lambda tokenizer, items: [[0, 7, 0], [8]]
-    answers = train.ask(scratch, task, task.train[:2], config, train.rng(0))
-    assert answers.prompts.tolist() == [[0, 7, 0], [-1, -1, 8]]
+def test_a_prompt_and_its_answer_must_fit_the_context(scratch):
+    task, config = Arithmetic(), train.Config(max_tokens=2)
     task.encode = lambda tokenizer, items: [[7] * 1023]
     assert "1024" in refused(train.ask, scratch, task, task.train[:1], config, train.rng(0))
 
@@ -124,13 +114,6 @@ def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(policy):
     assert torch.equal(weights(policy), before)
 
 
-def test_the_budget_is_the_configs_however_short_the_answers_are(policy):
-    scored, _, method, config = prepare(policy)
-    config.max_tokens = 11
-    batch = train.score(policy, scored.answers, method, config, None).batch
-    assert batch.max_tokens == 11 > batch.logp.shape[1]
-
-
 def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
     scored, learn, method, config = prepare(policy)
     scored.answers.rewards = torch.tensor([1.0, 0.5, 0.0] * 2 + [0.5] * 6)  # 0.5 is a mean, twice
@@ -139,24 +122,23 @@ def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
     assert log["equal_groups"] == 0.5
 
 
-def test_no_more_than_micro_rows_answers_are_in_the_model_at_once(policy):
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(minibatches=2), [12, 6, 6]),  # scored once, then read once an update
+        # scored, hidden states, first update, second update: before it, and in it
+        (dict(method="nthr", epochs=2, minibatches=1, micro_rows=5), 5 * [5, 5, 2]),
+    ],
+)
+def test_how_many_answers_are_in_the_model_at_once(policy, options, expected):
+    scored, learn, method, config = prepare(policy, **options)
     sizes = []
     policy.model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: sizes.append(len(args[0] if args else kwargs["input_ids"])),
         with_kwargs=True,
     )
-    scored, learn, *_ = prepare(policy, method="nthr", micro_rows=5, epochs=2, minibatches=1)
-    sampled = sizes.index(5)  # until then, answers are sampled
-    learn(scored)
-    assert set(sizes[sampled:]) == {5, 2}
-
-
-def test_a_minibatch_that_fits_is_read_once_an_update(policy):
-    calls, real = [], policy.scorer
-    policy.scorer = lambda *args: calls.append(len(args[1].tokens)) or real(*args)
-    scored, learn, *_ = prepare(policy, minibatches=2)
-    learn(scored)
-    assert calls == [12, 6, 6]  # scored once, then once an update
+    learn(train.score(policy, scored.answers, method, config, None))
+    assert sizes == expected
 
 
 @pytest.mark.parametrize("gap", [0.01, -0.01, math.nan])
