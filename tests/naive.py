@@ -1,9 +1,9 @@
 """The trainer a second time, as plainly as possible: a second opinion that shares no code with it.
 
 One answer at a time: no cache, no padding, no batches. A row is a list of tokens, its log-probs are
-a tensor (T_i,), and gradients are autograd's, through whole forward passes. Only the random numbers
-are the trainer's own, so that both see the same draws. The twin of the losses is
-claims.formulas.formula.
+a tensor (T_i,), and gradients are autograd's, through whole forward passes. The optimiser is
+torch's Adam. Only the random numbers are the trainer's own, so that both see the same draws. The
+twin of the losses is claims.formulas.formula.
 """
 
 import math
@@ -63,33 +63,28 @@ def advantages(rewards, G, scale):
     return found
 
 
-def nthr_selected(policy, rows, rewards, G, self_term):
-    """Lists of bool, for each answer: the tokens of wrong answers with a score above tau.
+def nthr_select(policy, group, temperature, self_term):
+    """Fills in the `chosen` of a group's rows: the tokens of wrong answers with a score above tau.
 
-    rows: (prompt, answer, temperature). A score is the sum of <g, g'> <h, h'> over the tokens of
-    the group's right answers; tau is the smallest mean score of a right answer.
+    A score is the sum of <g, g'> <h, h'> over the tokens of the group's right answers; tau is the
+    smallest mean score of a right answer.
     """
-    chosen = []
-    for start in range(0, len(rows), G):
-        group, known = rows[start : start + G], []
-        ids = sorted({token for _, answer, _ in group for token in answer})
-        for prompt, answer, temperature in group:
-            h = policy.model.base_model(torch.tensor([prompt + answer])).last_hidden_state
-            g = -read(policy, prompt, answer, temperature).exp()
-            g[range(len(answer)), answer] += 1  # e_y - pi
-            known.append((g[:, ids], h[0, len(prompt) - 1 : -1]))
-        # scores[i][j]: of answer i's tokens, summed over the tokens of answer j
-        scores = [[((g @ e.T) * (h @ k.T)).sum(1) for e, k in known] for g, h in known]
-        right = [i for i in range(G) if rewards[start + i] == 1]
-        nothing, means = torch.zeros(1), []
-        for i in right:
-            others = (scores[i][j] for j in right if self_term or j != i)
-            means.append(sum(others, nothing).mean())
-        for i in range(G):
-            wrong = right and i not in right
-            selected = sum((scores[i][j] for j in right), nothing) > min(means) if wrong else None
-            chosen.append(selected.tolist() if wrong else [False] * len(group[i][1]))
-    return chosen
+    ids, known = sorted({token for row in group for token in row.answer}), []
+    for row in group:
+        h = policy.model.base_model(torch.tensor([row.prompt + row.answer])).last_hidden_state
+        g = -read(policy, row.prompt, row.answer, temperature).exp()
+        g[range(len(row.answer)), row.answer] += 1  # e_y - pi
+        known.append((g[:, ids], h[0, len(row.prompt) - 1 : -1]))
+    # scores[i][j]: of answer i's tokens, summed over the tokens of answer j
+    scores = [[((g @ e.T) * (h @ k.T)).sum(1) for e, k in known] for g, h in known]
+    right, means = [i for i, row in enumerate(group) if row.reward == 1], []
+    for i in right:
+        others = (scores[i][j] for j in right if self_term or j != i)
+        means.append(sum(others, torch.zeros(1)).mean())
+    for i, row in enumerate(group):
+        row.chosen = [False] * len(row.answer)
+        if right and i not in right:
+            row.chosen = (sum(scores[i][j] for j in right) > min(means)).tolist()
 
 
 # ---------------- shared tokens
