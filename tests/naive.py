@@ -1,7 +1,7 @@
 """The trainer a second time, as plainly as possible: a second opinion that shares no code with it.
 
-One answer at a time: no cache, no padding, no batches. A row is a list of tokens, its log-probs are
-a tensor (T_i,), and gradients are autograd's, through whole forward passes. The optimiser is
+One answer at a time: no cache, no padding, no batches. An answer is a list of tokens, its log-probs
+are a tensor (T_i,), and gradients are autograd's, through whole forward passes. The optimiser is
 torch's Adam. Only the random numbers are the trainer's own, so that both see the same draws. The
 twin of the losses is claims.formulas.formula.
 """
@@ -66,8 +66,8 @@ def advantages(rewards, G, scale):
 def nthr_select(policy, group, temperature, self_term):
     """Fills in the `chosen` of a group's rows: the tokens of wrong answers with a score above tau.
 
-    A score is the sum of <g, g'> <h, h'> over the tokens of the group's right answers; tau is the
-    smallest mean score of a right answer.
+    A row has a prompt, an answer and a reward. A score is the sum of <g, g'> <h, h'> over the
+    tokens of the group's right answers; tau is the smallest mean score of a right answer.
     """
     ids, known = sorted({token for row in group for token in row.answer}), []
     for row in group:

@@ -115,15 +115,15 @@ def naive_step(start, first_rows, config, hyper):
         pairs = [(row.prompt, row.answer) for row in rows]
         return naive.log_probs(policy, *zip(*pairs, strict=True), TEMPERATURE)
 
+    # Before learning: log-probs and advantages.
     entropy = k3 = 0.0
     with torch.no_grad():
-        for row, old, ref in zip(
-            rows, log_probs(policy, rows), log_probs(reference, rows), strict=True
-        ):
-            row.old, row.ref = old.tolist(), ref.tolist()
-            k3 += float(((ref - old).exp() - (ref - old) - 1).sum())
-            full = naive.read(policy, row.prompt, row.answer, TEMPERATURE)
+        for row in rows:
+            full = naive.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
             entropy -= float((full.exp() * full).sum())
+            (old,), (ref,) = log_probs(policy, [row]), log_probs(reference, [row])
+            k3 += float(((ref - old).exp() - (ref - old) - 1).sum())
+            row.old, row.ref = old.tolist(), ref.tolist()
         for group in groups if method.needs_scores else []:
             naive.nthr_select(policy, group, TEMPERATURE, hyper["self_term"])
     A = naive.advantages(rewards, G, method.scale)
@@ -134,6 +134,7 @@ def naive_step(start, first_rows, config, hyper):
     ended = [row.answer[-1] in policy.eos for row in rows]
     log |= {"equal_groups": fmean(equal), "truncated": 1 - fmean(ended)}
     log |= {"length": tokens / len(rows), "entropy": entropy / tokens}
+    # Learning: what pushes each token, and what is logged of it.
     adam, gen = naive.adam(policy.model), train.rng(5, "learn", 2)
     losses, norms, outside, taxes = [], [], [], []
     for _ in range(config.epochs):
@@ -144,8 +145,8 @@ def naive_step(start, first_rows, config, hyper):
             lists = [[x.tolist() for x in now]]
             lists += [[getattr(row, name) for row in some] for name in ("old", "adv", "ref")]
             value, c = formula(loss_fn.__name__, Rows(*lists, G, BUDGET), **hyper)
-            pairs = (zip(*x, strict=True) for x in zip(*lists[:2], strict=True))
-            r = [[math.exp(x - old) for x, old in pair] for pair in pairs]
+            moved = [x.detach() - torch.tensor(row.old) for x, row in zip(now, some, strict=True)]
+            r = [x.exp().tolist() for x in moved]
             if config.cancel:
                 c = naive.cancel(c, r, its_answers, G)
             pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(some)

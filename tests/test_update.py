@@ -72,8 +72,8 @@ def prepare(policy, method="grpo", **options):
     answers, method = train.sample(policy, task, task.train[:4], 1, config), train.bind(method, {})
     answers.rewards = torch.tensor([1.0, 0.0, 0.0] * 4)
 
-    def learn(scored, lr=0.01):
-        return train.learn(policy, train.adamw(policy.model, lr), scored, method, config)
+    def learn(scored):
+        return train.learn(policy, train.adamw(policy.model, 0.01), scored, method, config)
 
     return train.score(policy, answers, method, config, None), learn, method, config
 
