@@ -204,6 +204,8 @@ def old(**other):
         lambda: group_advantages(X[:, :1], 2),
         lambda: group_advantages(X[:0, 0], 2),
         lambda: losses.nthr(X, old(scores=None)),
+        lambda: losses.nthr(X, old(own_scores=None)),
+        lambda: losses.ibpo(X, old(kept_mask=None)),
         lambda: losses.ibpo(X, old(repaired=None)),
         lambda: losses.ibpo(X, old(), reading="kept"),
         lambda: losses.shaped_rewards(X[:, 0], None, bonus=1, weight=1.0),
@@ -242,6 +244,7 @@ def test_a_token_is_selected_above_tau_and_empty_answers_have_no_say():
     rewards[3] = 0
     known = OldPolicy(mask.long(), mask, X[0, 0] * scores, rewards, 4, None, scores, 0 * scores)
     assert losses.nthr_selected(known).nonzero().tolist() == [[1, 1]]
+    assert losses.nthr_selected(known, beta=-1.0).nonzero().tolist() == [[1, 0], [1, 1]]
 
 
 @cache

@@ -126,7 +126,7 @@ def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
 @pytest.mark.parametrize(
     "options, expected",
     [
-        (dict(minibatches=2), [12, 6, 6]),  # scored once, then read once an update
+        (dict(minibatches=2, micro_rows=6), [6, 6, 6, 6]),  # scored, then read once an update
         # scored, hidden states, first update, second update: before it, and in it
         (dict(method="nthr", epochs=2, minibatches=1, micro_rows=5), 5 * [5, 5, 2]),
     ],
