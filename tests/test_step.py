@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector
 
 import train
 from claims.formulas import Rows, defaults, formula
-from llm.neighbours import correct, kept_tokens
+from llm.neighbours import kept_tokens
 from losses import METHODS
 from toy.arithmetic import Arithmetic
 
@@ -194,10 +194,7 @@ def test_a_step_is_the_naive_one(start, first_rows, case):
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     if method.repair:
-        gen = train.rng(5, "repair", 2)
-        correct(
-            answers, task, config, lambda x: train.ask(policy, task, x, config, gen), policy.eos
-        )
+        train.correct(policy, task, answers, config)
     config.max_tokens = BUDGET
     scored = train.score(policy, answers, method, config, reference)
     assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
