@@ -179,9 +179,8 @@ OLD |= {"mask": X == 0, "kept_mask": X == 0, "group_size": 2}
 @pytest.mark.parametrize("kind, good, first", [(Batch, BATCH, "logp"), (OldPolicy, OLD, "tokens")])
 def test_a_tensor_of_another_shape_is_named(kind, good, first):
     for name in good.keys() - {first, "group_size", "max_tokens"}:
-        for shape in ((4, 2), (3, 4), (2,)):
-            with pytest.raises(ValueError, match=f"{name} has shape"):
-                kind(**good | {name: torch.zeros(shape, dtype=good[name].dtype)})
+        with pytest.raises(ValueError, match=f"{name} has shape"):
+            kind(**good | {name: torch.zeros(4, 2, dtype=good[name].dtype)})
 
 
 def batch(**other):
