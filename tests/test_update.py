@@ -104,17 +104,6 @@ def test_a_warm_start_that_diverges_is_one_line(policy):
     assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), grpo, config)
 
 
-def test_a_batch_without_signal_leaves_the_weights_to_no_momentum(policy):
-    scored, _, method, config = prepare(policy, lr=0.01, schedule="constant")
-    optimizer, before = train.adamw(policy.model, 0.01), weights(policy)
-    scored.batch.adv = 1e-6 * scored.batch.adv  # a faint signal is one
-    train.learn(policy, optimizer, scored, method, config)
-    assert not torch.equal(weights(policy), before)
-    before, scored.batch.adv = weights(policy), 0 * scored.batch.adv
-    train.learn(policy, optimizer, scored, method, config)
-    assert torch.equal(weights(policy), before)
-
-
 def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
     scored, learn, method, config = prepare(policy)
     scored.answers.rewards = torch.tensor([1.0, 0.5, 0.0] * 2 + [0.5] * 6)  # 0.5 is a mean, twice
