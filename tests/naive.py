@@ -1,13 +1,14 @@
 """The trainer a second time, as plainly as possible: a second opinion that shares no code with it.
 
-One answer at a time: no cache, no padding, no batches. A row is a list of tokens, its log-probs are
-a tensor (T_i,), and gradients are autograd's, through whole forward passes. Only the random numbers
-are the trainer's own, so that both see the same draws. The twin of the losses is
-claims.formulas.formula.
+One answer at a time: no cache, no padding, no batches. An answer is a list of tokens, its log-probs
+are a tensor (T_i,), and gradients are autograd's, through whole forward passes. The optimiser is
+torch's Adam. Only the random numbers are the trainer's own, so that both see the same draws. The
+twin of the losses is claims.formulas.formula.
 """
 
 import math
 from collections import defaultdict
+from statistics import fmean, stdev
 
 import torch
 
@@ -17,17 +18,16 @@ import torch
 @torch.no_grad()
 def rollout(policy, prompts, max_tokens, temperature, gen):
     """An answer to each prompt, with its EOS; temperature 0 is greedy."""
-    uniform = torch.zeros(len(prompts), max_tokens)
     if temperature:
         uniform = torch.rand(len(prompts), max_tokens, generator=gen, dtype=torch.float64)
     answers = []
-    for prompt, draws in zip(prompts, uniform.tolist(), strict=True):
+    for i, prompt in enumerate(prompts):
         answer = []
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
             if temperature:
                 sums = (logits / temperature).double().softmax(-1).cumsum(-1)
-                answer.append(int((sums <= draws[len(answer)] * sums[-1]).sum()))
+                answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
             else:
                 answer.append(int(logits.argmax()))
         answers.append(answer)
@@ -55,58 +55,39 @@ def log_probs(policy, prompts, answers, temperature):
 
 def advantages(rewards, G, scale):
     found = []
-    for i in range(len(rewards)):
-        group = torch.tensor(rewards[i - i % G : i - i % G + G], dtype=torch.float64)
-        deviation = group.std() + 1e-4 if scale == "std" else 1.0
-        equal = len(set(group.tolist())) == 1
-        found.append(0.0 if equal else float((rewards[i] - group.mean()) / deviation))
+    for start in range(0, len(rewards), G):
+        group = rewards[start : start + G]
+        deviation = stdev(group) + 1e-4 if scale == "std" else 1.0
+        equal = len(set(group)) == 1
+        found += [0.0 if equal else (reward - fmean(group)) / deviation for reward in group]
     return found
 
 
-def nthr_selected(policy, rows, rewards, G, self_term):
-    """Lists of bool, for each answer: the tokens of wrong answers with a score above tau.
+def nthr_select(policy, group, temperature, self_term):
+    """Fills in the `chosen` of a group's rows: the tokens of wrong answers with a score above tau.
 
-    rows: (prompt, answer, temperature). A score is the sum of <g, g'> <h, h'> over the tokens of
-    the group's right answers; tau is the smallest mean score of a right answer.
+    A row has a prompt, an answer and a reward. A score is the sum of <g, g'> <h, h'> over the
+    tokens of the group's right answers; tau is the smallest mean score of a right answer.
     """
-    known = []
-    for prompt, answer, temperature in rows:
-        h = policy.model.base_model(torch.tensor([prompt + answer])).last_hidden_state
-        g = -read(policy, prompt, answer, temperature).exp()
-        g[range(len(answer)), answer] += 1  # e_y - pi
-        known.append((g, h[0, len(prompt) - 1 : -1]))
-    chosen = [[False] * len(answer) for _, answer, _ in rows]
-    for start in range(0, len(rows), G):
-        group = range(start, start + G)
-        ids = sorted({token for i in group for token in rows[i][1]})
-        right = [i for i in group if rewards[i] == 1]
-
-        def score(i, t, count_self=True, right=right, ids=ids):
-            g, h, total = known[i][0][t, ids], known[i][1][t], 0.0
-            for j in right if count_self else set(right) - {i}:
-                total += float(((known[j][0][:, ids] @ g) * (known[j][1] @ h)).sum())
-            return total
-
-        means = []
-        for i in right:
-            T = len(rows[i][1])
-            means.append(sum(score(i, t, self_term) for t in range(T)) / T)
-        for i in group:
-            if right and rewards[i] != 1:
-                chosen[i] = [score(i, t) > min(means) for t in range(len(rows[i][1]))]
-    return chosen
+    ids, known = sorted({token for row in group for token in row.answer}), []
+    for row in group:
+        h = policy.model.base_model(torch.tensor([row.prompt + row.answer])).last_hidden_state
+        g = -read(policy, row.prompt, row.answer, temperature).exp()
+        g[range(len(row.answer)), row.answer] += 1  # e_y - pi
+        known.append((g[:, ids], h[0, len(row.prompt) - 1 : -1]))
+    # scores[i][j]: of answer i's tokens, summed over the tokens of answer j
+    scores = [[((g @ e.T) * (h @ k.T)).sum(1) for e, k in known] for g, h in known]
+    right, means = [i for i, row in enumerate(group) if row.reward == 1], []
+    for i in right:
+        others = (scores[i][j] for j in right if self_term or j != i)
+        means.append(sum(others, torch.zeros(1)).mean())
+    for i, row in enumerate(group):
+        row.chosen = [False] * len(row.answer)
+        if right and i not in right:
+            row.chosen = (sum(scores[i][j] for j in right) > min(means)).tolist()
 
 
 # ---------------- shared tokens
-
-
-def visits(answers, A, G):
-    """(i, t) of the answers with A_i != 0, by group and prefix."""
-    nodes = defaultdict(list)
-    for i, answer in enumerate(answers):
-        for t in range(len(answer) if A[i] else 0):
-            nodes[(i // G, *answer[: t + 1])].append((i, t))
-    return list(nodes.values())
 
 
 def cancel(c, r, answers, G):
@@ -115,8 +96,8 @@ def cancel(c, r, answers, G):
     for i, answer in enumerate(answers):
         for t in range(len(answer)):
             group = range(i - i % G, i - i % G + G)
-            others = [j for j in group if j != i and answers[j][:t] == answer[:t]]
-            others = [j for j in others if len(answers[j]) > t]
+            others = [j for j in group if j != i and len(answers[j]) > t]
+            others = [j for j in others if answers[j][:t] == answer[:t]]
             if others:
                 new[i][t] -= r[i][t] * sum(c[j][t] / r[j][t] for j in others) / len(others)
     return new
@@ -124,8 +105,12 @@ def cancel(c, r, answers, G):
 
 def tax(c, answers, A, G):
     """sum over shared nodes of |sum (w - wbar) A| over the sum of all |c| there."""
+    nodes = defaultdict(list)  # the visits (i, t) of each, by group and prefix
+    for i, answer in enumerate(answers):
+        for t in range(len(answer) if A[i] else 0):
+            nodes[(i // G, *answer[: t + 1])].append((i, t))
     found = total = 0.0
-    for members in visits(answers, A, G):
+    for members in nodes.values():
         if len(members) > 1:
             mean = sum(c[i][t] / A[i] for i, t in members) / len(members)
             found += abs(sum((c[i][t] / A[i] - mean) * A[i] for i, t in members))
@@ -136,25 +121,22 @@ def tax(c, answers, A, G):
 # ---------------- the optimiser
 
 
-class Adam:
-    """AdamW without weight decay, written out, behind a clip of the gradient's norm."""
+def gradient(model, loss, grad_clip):
+    """Leaves the clipped gradient in the weights. Returns its norm before that."""
+    model.zero_grad()
+    loss.backward()
+    grads = [weight.grad for weight in model.parameters()]
+    norm = math.sqrt(sum(float((g * g).sum()) for g in grads))
+    for g in grads:
+        g *= min(1.0, grad_clip / (norm + 1e-6))
+    return norm
 
-    def __init__(self, model, grad_clip):
-        self.weights, self.grad_clip, self.steps = [*model.parameters()], grad_clip, 0
-        self.m, self.v = ([torch.zeros_like(w) for w in self.weights] for _ in range(2))
 
-    def gradient(self, loss):
-        """The unclipped gradient's norm; the clipped one is kept for `step`."""
-        grads = torch.autograd.grad(loss, self.weights, materialize_grads=True)
-        norm = math.sqrt(sum(float((g * g).sum()) for g in grads))
-        self.grads = [g * min(1.0, self.grad_clip / (norm + 1e-6)) for g in grads]
-        return norm
+def adam(model):
+    """AdamW without weight decay. Its learning rate is set at each step."""
+    return torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
 
-    @torch.no_grad()
-    def step(self, lr):
-        self.steps += 1
-        for w, g, m, v in zip(self.weights, self.grads, self.m, self.v, strict=True):
-            m += 0.1 * (g - m)
-            v += 0.05 * (g * g - v)
-            m_hat, v_hat = m / (1 - 0.9**self.steps), v / (1 - 0.95**self.steps)
-            w -= lr * m_hat / (v_hat.sqrt() + 1e-8)
+
+def descend(optimizer, lr):
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
