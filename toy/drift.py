@@ -162,7 +162,7 @@ def plot(curves: dict[str, Tensor], walks: dict[str, Tensor]):
         axis.set_xlabel("steps on the same batch")
     drift.legend(loc=(0.26, 0.18))  # where no line is
     batches = torch.arange(BATCHES + 1)
-    fresh.plot(walks[EXACT][:, :20], color="#BBBBBB", linewidth=0.6, marker="")
+    fresh.plot(walks[EXACT][:, :: RUNS // 20], color="#BBBBBB", linewidth=0.6, marker="")
     for name in (EXACT, CANCELLED):
         width, style = predict_deviation(ROWS[name].cancels)[0] * batches**0.5, line_style(name)
         fresh.plot(batches, 2 * width, label=name, **style)
