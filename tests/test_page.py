@@ -133,7 +133,7 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
     flags = "--cancel --steps 1 --warm-steps 0 --layers 1 --width 16 --prompts 4 --eval-items 2"
-    train.main([*flags.split(), "--hyper", "eps_high=0.1 kl=0.04", "--out", str(run)])
+    train.main([*flags.split(), "--hyper", "eps_high=0.04 kl=0.04", "--out", str(run)])
     (path,) = run.glob("batches/*.pt")
     # Another batch. In its first group no token is shared. In the second all answers share two
     # tokens, 1 and 2 a third, and in 2 and 4 A = 0.
@@ -155,7 +155,7 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     shown = (3 + tree.OWN, 5, 9, 2 + tree.OWN)  # tokens
     texts = [row[:n] for row, n in zip(pieces, shown, strict=True)]
     group = tree.Group("", texts, tokens, mask, rewards, old, new[None], 20)
-    method = train.bind("grpo", {"eps_high": 0.1})
+    method = train.bind("grpo", {"eps_high": 0.04})
     for k, cancel in enumerate(["on", "on", "off"]):
         check(seen[k], expect(group, 0, method, cancel, look=int(k > 0)))
         assert "hacked" not in seen[k]["title"]

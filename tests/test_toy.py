@@ -1,5 +1,7 @@
 """Whoever quotes a figure of toy/README.md finds its published numbers when they run it again."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -146,62 +148,42 @@ def test_lopti_rare_tokens_have_the_longest_gradient_and_the_order_brings_nothin
 
 
 def read_off(axis) -> dict[str, float]:
-    """label -> the first height of its line or bars, or its mean where differences are drawn."""
+    """label -> the first height of its line or bars."""
     handles, labels = axis.get_legend_handles_labels()
     first = [x[0] if isinstance(x, tuple) else x for x in handles]
     found = [x.get_ydata()[0] if hasattr(x, "get_ydata") else x.get_height() for x in first]
-    if not labels:
-        labels = [label.get_text() for label in axis.get_yticklabels()]
-        found = [x[0].get_xdata()[0] for x in axis.containers]
     return dict(zip(labels, map(float, found), strict=True))
 
 
 def test_pictures_call_everything_by_its_name():
     """They are drawn from made-up numbers. Each number belongs to one name."""
-    settings, names = [*tax.SETTINGS], tax.LINES
-    value = {
-        (s, name): 10.0 * i + k for i, s in enumerate(settings) for k, name in enumerate(names)
-    }
-    panels = tax.plot({key: torch.full((121,), x) for key, x in value.items()}).axes
-    titles = ("wrong answers of A are long", "wrong answers of A are short")
-    assert [axis.get_title() for axis in panels] == [*titles, "right answers of B are short"]
-    for axis, setting in zip(panels, (settings[1], settings[2], settings[4]), strict=True):
-        assert read_off(axis) == {name: value[setting, name] for name in names}
-    colors = {line.get_label(): line.get_color() for line in panels[0].get_lines()}
-    assert len({*colors.values()}) == len(names) and colors[tax.CANCELLED] == "#000000"
+    value = {key: k for k, key in enumerate(itertools.product(tax.SETTINGS, tax.ROWS))}
+    panels = tax.plot({key: torch.tensor([k]) for key, k in value.items()}).axes
+    _, second, third, _, fifth = tax.SETTINGS
+    for axis, setting in zip(panels, (second, third, fifth), strict=True):
+        assert read_off(axis) == {name: value[setting, name] for name in tax.LINES}
+    assert [axis.get_title() for axis in panels[1:]] == [
+        "wrong answers of A are short",
+        "right answers of B are short",
+    ]
+    assert len({line.get_color() for line in panels[0].get_lines()}) == len(tax.LINES)
 
-    rewards = {name: torch.full((41,), float(k)) for k, name in enumerate(gate.METHODS)}
-    bars, ends = map(read_off, gate.plot(rewards, [(1.0, 2.0, 3.0), (4.0, 5.0, 6.0)]).axes)
+    rewards = {name: torch.full((41,), k) for k, name in enumerate(gate.METHODS)}
+    bars, ends = map(read_off, gate.plot(rewards, [(1, 2, 3), (4, 5, 6)]).axes)
     assert bars == {"winners": 1, "losers": 2, "their sum": 3}
-    assert ends == {name: float(rewards[name][0]) for name in gate.LINES}
+    assert ends == {name: rewards[name][0] for name in gate.LINES}
 
     curves = {name: torch.arange(3).expand(33, 3) + 10 * k for k, name in enumerate(drift.METHODS)}
     walks = {name: torch.zeros(101, 40) for name in (tax.EXACT, tax.CANCELLED)}
     for axis in drift.plot(curves, walks).axes[:2]:
-        k = ("drift of the opener's log-odds", "", "expected reward").index(axis.get_title())
-        shown = {"dfpo-min with a clip": "dfpo-min, eps 0.2", "dfpo-min (no clip)": "dfpo-min"}
-        shown |= {"grpo": "grpo", "grpo, cancel": "grpo, cancel"}
-        assert read_off(axis) == {label: curves[name][0, k] for label, name in shown.items()}
+        shown, k = read_off(axis), drift.MEASURES.index(axis.get_title())
+        assert shown["dfpo-min with a clip"] == curves["dfpo-min, eps 0.2"][0, k]
+        assert shown["dfpo-min (no clip)"] == curves["dfpo-min"][0, k]
 
-    costs = {name: [[float(k)] * 2] * 5 for k, name in enumerate(ibpo.METHODS)}
-    assert [*read_off(ibpo.plot(costs).axes[0]).items()] == [
-        ("grpo", 0),
-        ("ibpo: a correction sees one sibling", 1),
-        ("ibpo: three siblings", 2),
-        ("grpo at temperature 0.7", 4),
-    ]
+    costs = {name: [[k, k]] * 5 for k, name in enumerate(ibpo.METHODS)}
+    assert read_off(ibpo.plot(costs).axes[0])["ibpo: three siblings"] == 2
     deltas = {(kind, name): 4.0**k for kind in nthr.RATES for k, name in enumerate(nthr.METHODS)}
     left, _ = nthr.plot({key: torch.full((6, 8), x) for key, x in deltas.items()}).axes
-    gains = {"pos-only\nminus grpo": 63, "nthr\nminus grpo": 3, "nthr\nminus random": -12}
-    assert read_off(left) == gains
-    shares = torch.arange(8.0).view(2, 4).repeat(6, 1, 1)
-    pair = torch.tensor([[1.0, 2.0]] * 6)
-    effects = {
-        "grpo twice": 9 * pair,
-        "lopti minus grpo twice": pair,
-        "reversed minus lopti": -pair,
-    }
-    bars, order = lopti.plot(shares, effects).axes
-    assert read_off(bars) == {"share of the tokens": 0, "length of the gradient": 4}
-    assert [*read_off(order).values()] == [1, -1, 2, -2]
-    assert [label.get_text() for label in bars.get_xticklabels()][::3] == ["p < .25", "p > .75"]
+    labels = [label.get_text() for label in left.get_yticklabels()]
+    assert labels == ["pos-only\nminus grpo", "nthr\nminus grpo", "nthr\nminus random"]
+    assert [drawn[0].get_xdata()[0] for drawn in left.containers] == [63, 3, -12]
