@@ -40,7 +40,8 @@ PRESS = """<script type="module">
     return {
       numbers: texts("#tree output").map((text) => Number(text.replace("−", "-"))),
       bars: all("#tree .track").map((bar) => sign(bar) * bar.style.getPropertyValue("--v")),
-      labels: texts(".line small"), title: document.title,
+      labels: texts(".line small"), title: document.title, verdicts: texts("#tree .verdict"),
+      leaves: texts("#tree .leaf").join(), about: all("#tree .chip").map((chip) => chip.title),
     };
   }));
 </script></html>"""
@@ -103,8 +104,8 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
     for step, values in enumerate(STORY, 1):
         setting = f"{START}&{html.unescape(values)}"
         chosen = dict(pair.split("=") for pair in setting.split("&"))
-        settings += [chosen, chosen | {"won": chosen["won"][:3] + "1"}]  # answer 4 wins
-        presses += [("▼4", ""), (f"next: {step + 1}", "")]
+        settings += [chosen, chosen | {"won": chosen["won"][:3] + "1"}, chosen]  # answer 4 wins
+        presses += [("▼4", ""), ("you changed", ""), (f"next: {step + 1}", "")]
     pressed = [("method", name) for name in methods]
     changes = [("lengths", "unequal"), ("moved", "1.6"), ("spread", "wide"), *pressed]
     changes += [("cancel", "on"), ("moved", "0.6"), ("lengths", "equal"), *pressed]
@@ -117,21 +118,34 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
         group = tree.toy_group(chosen["lengths"], chosen["won"])
         state = tree.MOVED.index(chosen["moved"]) * 2 + [*tree.SPREAD].index(chosen["spread"])
         check(shown, expect(group, state, methods[chosen["method"]], chosen["cancel"]))
+    steps = seen[: 3 * len(STORY) : 3]
+    # The tax of "so", and the push on 7+8=15, which answers 1 and 2 share.
+    taxed = [abs(shown["numbers"][6]) > 1e-3 for shown in steps]
+    assert taxed == [False, False, True, True, True, False, False, False]
+    chosen = [shown["numbers"][9] for shown in steps]
+    assert [abs(push) > 1e-3 for push in chosen[4:]] == [True, True, False, False] and chosen[1] > 0
+    assert [steps[k]["verdicts"] for k in (0, 1, 4)] == [["cancels"] * 2, ["cancels"], []]
+    # Step 3: r of an answer's own last token, and s of the answer, the geometric mean of four r.
+    assert all(f"s = {r ** (2 / 4):.3f}" in steps[2]["leaves"] for r in (1.5, 0.7))
+    assert "r = 1.500" in steps[2]["about"][0]
 
 
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
     flags = "--cancel --steps 1 --warm-steps 0 --layers 1 --width 16 --prompts 4 --eval-items 2"
-    train.main([*flags.split(), "--hyper", "eps_high=0.1 kl=0.04", "--out", str(run)])
+    train.main([*flags.split(), "--hyper", "eps_high=0.04 kl=0.04", "--out", str(run)])
     (path,) = run.glob("batches/*.pt")
-    # Another batch, of one group. All answers share two tokens, 1 and 2 a third. In 2 and 4 A = 0.
+    # Another batch. In its first group no token is shared. In the second all answers share two
+    # tokens, 1 and 2 a third, and in 2 and 4 A = 0.
     tokens = torch.tensor([[0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 3, 6], [0, 1, 4, 7]]).repeat(1, 4)
     pieces = [[(NASTY, " b", "c\n", *"defgh")[k] for k in row] for row in tokens.tolist()]
     mask = torch.arange(16) < torch.tensor([[16], [5], [9], [12]])
     rewards = torch.tensor([0, 0.5, 1, 0.5]).double()
     old, new = -torch.rand(2, 4, 16, generator=torch.Generator().manual_seed(0)).double() / 2
     saved = torch.load(path) | {"logp_old": old, "logp": new, "rewards": rewards, "mask": mask}
-    saved |= {"tokens": tokens, "pieces": pieces, "prompts": [NASTY]}
+    saved |= {k: torch.cat([saved[k]] * 2) for k in ("logp_old", "logp", "rewards", "mask")}
+    saved["tokens"] = torch.cat([9 + torch.arange(64).view(4, 16), tokens])
+    saved |= {"pieces": pieces * 2, "prompts": ["other", NASTY]}
     torch.save(saved | {"group_size": 4, "max_tokens": 20}, path.with_name("step-000010.pt"))
     os.utime(path, (2e9, 2e9))  # the newest file is not the newest batch
     tree.main([str(run)])
@@ -141,7 +155,7 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     shown = (3 + tree.OWN, 5, 9, 2 + tree.OWN)  # tokens
     texts = [row[:n] for row, n in zip(pieces, shown, strict=True)]
     group = tree.Group("", texts, tokens, mask, rewards, old, new[None], 20)
-    method = train.bind("grpo", {"eps_high": 0.1})
+    method = train.bind("grpo", {"eps_high": 0.04})
     for k, cancel in enumerate(["on", "on", "off"]):
         check(seen[k], expect(group, 0, method, cancel, look=int(k > 0)))
         assert "hacked" not in seen[k]["title"]

@@ -16,7 +16,6 @@ wanders. toy/README.md says what came out.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,17 +57,12 @@ def chances(w: Tensor) -> Tensor:
 SEEDS, GROUPS, STEPS = 5, 8, 32  # start policies; groups of a batch; steps on it
 SIZE = 0.6  # the length of the first step
 METHODS = {
-    "reinforce": Row(losses.reinforce),
     "grpo": ROWS["grpo"],
     "grpo, cancel": ROWS["grpo, cancel"],
-    "grpo-symmetric": Row(losses.grpo_symmetric),
-    "dr-grpo": ROWS["dr-grpo"],
-    "cispo": ROWS["cispo"],
     # Its own clip range is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)),
     "dfpo-min": ROWS["dfpo-min"],
     "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
-    "recentred": ROWS["recentred"],
     "pos-only": Row(losses.pos_only),
 }
 LINES = {  # of the picture, and their labels
@@ -150,7 +144,7 @@ def wander(row: Row, runs: int = RUNS) -> Tensor:
 # ---------------- tables and picture
 
 
-def plot(curves: dict[str, Tensor], walks: dict[str, Tensor], path: Path):
+def plot(curves: dict[str, Tensor], walks: dict[str, Tensor]):
     figure = make_figure(
         "One batch used 32 times: GRPO pushes a token that earns nothing. Cancelling stops it\n"
         "and earns no more; dfpo-min wins, having no clip. Fresh batches: it wanders either way.",
@@ -178,7 +172,7 @@ def plot(curves: dict[str, Tensor], walks: dict[str, Tensor], path: Path):
     fresh.set_xlabel("fresh batches")
     fresh.set_ylim(-0.6, 0.35)  # there is room for the legend
     fresh.legend(loc="lower left")
-    save(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None):
@@ -200,7 +194,7 @@ def main(argv: list[str] | None = None):
         rows[name] = [*(f"{x:.3f}" for x in numbers), format_interval(walk[-1].tolist())]
     print_table(rows, ["t", "deviation, predicted", "measured", "mean"])
     if path:
-        plot(curves, walks, path)
+        save(plot(curves, walks), path)
 
 
 if __name__ == "__main__":

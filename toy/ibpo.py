@@ -16,7 +16,6 @@ credit. toy/README.md says what came out.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -134,7 +133,7 @@ def measure_cost(method: Method, K: int) -> list[float]:
     return run(min(RATES, key=lambda rate: sum(run(rate, TUNING_SEEDS))), SEEDS)
 
 
-def plot(costs: dict[str, list[list[float]]], path: Path):
+def plot(costs: dict[str, list[list[float]]]):
     """Tokens against K."""
     figure = make_figure(
         "IBPO pays where right answers are rare. A lower temperature pays more.",
@@ -152,7 +151,7 @@ def plot(costs: dict[str, list[list[float]]], path: Path):
             LENGTHS, *zip(*columns, strict=True), label=label, color=color, ls=style, marker=""
         )
     axis.legend()
-    save(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None):
@@ -164,7 +163,7 @@ def main(argv: list[str] | None = None):
     rows = {name: [format_interval(v, ".2f") for v in values] for name, values in costs.items()}
     print_table(rows, [f"K = {K}" for K in LENGTHS])
     if path:
-        plot(costs, path)
+        save(plot(costs), path)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,23 @@
 """Does cancelling pay where one small batch is used many times?
 
-    python -m toy.reuse               exact worlds: ten minutes
-    python -m toy.reuse --noise RUN   a finished run of train.py on the toy: five minutes
+    python -m toy.reuse               the table: four minutes
 
 Claim C22 says that `cancel` moves no expected update, if theta does not depend on the batch. After
 the first of M updates on one batch it does. So what happens then is measured here.
 
 An answer is an opener, which earns nothing, and then one of two ways, right with probability .6 and
-.4. A batch is a few sampled groups. Whole training runs are compared, each method at the learning
-rate that is best on other seeds. All methods see the same random numbers, so runs are compared in
-pairs. In one world all answers have two tokens, and every history has weights of its own. There
-cancelling costs noise, as C23 says. The other world is built so that cancelling saves noise: right
-answers are six times as long as wrong ones, groups are larger, and the opener and the ways have
-weights in common, so that what the opener learns by chance changes the ways.
-
-What came out (measured): in the first world grpo+cancel is nowhere ahead of grpo, and mostly a few
-thousandths behind. In the other it is nowhere behind, and at best a hundredth ahead. dfpo-min is
-ahead by .01 to .04 where a batch is used 4 or 16 times. But that is not owed to cancelling: r A,
-which has no clip and one divisor and does not cancel, gains most of that.
-
---noise compares gradients, not runs: how long their random part is beside their mean, over one pass
-through the training problems. On-policy `cancel` changes it by some per cent. Four updates later it
-multiplies it by 3.3 and 1.8, because it divides by the ratios of others, and gives clipped tokens a
-push again.
+.4. A batch is 8 sampled groups. Whole training runs are compared, each method at the learning rate
+that is best on other seeds. All methods see the same random numbers, so runs are compared in pairs.
+In world 1 all answers have two tokens, and every history has weights of its own. There cancelling
+costs noise, as C23 says. World 2 is built so that cancelling saves noise: right answers are six
+times as long as wrong ones, groups are larger, and the opener and the ways have weights in common,
+so that what the opener learns by chance changes the ways. toy/README.md says what came out.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,9 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import losses
-import train as trainer
 from losses import Batch
-from toy.figure import format_interval, interval
+from toy.figure import format_interval, print_table
 from toy.tax import CANCELLED, EXACT, ROWS, Row, compute_push
 
 
@@ -52,20 +37,17 @@ class World(NamedTuple):
 
 
 WORLDS = {
-    "groups of 4, equal lengths": World(4, (2, 2), shared=0.0),
-    "groups of 8, right answers longer, shared weights": World(8, (12, 2), shared=1.0),
+    "world 1": World(4, (2, 2), shared=0.0),
+    "world 2": World(8, (12, 2), shared=1.0),
 }
 RIGHT = torch.tensor([0.6, 0.4], dtype=torch.float64)  # the chance to be right on each way
 METHODS = {name: ROWS[name] for name in (EXACT, CANCELLED, "dfpo-min")}
 # r A over one divisor: neither a clip nor a length biases it, and it does not cancel. It tells what
 # dfpo-min owes to cancelling from what it owes to having neither.
 METHODS["r A"] = Row(partial(losses.dr_grpo, eps_low=torch.inf, eps_high=torch.inf), "exact")
-BATCHES = 10
+BATCHES, GROUPS = 10, 8  # of a run; of a batch
 RATES = 2.0 ** torch.arange(-1, 10, dtype=torch.float64)
 OTHERS, RUNS = 128, 400  # runs at each rate, on other seeds, to choose one; runs at that rate
-
-
-# ---------------- exact worlds: K policies at once, which do not influence each other
 
 
 def choices(world: World, weights: Tensor) -> Tensor:
@@ -82,7 +64,8 @@ def expected_reward(world: World, weights: Tensor) -> Tensor:
 def learn(row: Row, world: World, weights: Tensor, uniform: Tensor, updates: int, rates: Tensor):
     """The weights after some updates on one batch, by plain ascent. (K, 4, 2).
 
-    The batch is made of random numbers, (K, n, 3): for the opener, the way and the reward.
+    K policies learn at once, and do not influence each other. Their batches are made of random
+    numbers, (K, n, 3): for the opener, the way and the reward.
     """
     p = choices(world, weights).exp()[:, :, 0]  # (K, 3) of the first choice
     opener = (uniform[..., 0] > p[:, :1]).long()  # (K, n)
@@ -114,108 +97,39 @@ def learn(row: Row, world: World, weights: Tensor, uniform: Tensor, updates: int
     return weights
 
 
-def train(
-    row: Row, world: World, groups: int, updates: int, rates: Tensor, runs: int, seed: int
-) -> Tensor:
-    """The expected reward after BATCHES batches of so many groups, (rates, runs)."""
+def train(row: Row, world: World, updates: int, rates: Tensor, runs: int, seed: int) -> Tensor:
+    """The expected reward at the end of runs, (rates, runs)."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.zeros(len(rates) * runs, 4, 2, dtype=torch.float64)
     for _ in range(BATCHES):
-        size = (runs, groups * world.G, 3)
+        size = (runs, GROUPS * world.G, 3)
         uniform = torch.rand(size, generator=generator, dtype=torch.float64)
         uniform = uniform.repeat(len(rates), 1, 1)  # the same at each rate
         weights = learn(row, world, weights, uniform, updates, rates.repeat_interleave(runs))
     return expected_reward(world, weights).view(-1, runs)
 
 
-def show_worlds():
-    print(f"Expected reward after {BATCHES} batches, {RUNS} runs; the others minus the first\n")
-    print("| world | groups | M |", " | ".join(METHODS), "|")
-    for title, groups, updates in itertools.product(WORLDS, (4, 8, 16), (1, 4, 16)):
-        ends, setting = {}, (WORLDS[title], groups, updates)
-        for name, row in METHODS.items():
-            best = train(row, *setting, RATES, OTHERS, seed=1).mean(1).argmax()
-            ends[name] = train(row, *setting, RATES[best, None], RUNS, seed=0)[0]
-        first, *others = ends.values()
-        cells = [format_interval((end - first).tolist(), "+.4f") for end in others]
-        print("|", title, groups, updates, f"{first.mean():.4f}", *cells, sep=" | ", flush=True)
-
-
-# ---------------- the toy of train.py: the noise of a gradient
-
-
-def collect(sampler: trainer.Policy, learner: trainer.Policy, task, config: trainer.Config) -> dict:
-    """Method -> its gradient on each batch, without and with cancel: (batches, 2, parameters).
-
-    sampler: the old policy, which answers. learner: the policy whose gradient it is.
-    """
-    weights = [*learner.model.parameters()]
-    gradients = {"reinforce": [], "grpo": []}  # their advantages are the same
-    method = trainer.bind("grpo", {})
-    for step, items in enumerate(trainer.prompt_batches(task, config), 1):
-        answers = trainer.sample(sampler, task, items, step, config)
-        scored = trainer.score(sampler, answers, method, config, None)
-        logp, _ = trainer.log_probs(learner, answers, config.temperature)
-        batch = replace(scored.batch, logp=logp)
-        for name, rows in gradients.items():
-            loss = getattr(losses, name)(batch)
-            for used in (loss, losses.cancel(loss, batch, scored.nodes)):
-                parts = torch.autograd.grad(used, weights, retain_graph=True)
-                rows.append(torch.cat([part.flatten() for part in parts]))
-    return {name: torch.stack(rows).unflatten(0, (-1, 2)) for name, rows in gradients.items()}
-
-
-def factor(products: Tensor) -> float:
-    """How many times as noisy the second of two gradients is, from products of samples (2, n, n).
-
-    Noise is the trace of the covariance over the squared length of the mean. The squared length of
-    a mean of n holds the noise of the mean as well, trace / n. It is taken off.
-    """
-    n = products.shape[1]
-    square = products.mean((1, 2))
-    trace = (products.diagonal(dim1=1, dim2=2).sum(1) - n * square) / (n - 1)
-    plain, cancelled = trace / (square - trace / n)
-    return float(cancelled / plain)
-
-
-def show_noise(run: str):
-    config = trainer.Config(**trainer.read_config(run))
-    task, method = trainer.load_task(config), trainer.bind_flags(config)
-    # Other seeds than the run's: what it has learnt depends on its own batches.
-    config = replace(config, seed=config.seed + 1)
-    before = replace(config, seed=config.seed + 1)
-
-    def load(path) -> trainer.Policy:
-        return trainer.load_policy(config, task, str(path))
-
-    start, end = load(f"{run}/start"), load(trainer.newest_checkpoint(Path(run)))
-    later = load(f"{run}/start")  # and one step on a batch of its own
-    answers = trainer.sample(start, task, trainer.prompt_batches(task, before)[0], 1, before)
-    scored = trainer.score(start, answers, method, before, None)
-    trainer.learn(later, trainer.adamw(later.model, config.lr), scored, method, before)
-    print("How many times as noisy the gradient is with cancel\n")
-    policies = {"start": (start, start), "end": (end, end), "one step later": (start, later)}
-    for title, pair in policies.items():
-        for name, gradients in collect(*pair, task, config).items():
-            rows = gradients.transpose(0, 1)  # (2, n, parameters)
-            products = (rows @ rows.mT).double()
-            n = len(gradients)
-            # A 95 % interval: each batch is left out once (jackknife).
-            rests = [torch.arange(n) != i for i in range(n)]
-            without = [factor(products[:, rest][:, :, rest]) for rest in rests]
-            half = (n - 1) * interval(without)[1]
-            print(f"{title}, {name}: {factor(products):.3g} +- {half:.2g}", flush=True)
+def compare(world: World, updates: int, others: int = OTHERS, runs: int = RUNS) -> list[Tensor]:
+    """The ends of the first method's runs, and how far those of the others are above. (runs,)."""
+    ends = []
+    for row in METHODS.values():
+        best = train(row, world, updates, RATES, others, seed=1).mean(1).argmax()
+        ends.append(train(row, world, updates, RATES[best, None], runs, seed=0)[0])
+    return [ends[0], *(end - ends[0] for end in ends[1:])]
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--noise", metavar="RUN", help="a folder of train.py: its gradients' noise")
-    run = parser.parse_args(argv).noise
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args(argv)
     torch.set_num_threads(1)
-    if run:
-        show_noise(run)
-    else:
-        show_worlds()
+    print(f"Expected reward after {BATCHES} batches, {RUNS} runs; the others minus the first\n")
+    rows = {}
+    for title, world in WORLDS.items():
+        for updates in (1, 4, 16):
+            first, *others = compare(world, updates)
+            cells = [format_interval(gain.tolist(), "+.4f") for gain in others]
+            rows[f"{title}, M = {updates}"] = [f"{first.mean():.4f}", *cells]
+    print_table(rows, METHODS)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def toy_group(lengths: str, won: str) -> Group:
 def run_groups(run: Path) -> tuple[dict, int, list[Group]]:
     """The flags of a run, and the step and the groups of the newest batch that it saved.
 
-    Only groups in which answers that differ in reward share tokens; first where they share most.
+    Only groups whose answers differ in reward: in the others nothing is learnt.
     """
     saved = sorted(run.glob("batches/step-*.pt"))
     if not saved:
@@ -119,11 +119,10 @@ def run_groups(run: Path) -> tuple[dict, int, list[Group]]:
     batch = torch.load(saved[-1], map_location="cpu", weights_only=True)
     rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
     groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
-    contested = [group for group in groups if count_contested(group)]
-    if not contested:
-        sys.exit(f"error: {saved[-1]} has no group in which right and wrong answers share tokens")
-    contested.sort(key=count_contested, reverse=True)
-    return json.loads((run / "config.json").read_text()), batch["step"], contested
+    groups = [group for group in groups if group.rewards.unique().numel() > 1]
+    if not groups:
+        sys.exit(f"error: {saved[-1]} has no group with right and wrong answers")
+    return json.loads((run / "config.json").read_text()), batch["step"], groups
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
@@ -134,13 +133,6 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
     prompt, rewards = batch["prompts"][k], batch["rewards"][rows].double()
     logp, budget = torch.stack([old, new]), batch["max_tokens"]
     return Group(prompt, texts, tokens, mask, rewards, old, logp, budget)
-
-
-def count_contested(group: Group) -> int:
-    """How many tokens are shared by answers that differ in reward."""
-    differ = (group.rewards[:, None] != group.rewards)[..., None]  # (G, G, 1)
-    same = (group.nodes[:, None] == group.nodes) & (group.nodes >= 0)  # (G, G, T)
-    return int((same & differ).any(1).sum())
 
 
 # ---------------- what a loss does to a group
@@ -292,12 +284,12 @@ def toy_page() -> str:
 def run_page(run: Path) -> str:
     """The page of a run: three groups of its newest saved batch, before and after the step.
 
-    Those with the largest learning tax.
+    Those with the largest learning tax before the step and without `cancel`.
     """
     from train import bind  # only here: train.py imports transformers, which takes seconds
 
     flags, step, groups = run_groups(run)
-    name, states, digits = flags["method"], ["before the step", "after it"], 4
+    name, states = flags["method"], ["before the step", "after it"]
     methods = shown_methods()
     lead = f"Groups of {run}, a run of {name}, at step {step}: those with the largest learning tax."
     lead += " Each is shown as if it were a batch of its own."
@@ -309,24 +301,20 @@ def run_page(run: Path) -> str:
         methods[name] = bind(name, hyper)
     else:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
-    taxed = []
-    for group in groups:
-        off, on = coefficients(group, methods[first])
-        before, adv = (on if flags["cancel"] else off)[0], advantages(group, methods[first])
-        tax = losses.learning_tax(before, adv, group.nodes, group.mask)
-        taxed.append((round(tax, digits), group))
-    taxed.sort(key=lambda pair: -pair[0])
-    scenes = {
-        f"{k}: {group.prompt[:24]} (tax {tax:.{digits}f})": scene(group, methods)
-        for k, (tax, group) in enumerate(taxed[:3], 1)
-    }
+
+    def measure_tax(group: Group) -> float:
+        before, A = coefficients(group, methods[first])[0][0], advantages(group, methods[first])
+        return losses.learning_tax(before, A, group.nodes, group.mask)
+
+    groups.sort(key=measure_tax, reverse=True)
+    scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
     start = {"group": next(iter(scenes)), "method": first}
     start |= {"cancel": "on" if flags["cancel"] else "off", "policy": states[0], "look": "0.0"}
     controls = [
         control("group", "group", scenes, "scene", "select"),
         control("policy", "policy", states, "state"),
     ]
-    data = {"digits": digits, "lead": lead, "start": start, "states": states, "scenes": scenes}
+    data = {"digits": 4, "lead": lead, "start": start, "states": states, "scenes": scenes}
     return write_page(data | {"controls": controls}, methods)
 
 

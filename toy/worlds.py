@@ -54,22 +54,21 @@ class Groups:
         return chances.view(-1, self.G).prod(1) * self.orders
 
     def batch(self, logp: Tensor, shares: Tensor, scale: str) -> losses.Batch:
-        """On-policy. shares: how much each group counts, (groups,).
+        """On-policy, for P policies one below the other. logp: (P N, T).
 
-        Losses are homogeneous in A, so each group's A carries its share. It also carries the number
-        of groups, over which a loss takes the mean.
+        shares: how much each group counts, (P, groups). Losses are homogeneous in A, so each
+        group's A carries its share. It also carries the number of groups, over which a loss takes
+        the mean. A is that of `scale`; or, if it is "exact", R minus what the policy expects.
         """
-        weight = (shares * len(shares)).repeat_interleave(self.G)  # (N,)
-        A = losses.group_advantages(self.rewards, self.G, scale) * weight
-        adv = A[:, None].expand(self.mask.shape)
-        return losses.Batch(logp, logp.detach(), adv, self.mask, self.G, self.mask.shape[1])
-
-    def expected_batch(self, logits: Tensor, scale: str) -> losses.Batch:
-        """By the logits of the ways, which are all that is learnt; each group counts as it is
-        probable."""
-        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
-        logp[:, 0] = logits.log_softmax(0)[self.way]
-        return self.batch(logp, self.probabilities(logp), scale)
+        if scale == "exact":
+            J = shares @ self.rewards.view(-1, self.G).mean(1)  # (P,)
+            A = self.rewards - J[:, None]  # (P, N)
+        else:
+            A = losses.group_advantages(self.rewards, self.G, scale)
+        adv = (A * (shares * shares.numel()).repeat_interleave(self.G, 1)).flatten()  # (P N,)
+        mask = self.mask.repeat(len(shares), 1)
+        adv = adv[:, None].expand(mask.shape)
+        return losses.Batch(logp, logp.detach(), adv, mask, self.G, mask.shape[1])
 
 
 class World(Groups):
@@ -86,6 +85,13 @@ class World(Groups):
 
     def logits(self) -> Tensor:
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
+
+    def expected_batch(self, logits: Tensor, scale: str) -> losses.Batch:
+        """By the logits of the ways, which are all that is learnt; each group counts as it is
+        probable."""
+        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
+        logp[:, 0] = logits.log_softmax(0)[self.way]
+        return self.batch(logp, self.probabilities(logp)[None], scale)
 
 
 class Toy:
@@ -126,4 +132,4 @@ class Toy:
             rewards = groups.rewards.view(-1, groups.G)
             counted = counted * (rewards.amax(1) > rewards.amin(1))
         shares = shares * counted.double().mean() / (shares * counted).sum()
-        return replace(groups.batch(self.logp.clone(), shares, scale), logp_old=logp_old)
+        return replace(groups.batch(self.logp.clone(), shares[None], scale), logp_old=logp_old)
