@@ -682,7 +682,7 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     ibpo.
 
     Off-policy it divides by the ratios of others, which are noisy, and gives a clipped token a push
-    again (python -m toy.reuse).
+    again. What that costs: python -m toy.reuse.
 
     Returns a scalar with the loss's value and the gradient -(1/N) sum c' grad log pi. batch.logp is
     what the loss was computed from; nodes are prefix_nodes, (N, T). Claim C22 (D, ours).
