@@ -17,7 +17,7 @@ import torch
 from conftest import TINY, TRANSFORMERS_4, load, metrics
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import train
 from llm import fast
@@ -36,10 +36,7 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def tensors_in(value) -> list[Tensor]:
-    value = tuple(value.values()) if isinstance(value, dict) else value
-    if isinstance(value, tuple | list):
-        return [x for part in value for x in tensors_in(part)]
-    return [value] if isinstance(value, Tensor) else []
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 class PretendedCuda(TorchFunctionMode):
