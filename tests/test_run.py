@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from conftest import TINY, build, load, metrics, refused, run
 
 import train
 from llm.trace import show_group
+from losses import prefix_nodes
 from toy.arithmetic import Arithmetic
 
 ROOT = Path(train.__file__).parent
@@ -54,9 +56,9 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     assert 0 < lines[3]["kl_start"] < lines[4]["kl_start"]
     (checkpoint,) = (folder / "checkpoints").iterdir()  # the newest one
     assert checkpoint.name == "step-000004"
-    after = load(checkpoint)
+    after, task = load(checkpoint), Arithmetic()
     for policy, line in ((load(folder / "start"), lines[0]), (after, lines[4])):
-        evaluation = train.evaluate(policy, Arithmetic(), config)
+        evaluation = train.evaluate(policy, task, config)
         assert evaluation == {key: line[key] for key in evaluation}
     said = capsys.readouterr().out
     assert said.count("\nstep ") == 3 and str(folder) in said
@@ -65,7 +67,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     scored, answers = kept[1], kept[1].answers
     expected = {
         **dict(step=4, method="advantage-reweighting", group_size=3, max_tokens=12),
-        "prompts": [item.prompt for item in answers.items[::3]],
+        "prompts": [item.prompt for item in train.prompt_batches(task, config)[3]],
         "pieces": [[after.tokenizer.decode([i]) for i in row] for row in answers.tokens.tolist()],
         **{name: getattr(answers, name) for name in ("texts", "tokens", "mask", "rewards")},
         "advantages": scored.advantages,
@@ -159,36 +161,33 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("group", (0, 1))  # whichever comes first
 def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys, group):
-    """grpo, all ratios 1: c is A over the length of the answer, and A the reward less the mean."""
-    task, method = Arithmetic(), train.bind("grpo", {})
-    method.scale = "mean"
-    config = train.Config(prompts=2, group_size=3, minibatches=1, lr=0.0, trace=True)
-    answers = train.sample(scratch, task, task.train[:2], 1, config)
-    rows = scratch.tokenizer(["so#12", "so#1", "ok#"] * 2).input_ids
-    padded = torch.tensor([row + [-1] * (5 - len(row)) for row in rows])
-    answers.tokens, answers.mask = padded.clamp(min=0), padded >= 0
-    answers.rewards = torch.zeros(6)
-    answers.rewards[3 * group + 1] = 1  # the other group has nothing to learn
-    answers.logp, _ = train.log_probs_in_pieces(scratch, answers, config)
-
-    def said(reward):
-        answers.rewards *= reward
-        scored = train.score(scratch, answers, method, config, None)
-        updates = train.learn(scratch, train.adamw(scratch.model, 0.0), scored, method, config)
-        updates[0].after = updates[0].batch.logp - 1
-        show_group(scratch, scored, updates)
-        return capsys.readouterr().out
-
-    table = said(1)
-    assert task.train[group].prompt in table and task.train[1 - group].prompt not in table
-    assert "no group" in table  # not all three begin with one token
-    for i, (A, c, n) in enumerate([(-0.333, -0.0667, 5), (0.667, 0.1667, 4), (-0.333, -0.1111, 3)]):
-        logp = answers.logp[3 * group + i, :n]
-        before, after = ("".join(f"{x:8.4f}" for x in y.tolist()) for y in (logp, logp - 1))
-        numbers = f"  push c {n * f'{c:8.4f}'}\n  before {before}\n  after  {after}\n"
-        assert f"answer {i + 1}: reward {i % 2}, A {A:+.3f}\n" in table and numbers in table
-    assert table.endswith("what they share\n    0.333    0.1000  1 2: s o # 1\n\n")
-    assert "nothing is pushed" in said(0)
+    """Of two groups, the one in which more answers share their first token."""
+    texts, others = ["so#12", "so#1", "ok#"], ["so#", "ok#", "hm#"]
+    ids = scratch.tokenizer(others + texts if group else texts + others).input_ids
+    padded = torch.tensor([row + [-1] * (5 - len(row)) for row in ids])
+    tokens, mask, A = padded.clamp(min=0), padded >= 0, torch.tensor([-1.0, 2.0, -1.0] * 2)
+    logp, c = -torch.arange(30.0).view(6, 5) / 8, (A / 4)[:, None].expand(6, 5)
+    items = Arithmetic().train[:2]
+    copies = [item for item in items for _ in range(3)]
+    answers = SimpleNamespace(step=1, items=copies, tokens=tokens, mask=mask, rewards=A)
+    rows = torch.tensor([3, 4, 5, 0, 1, 2])  # the groups, as the update took them
+    batch, nodes = SimpleNamespace(group_size=3, logp=logp[rows]), prefix_nodes(tokens, mask, 3)
+    scored = SimpleNamespace(answers=answers, batch=batch, advantages=A, nodes=nodes)
+    update = SimpleNamespace(rows=rows, batch=batch, coefficients=c[rows], after=logp[rows] - 1)
+    show_group(scratch, scored, [update])
+    said = capsys.readouterr().out
+    assert items[group].prompt in said and items[1 - group].prompt not in said
+    assert "no group" in said  # not all three begin with one token
+    for i, text in enumerate(texts):
+        row = 3 * group + i
+        assert f"answer {i + 1}: reward {A[row]:g}, A {A[row]:+.3f}\n" in said
+        for name, x in (("push c", c[row]), ("before", logp[row]), ("after ", logp[row] - 1)):
+            numbers = "".join(f"{y:8.4f}" for y in x[: len(text)].tolist())
+            assert f"  {name} {numbers}\n" in said
+    assert said.endswith("what they share\n    1.000    0.2500  1 2: s o # 1\n\n")
+    scored.advantages = torch.zeros(6)
+    show_group(scratch, scored, [update])
+    assert "nothing is pushed" in capsys.readouterr().out
 
 
 # ---------------- kills
@@ -267,9 +266,10 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
         return stopped.value.code
 
     assert said_at(1) == "interrupted; nothing is saved"
-    said = said_at(4)
-    assert f"--resume {tmp_path / 'cut4'}" in said and "\n" not in said
-    train.main(["--resume", str(tmp_path / "cut4")])
+    said, resume = said_at(4), ["--resume", str(tmp_path / "cut4")]
+    assert " ".join(resume) in said and "\n" not in said
+    assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
+    train.main(resume)
     assert_same_run(tmp_path / "cut4", run(tmp_path / "whole"))
 
 
@@ -286,7 +286,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 MISTAKES = """
 --method dfpo_min
---prompt 30
+--group 4
 --task chess
 --lr nan
 --lr 0
@@ -302,6 +302,7 @@ MISTAKES = """
 --resume nowhere --lr 1
 --hyper eps_low
 --hyper eps_low=nan
+--hyper eps_low=-1
 --hyper eps_low=wide
 --hyper eps=0.1
 --hyper kl=0.1 --no-reference
