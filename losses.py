@@ -11,10 +11,10 @@ they ought to add up to 0: they cancel.
 fixed baseline, its expected update stays where it was, and only the noise of an update changes.
 What costs reward is a bias in a choice between tokens.
 
-r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r. "std" and "mean"
-are the scales of the advantage. "answer", "budget" and "tokens" are the averages seq_mean,
-budget_mean and token_mean; "signs" is a token mean of winners (A > 0) and one of losers. The last
-column says where a token that the whole group shares cancels.
+r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r (of recentred: the
+product). "std" and "mean" are the scales of the advantage. "answer", "budget" and "tokens" are the
+averages seq_mean, budget_mean and token_mean; "signs" is a token mean of winners (A > 0) and one of
+losers. The last column says where a token that the whole group shares cancels.
 
     method                 A     weight of A       clip            average  cancels
     reinforce              std   1                 none            budget   always
@@ -90,9 +90,10 @@ def check_groups(rows: int, group_size: int):
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
-    """Compare every answer with its group: A_i = R_i - mean(R); for "std" also / (std(R) + 1e-4).
+    """Compare every answer with its group: A_i = R_i - mean(R).
 
-    A group whose rewards are all equal gets exactly 0. GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P).
+    "std" divides it by (std(R) + 1e-4). A group whose rewards are all equal gets exactly 0.
+    GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P).
     The papers leave two things open. Ours are TRL's: the unbiased std (G-1), and the 1e-4.
     (N,) floats -> (N,).
     Raises ValueError for G < 2, N not divisible by G, rewards that are no floats, another scale.
@@ -157,7 +158,7 @@ def seq_mean(x: Tensor, batch: Batch) -> Tensor:
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
     """(1/(N L)) sum_i sum_t x_{i,t}: a token weighs the same in every answer. Dr. GRPO (P).
 
-    The paper writes 1/G without L, the longest answer allowed, which is a constant factor.
+    The paper writes 1/G. Our further factor 1/L is a constant; L is the longest answer allowed.
     """
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
@@ -189,20 +190,20 @@ def k3(batch: Batch) -> Tensor:
 
 # ---------------- the losses: Batch -> scalar to minimise
 #
-# Four answers to one prompt, budget L = 8. Two are right, so with scale "mean" A is 1/2 or -1/2.
-# All ratios are 1. This is how hard two losses push "so", which all four share:
+# README's picture: four answers to one prompt, of at most L = 5 tokens. (Here a token is a word or
+# a calculation.) Two answers are right, so with the scale "mean" A is 1/2 or -1/2. All ratios are
+# 1. This is how hard two losses push "so", which all four share:
 #
-#     answer              reward     A    T_i    reinforce: A / L    grpo: A / T_i
-#     so # 4 .               1     +1/2    4           +1/16              +1/8
-#     so 2 + 2 : # 4 .       1     +1/2    8           +1/16              +1/16
-#     so # 5 .               0     -1/2    4           -1/16              -1/8
-#     so # 3 .               0     -1/2    4           -1/16              -1/8
-#                                          sum           0                -1/16
+#     answer                            reward    A     T_i    reinforce: A / L    grpo: A / T_i
+#     so  7+8=15  70+15=85  #85           1     +1/2     4          +0.100             +0.125
+#     so  7+8=15  carry 1  30+40=70  #75  0     -1/2     5          -0.100             -0.100
+#     so  #85                             1     +1/2     2          +0.100             +0.250
+#     so  40+48=88  88-3=85  #84          0     -1/2     4          -0.100             -0.125
+#                                                        sum         0.000             +0.150
 #
-# "so" earns nothing. Under reinforce its pushes cancel. Under grpo they do not in this batch. Over
-# many batches "so" goes neither up nor down on average if what is behind every opener is alike: the
-# others are pushed as hard. Three answers go on with "#". There reinforce leaves -1/16, on purpose:
-# they earn less than the group does. This is the credit of "#".
+# "so" earns nothing. Under reinforce its pushes cancel, under grpo they do not. A token that only a
+# part of the group shares may keep a push, on purpose: if its answers earn more than the group
+# does, equal weights leave it a push up. That is its credit.
 
 
 def reinforce(batch: Batch) -> Tensor:
@@ -386,7 +387,7 @@ def off_policy_mask(
     J = min(r A, clip(r, 1-e, 1+e) A) unless A_i < 0 and d_i > delta, mean per answer.
     d_i is the answer's mean log(pi_old / pi_theta). DeepSeek-V3.2 Eq. 9 (S: as theirs is
     transcribed by the libraries that have it).
-    The paper prints no delta. eps inf leaves the mask alone. The KL term is left out.
+    The paper prints no delta. With an eps of inf only the mask is left. The KL term is left out.
     Shared token: as grpo. Where losers are masked, their share of the winners' push is left: the
     purest case of a choice by the sign of A.
     """
@@ -434,7 +435,7 @@ def lopti_low(
 
     J = 1[pi_old < eta] min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
     eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
-    Shared token: as token_grpo, in one of the passes, as all its visitors have the same pi_old.
+    Shared token: as token_grpo. All its visitors have one pi_old, so they are in the same pass.
     """
     return _lopti(batch, batch.logp_old.exp() < eta, eps_low, eps_high)
 
@@ -641,11 +642,8 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
     Answers with A_i = 0 are left out.
 
-    It speaks of this batch, not of the expected push. It does not see what single visitors pay, and
-    it counts what cancels between sibling nodes. Under `cancel` it need not be 0, because c is no
-    longer in proportion to A. Where n of G answers visit v, tax_v times
-    n (G - 1) / (G (n - 1)) has the expected tax as its mean, if groups are drawn at random, A has
-    the scale "mean", and none is 0 in a mixed group.
+    It speaks of this batch, not of the expected push, and counts what cancels between sibling
+    nodes. Under `cancel` it need not be 0, because c is no longer in proportion to A.
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D); the paper has no
     such number.
     """
@@ -679,10 +677,9 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     - A_i = R_i - b with a fixed b,
     - answers are independent draws from pi_old, which can draw all that pi can,
     - theta does not depend on the batch: no earlier update has used it.
-    The group's mean for b holds the own reward, and then the update moves: with w free of rewards,
-    on-policy, by (1/G) wbar times the true gradient where all share a history (C22c has the rest).
-    Nothing is promised for dfpo-min (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr,
-    lopti and ibpo.
+    The group's mean for b holds the own reward, and then the update does move (C22c). Nothing is
+    promised for dfpo-min (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr, lopti and
+    ibpo.
 
     Off-policy it divides by the ratios of others, which are noisy, and gives a clipped token a push
     again (python -m toy.reuse).
@@ -755,7 +752,7 @@ if __name__ == "__main__":  # every method with its formulas, from the docstring
     print(LEGEND)
     for name, method in METHODS.items():
         steps = len(method.passes)
-        several = f", {steps} optimiser steps a minibatch" if steps > 1 else ""
+        several = f", {steps} passes over the minibatches" if steps > 1 else ""
         print(f'{name}: advantage "{method.scale}"{several}')
         for function in filter(None, (method.repair, method.credit, *method.passes)):
             lines = [line.strip() for line in function.__doc__.splitlines()]

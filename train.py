@@ -15,7 +15,7 @@ positive c pushes up.
 One step is: sample, score, learn. The order below is
 
     config -> main -> policy -> sample -> score -> learn -> diagnose -> evaluate -> warm start
-    -> files
+    -> hyperparameters -> files
 
 This file, losses.py and toy/arithmetic.py are the whole algorithm in its plainest form, and by
 default they run without the rest of the repository. llm/fast.py has a quicker `generate` and
@@ -67,7 +67,7 @@ def knob(default, help: str, **more):
 class Config:
     # What to learn, and by which method.
     task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
-    method: str = knob("grpo", "which loss of losses.py", choices=[*METHODS])
+    method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
     hyper: str = knob("", "the method's hyperparameters, such as 'eps_high=0.3 kl=0.04'")
     cancel: bool = knob(False, "make every batch cancel at shared tokens (cancel in losses.py)")
 
@@ -106,7 +106,7 @@ class Config:
     seed: int = knob(0, "seed of everything random")
     threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
     fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
-    trace: bool = knob(False, "print one group of the first step, token by token")
+    trace: bool = knob(False, "print the first group that can learn, token by token")
     out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
     resume: str = knob("", "a run directory to go on with; the other flags are those of the run")
 
@@ -136,7 +136,7 @@ def parse(argv: list[str] | None = None) -> Config:
     given = parser.parse_args(argv)  # read twice: --task and --resume decide about the defaults
     if given.resume:
         if given != parser.parse_args(["--resume", given.resume]):
-            sys.exit(f"error: --resume takes no other flag; {given.resume}/config.json has them")
+            refuse(f"--resume takes no other flag; {given.resume}/config.json has them")
         return Config(**read_config(given.resume))
     if given.task == "gsm8k":
         parser.set_defaults(**GSM8K)
@@ -149,27 +149,30 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def check(config: Config):
     """Refuse in one line what a run would find out late, or not at all."""
-    error = ""
+    tasks = "arithmetic, gsm8k, a Python file with a class Task"
     for name, value in vars(config).items():
         zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
         if type(value) in (int, float) and not (value > 0 or value == 0 and zero_is_fine):
-            error = f"--{name} {value}: must be above 0"  # a nan, too
+            refuse(f"--{name} {value}: must be above 0")  # a nan, too
     if config.group_size < 2:
-        error = "--group-size must be at least 2: an answer is compared with others"
+        refuse("--group-size must be at least 2: an answer is compared with others")
     if config.prompts % config.minibatches:
-        error = f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}"
+        refuse(f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}")
+    if config.width % 8:
+        refuse(f"--width {config.width} is not a multiple of 8")
     if config.method == "ibpo" and config.repair_references >= config.group_size:
-        error = "--repair-references: an answer has only --group-size - 1 siblings"
+        refuse("--repair-references: an answer has only --group-size - 1 siblings")
     if config.task not in ("arithmetic", "gsm8k") and not Path(config.task).is_file():
-        error = (
-            f"--task {config.task}: accepted: arithmetic, gsm8k, a Python file with a class Task"
-        )
+        refuse(f"--task {config.task}: accepted: {tasks}")
     if config.data and config.task != "gsm8k":
-        error = "--data is GSM8K's: it needs --task gsm8k"
+        refuse("--data is GSM8K's: it needs --task gsm8k")
     if config.out and Path(config.out).exists():
-        error = f"--out {config.out} exists; choose another, or --resume it"
-    if error:
-        sys.exit(f"error: {error}")
+        refuse(f"--out {config.out} exists; choose another, or --resume it")
+
+
+def refuse(why: str):
+    """End in one line."""
+    sys.exit(f"error: {why}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -192,18 +195,18 @@ def main(argv: list[str] | None = None):
 
 def run(config: Config, method: Method, task, folder: Path):
     torch.set_num_threads(config.threads or os.cpu_count())
-    folder.mkdir(parents=True, exist_ok=True)
-    if not config.resume:
-        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
     # A run that was cut off goes on from its newest checkpoint; a new one has none.
     checkpoint = newest_checkpoint(folder)
     policy = load_policy(config, task, str(checkpoint or config.model))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.resume:
+        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
     optimizer = adamw(policy.model, config.lr)
     size = sum(weight.numel() for weight in policy.model.parameters())
     about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
     print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
     if checkpoint:
-        done = restore(optimizer, checkpoint, folder)  # so many steps
+        done = restore(optimizer, checkpoint, folder)  # the steps that were made before
     else:
         done = 0
         (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
@@ -222,13 +225,8 @@ def run(config: Config, method: Method, task, folder: Path):
         t0 = time.perf_counter()
         # 1. G answers to each prompt. Only here the policy acts; what follows looks back at it.
         answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:  # IBPO: the policy corrects its wrong answers, a second rollout
-            from llm.neighbours import correct
-
-            gen = rng(config.seed, "repair", step)
-            again = partial(ask, policy, task, config=config, gen=gen)
-            # Fills in answers.repaired and answers.kept_mask.
-            correct(answers, task, config, ask=again, eos=policy.eos)
+        if method.repair:
+            correct(policy, task, answers, config)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
         # 3. Per minibatch: loss -> how hard to push each token -> gradient -> weights.
@@ -236,17 +234,17 @@ def run(config: Config, method: Method, task, folder: Path):
         metrics = diagnose(policy, scored, updates, method, config)
         metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - t0)
 
-        if config.trace and step == 1:
+        if config.trace:  # until one group is shown
             from llm.trace import show_group
 
-            show_group(policy, scored, updates)
+            config.trace = not show_group(policy, scored, updates, last=step == config.steps)
         due = step % config.eval_every == 0 or step == config.steps
         if due:
             metrics |= evaluate(policy, task, config)
             if reference:
                 metrics["kl_start"] = divergence(reference, scored, config)
             save_batch(policy, scored, config, folder)
-        record(metrics, folder)  # before the checkpoint, which promises the lines up to its step
+        record(metrics, folder)  # first: a checkpoint of step k needs the lines up to step k
         if due:
             save(policy, optimizer, step, folder)
     summarize(folder)
@@ -267,70 +265,11 @@ def load_task(config: Config):
         try:
             return GSM8K(config.data or None)
         except ValueError as error:
-            sys.exit(f"error: {error}")
-    return runpy.run_path(config.task)["Task"]()
-
-
-def bind(name: str, hyper: dict[str, object]) -> Method:
-    """METHODS[name] with its hyperparameters filled in; Method.hyper has all of them.
-
-    Values may be text, as on a command line. Raises ValueError, in one line, for an unknown method
-    or name, and for a value that the method does not take.
-    """
-    if name not in METHODS:
-        raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
-    method, known = METHODS[name], {}
-    functions = [f for f in (*method.passes, method.credit, method.repair) if f]
-    for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        known |= {p.name: p.default for p in parameters if p.default is not p.empty}
-    for key, text in hyper.items():
-        if key not in known:
-            accepted = ", ".join(f"{k}={v}" for k, v in known.items()) or "none"
-            raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
-        kind = type(known[key])
-        try:
-            value = bool(int(text)) if kind is bool else kind(text)
-        except ValueError:
-            raise ValueError(f"{key}={text}: a {kind.__name__} is expected (bool: 0, 1)") from None
-        # The only negative value is a default: nthr's eta -1 stands for a formula.
-        if kind is float and not value >= 0 and value != known[key]:
-            raise ValueError(f"{key}={text}: must be at least 0")
-        known[key] = value
-
-    def fill(function):
-        taken = inspect.signature(function).parameters
-        return partial(function, **{key: known[key] for key in known if key in taken})
-
-    bound = replace(
-        method,
-        passes=tuple(map(fill, method.passes)),
-        credit=method.credit and fill(method.credit),
-        repair=method.repair and fill(method.repair),
-        hyper=known,
-    )
-    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
-    zeros = torch.zeros(2, 1)
-    mask, rewards, no = zeros == 0, zeros[:, 0], zeros[:, 0] > 0
-    for loss_fn in bound.passes:
-        loss_fn(Batch(zeros, zeros, zeros, mask, group_size=2, max_tokens=1, logp_ref=zeros))
-    if bound.repair:
-        bound.repair(rewards, no)
-    if bound.credit:
-        known = dict(scores=zeros, own_scores=zeros, kept_mask=mask, repaired=no)
-        bound.credit(zeros, OldPolicy(mask.long(), mask, zeros, rewards, group_size=2, **known))
-    return bound
-
-
-def bind_flags(config: Config) -> Method:
-    """The method that --method and --hyper name."""
-    try:
-        method = bind(config.method, dict(text.split("=") for text in config.hyper.split()))
-    except ValueError as error:
-        sys.exit(f"error: --hyper {config.hyper!r}: {error} (such as 'eps_high=0.3 kl=0.04')")
-    if method.hyper.get("kl") and not config.reference:
-        sys.exit("error: --hyper kl needs the start policy: leave out --no-reference")
-    return method
+            refuse(f"{error}")
+    names = runpy.run_path(config.task)
+    if "Task" not in names:
+        refuse(f"--task {config.task}: the file has no class Task")
+    return names["Task"]()
 
 
 def prompt_batches(task, config: Config) -> list[list]:
@@ -345,7 +284,7 @@ def prompt_batches(task, config: Config) -> list[list]:
 def rng(*key) -> torch.Generator:
     """A generator for each use and step, so that a resumed run has no random state to restore."""
     digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))  # 56 of 63 bits
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -378,19 +317,21 @@ def load_policy(config: Config, task, path: str) -> Policy:
         tokenizer = task.make_tokenizer()
         model = make_model(config, tokenizer)
     else:
-        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
-            sys.exit(f"error: --model {path}: no such directory")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True
-        )
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            where = "" if Path(path).is_dir() else "no such directory, and not from the hub: "
+            refuse(f"--model {path}: {where}{str(error).splitlines()[0]}")
         if info["missing_keys"]:
             missing = min(info["missing_keys"])
-            sys.exit(f"error: --model {path} has no {missing}: it would begin with random weights")
+            refuse(f"--model {path} has no {missing}: it would begin with random weights")
     ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     if not ends:
-        sys.exit(f"error: --model {path}: nothing says which token ends an answer (eos_token_id)")
+        refuse(f"--model {path}: nothing says which token ends an answer (eos_token_id)")
     # Its own generation config may hold a sampler, which we ignore and save_pretrained may refuse.
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
@@ -412,8 +353,8 @@ def move_to_gpu(policy: Policy):
         policy.eos = policy.eos.to("cuda")
         # Cards before Ampere, such as the T4, only emulate bf16. They compute in fp32, as a CPU.
         policy.bf16 = torch.cuda.get_device_capability() >= (8, 0)
-        # With a mask and some lengths, cuDNN's attention gives nan in backward on H100 and H200
-        # (torch 2.11 to 2.13, reported in pytorch's issue 196678). Other kernels take over.
+        # With a mask and some lengths, cuDNN's attention is reported to give nan in backward on
+        # H100 and H200 (torch 2.11 to 2.13, pytorch's issue 196678). Other kernels take over.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -433,7 +374,7 @@ def check_fast(policy: Policy, task, config: Config):
     # Logits are divided by the temperature, and so is their rounding.
     if not gap * min(1.0, config.temperature) < 1e-3:
         differ = f"its log-probs differ by {gap:.3g} nats from the plain ones"
-        sys.exit(f"error: --fast is not right for this model ({differ}); choose --fast false")
+        refuse(f"--fast is not right for this model ({differ}); choose --fast false")
 
 
 def make_model(config: Config, tokenizer) -> torch.nn.Module:
@@ -475,7 +416,7 @@ class Answers:
     tokens: Tensor  # (N, T) ids
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     logp: Tensor  # (N, T) log pi of the tokens, as the sampler saw them
-    rewards: Tensor  # (N,) 1 = correct
+    rewards: Tensor  # (N,) floats; 1 = correct
     generated: int  # tokens, those of IBPO's corrections included
     step: int = 0
     kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction kept (IBPO)
@@ -490,6 +431,18 @@ def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answ
     return answers
 
 
+def correct(policy: Policy, task, answers: Answers, config: Config):
+    """IBPO's second rollout: the policy corrects its wrong answers.
+
+    Fills in answers.repaired and answers.kept_mask, and counts the new tokens.
+    """
+    from llm import neighbours
+
+    gen = rng(config.seed, "repair", answers.step)
+    again = partial(ask, policy, task, config=config, gen=gen)
+    neighbours.correct(answers, task, config, ask=again, eos=policy.eos)
+
+
 def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator) -> Answers:
     """One answer to each problem, and its reward. A temperature of 0 is greedy."""
     rows, device = task.encode(policy.tokenizer, items), policy.model.device
@@ -497,7 +450,7 @@ def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator)
     limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
     if width + config.max_tokens > limit:  # some models would read on, and be wrong in silence
         too_long = f"a prompt of {width} tokens and --max-tokens {config.max_tokens}"
-        sys.exit(f"error: {too_long} exceed the model's context of {limit}")
+        refuse(f"{too_long} exceed the model's context of {limit}")
     prompts = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
     tokens, mask, logp = policy.sampler(policy, prompts, config.max_tokens, config.temperature, gen)
     # The verifier reads the text without its EOS. Other special tokens stay visible to it.
@@ -512,7 +465,7 @@ def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator)
         tokens=tokens,
         mask=mask,
         logp=logp,
-        rewards=torch.tensor(rewards, device=device),
+        rewards=torch.tensor([float(x) for x in rewards], device=device),
         generated=int(mask.sum()),
     )
 
@@ -593,7 +546,8 @@ def score(
 ) -> Scored:
     """Old log-probs, advantages, the credit of each token; the reference's if there is a KL."""
     G, mask = config.group_size, answers.mask
-    # Not the sampler's log-probs: they differ by rounding, and the first ratios are exactly 1.
+    # The sampler's log-probs differ from these by rounding. With these, the first ratios are
+    # exactly 1.
     old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T)
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)
@@ -678,7 +632,7 @@ def check_gap(gap: float, step: int, temperature: float, device: torch.device):
     limit = (1e-3 if device.type == "cpu" else 3.0) / min(1.0, temperature)
     if not gap <= limit:  # a nan, too
         more = f"differ by {gap:.3g} nats, which is more than rounding"
-        sys.exit(f"error: step {step}: scored and sampled log-probs {more}; no update was made")
+        refuse(f"step {step}: scored and sampled log-probs {more}; no update was made")
 
 
 def divergence(reference: Policy, scored: Scored, config: Config) -> float:
@@ -688,12 +642,12 @@ def divergence(reference: Policy, scored: Scored, config: Config) -> float:
 
 
 # -------------------------------------------------------------------------------------------------
-# 3. learn: epochs x passes x minibatches
+# 3. learn: several optimiser steps on one rollout batch
 
 
 @dataclass
 class Minibatch:
-    """Whole groups of a rollout batch, because a loss may look across one. n answers."""
+    """Some groups of a rollout batch, n answers; whole ones, because a loss may compare them."""
 
     rows: Tensor  # (n,) which of the N answers
     answers: Answers
@@ -707,7 +661,7 @@ class Update:
     """What an optimiser step did."""
 
     rows: Tensor  # (n,) which of the N answers it learnt from
-    batch: Batch  # of n answers, as the loss saw it: its logp is that of right before
+    batch: Batch  # of n answers, as the loss saw it: its logp is that just before this step
     coefficients: Tensor  # (n, T) how hard it pushed each token
     loss: float
     grad_norm: float
@@ -717,7 +671,10 @@ class Update:
 def learn(
     policy: Policy, optimizer, scored: Scored, method: Method, config: Config
 ) -> list[Update]:
-    """All optimiser steps on one rollout batch. The first is on-policy, the others are not."""
+    """Epochs times passes times minibatches. The first update is on-policy, the others are not.
+
+    A pass is one way over all minibatches with one loss. Only Lopti has two losses.
+    """
     step, updates = scored.answers.step, []
     lr = config.lr
     if config.schedule == "linear":
@@ -728,7 +685,7 @@ def learn(
     groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (P, G) row numbers
     for _ in range(config.epochs):
         minibatches = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
-        for loss_fn in method.passes:  # one; Lopti has two, one after the other
+        for loss_fn in method.passes:
             for chosen in minibatches:
                 rows = groups[chosen].flatten()  # (n,)
                 part = Minibatch(
@@ -754,26 +711,27 @@ def update(policy: Policy, optimizer, loss_fn, part: Minibatch, config: Config) 
     n = len(part.rows)
     fits = n <= config.micro_rows
     if fits:  # one forward pass serves both moves
-        graph, _ = policy.scorer(policy, part.answers, config.temperature)  # (n, T)
-        logp = graph.detach()
-    elif part.moved:
-        logp, _ = log_probs_in_pieces(policy, part.answers, config)
-    if not part.moved:  # the same policy as when it was scored: then ratios are 1 to the last bit
+        logp_graph, _ = policy.scorer(policy, part.answers, config.temperature)  # (n, T)
+    if not part.moved:  # the policy that was scored: with the same numbers, ratios are exactly 1
         logp = part.batch.logp_old
+    elif fits:
+        logp = logp_graph.detach()
+    else:
+        logp, _ = log_probs_in_pieces(policy, part.answers, config)
     batch = replace(part.batch, logp=logp)
     loss, c = coefficients(loss_fn, batch, part.nodes, config)
 
     optimizer.zero_grad()
     if fits:
-        graph.backward(-c / n)  # dLoss/dlogp = -c / n
+        logp_graph.backward(-c / n)  # dLoss/dlogp = -c / n
     else:
         for piece in torch.arange(n).split(config.micro_rows):
-            graph, _ = policy.scorer(policy, take(part.answers, piece), config.temperature)
-            graph.backward(-c[piece] / n)
+            logp_graph, _ = policy.scorer(policy, take(part.answers, piece), config.temperature)
+            logp_graph.backward(-c[piece] / n)
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         what = f"loss {loss}, gradient norm {norm}; the update was not made"
-        sys.exit(f"error: step {part.answers.step}: {what}; what is saved is intact")
+        refuse(f"step {part.answers.step}: {what}; what is saved is intact")
     if c.any():  # without a signal, the optimiser's momentum must not move the weights either
         optimizer.step()
     after = log_probs_in_pieces(policy, part.answers, config)[0] if config.trace else None
@@ -839,9 +797,11 @@ def diagnose(
 
 @torch.no_grad()
 def evaluate(policy: Policy, task, config: Config) -> dict:
-    """Held-out greedy accuracy, sampled accuracy, pass@k, and up to three answers to read.
+    """Mean reward of greedy and of sampled answers to held-out problems, and three to read.
 
-    Every evaluation has the same random numbers, so a policy that does not move has the same ones.
+    pass@k is the share of problems with a sample of reward 1.
+
+    Every evaluation has the same random numbers, so a policy that does not move scores the same.
     """
     items, k = task.test[: config.eval_items], config.eval_samples
     gen, greedy, sampled = rng(config.seed, "evaluate"), [], []
@@ -908,8 +868,76 @@ def warm_start(policy: Policy, task, method: Method, config: Config):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not math.isfinite(norm):
             diverged = f"the warm start diverged at its step {step + 1} (gradient norm {norm})"
-            sys.exit(f"error: --warm-lr {config.warm_lr}: {diverged}")
+            refuse(f"--warm-lr {config.warm_lr}: {diverged}")
         optimizer.step()
+
+
+# -------------------------------------------------------------------------------------------------
+# hyperparameters: a method is made of functions, and theirs are filled in before a run
+
+
+def bind(name: str, hyper: dict[str, object]) -> Method:
+    """METHODS[name] with its hyperparameters filled in; Method.hyper has all of them.
+
+    Values may be text, as on a command line. Raises ValueError, in one line, for an unknown method
+    or name, and for a value that the method does not take.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
+    method, known = METHODS[name], {}
+    functions = [f for f in (*method.passes, method.credit, method.repair) if f]
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        known |= {p.name: p.default for p in parameters if p.default is not p.empty}
+    for key, text in hyper.items():
+        if key not in known:
+            accepted = ", ".join(f"{k}={v}" for k, v in known.items()) or "none"
+            raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
+        kind = type(known[key])
+        try:
+            value = bool(int(text)) if kind is bool else kind(text)
+        except ValueError:
+            expected = "0 or 1" if kind is bool else f"a {kind.__name__}"
+            raise ValueError(f"{key}={text}: {expected} is expected") from None
+        # The only negative value is a default: nthr's eta -1 stands for a formula.
+        if kind is float and not value >= 0 and value != known[key]:
+            raise ValueError(f"{key}={text}: must be at least 0")
+        known[key] = value
+
+    def fill(function):
+        taken = inspect.signature(function).parameters
+        return partial(function, **{key: known[key] for key in known if key in taken})
+
+    bound = replace(
+        method,
+        passes=tuple(map(fill, method.passes)),
+        credit=method.credit and fill(method.credit),
+        repair=method.repair and fill(method.repair),
+        hyper=known,
+    )
+    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
+    zeros = torch.zeros(2, 1)
+    mask, rewards, repaired = zeros == 0, zeros[:, 0], zeros[:, 0] > 0
+    for loss_fn in bound.passes:
+        loss_fn(Batch(zeros, zeros, zeros, mask, group_size=2, max_tokens=1, logp_ref=zeros))
+    if bound.repair:
+        bound.repair(rewards, repaired)
+    if bound.credit:
+        facts = dict(scores=zeros, own_scores=zeros, kept_mask=mask, repaired=repaired)
+        bound.credit(zeros, OldPolicy(mask.long(), mask, zeros, rewards, group_size=2, **facts))
+    return bound
+
+
+def bind_flags(config: Config) -> Method:
+    """The method that --method and --hyper name."""
+    try:
+        hyper = dict(text.partition("=")[::2] for text in config.hyper.split())
+        method = bind(config.method, hyper)
+    except ValueError as error:
+        refuse(f"--hyper {config.hyper!r}: {error} (such as 'eps_high=0.3 kl=0.04')")
+    if method.hyper.get("kl") and not config.reference:
+        refuse("--hyper kl needs the start policy: leave out --no-reference")
+    return method
 
 
 # -------------------------------------------------------------------------------------------------
@@ -930,7 +958,7 @@ def read_config(run: str) -> dict:
     except (OSError, ValueError):
         saved = {}
     if set(saved) != {f.name for f in fields(Config)}:
-        sys.exit(f"error: --resume {run}: no config.json of this version's runs there")
+        refuse(f"--resume {run}: no config.json of this version's runs there")
     return saved | {"resume": run, "out": run}
 
 
@@ -952,7 +980,7 @@ def summarize(folder: Path):
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     said = [f"{key} {first[key]:.3f} -> {last[key]:.3f}" for key in ("greedy", "sampled")]
     if "tokens_per_s" in last:
-        said.append(f"{last['tokens_per_s']:,.0f} tokens a second")
+        said.append(f"{last['tokens_per_s']:,.0f} tokens a second in the last step")
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
     print(f"held out: {', '.join(said)}")
@@ -987,7 +1015,7 @@ def save_batch(policy: Policy, scored: Scored, config: Config, folder: Path):
 def save(policy: Policy, optimizer, step: int, folder: Path):
     """checkpoints/step-000020. Its name appears when it is whole, and then the one before goes."""
     if not all(weight.isfinite().all() for weight in policy.model.parameters()):
-        sys.exit(f"error: step {step}: a weight is not finite; what is saved is intact")
+        refuse(f"step {step}: a weight is not finite; what is saved is intact")
     part, final = folder / "checkpoints" / "unfinished", folder / "checkpoints" / f"step-{step:06d}"
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
     write_model(policy, part)

@@ -1,15 +1,16 @@
-"""One group of the first step in numbers, for reading along (--trace)."""
+"""One group of a run in numbers, for reading along (--trace)."""
 
 from __future__ import annotations
 
 SHOWN = 12  # tokens of an answer; longer ones are cut
 
 
-def show_group(policy, scored, updates):
+def show_group(policy, scored, updates, last: bool) -> bool:
     """Print a group: what was sampled, how hard each token was pushed, and where pushes cancel.
 
-    updates: of one step, each a train.Update. The group is of the first of them that has one in
-    which rewards differ and all answers begin with one token; else one in which the most do.
+    updates: of one step, each a train.Update. Of the groups in which rewards differ, it is one in
+    which the most answers begin with one token. Where there is none it returns False, so that the
+    next step is tried, and says so in the last step of a run.
     """
     answers, G = scored.answers, scored.batch.group_size
     best = None  # (how many answers share their first token, number of the update, its group)
@@ -21,8 +22,9 @@ def show_group(policy, scored, updates):
             if best is None or size > best[0]:
                 best = size, number, k
     if best is None:
-        print(f"\nstep {answers.step}: in every group all rewards are equal, so nothing is pushed")
-        return
+        if last:
+            print("\nIn every group of every step all rewards were equal, so nothing was pushed.")
+        return False
     size, number, k = best
     made, place = updates[number], slice(k * G, k * G + G)
     rows = made.rows[place]
@@ -51,12 +53,14 @@ def show_group(policy, scored, updates):
             if who.sum() > 1:
                 ones = who.nonzero().flatten().tolist()
                 names = " ".join(str(i + 1) for i in ones)
-                line = f"{A[who].sum():9.3f} {c[who, t].sum():9.4f}  {names}:"
+                sums = round(A[who].sum().item(), 3) + 0.0, round(c[who, t].sum().item(), 4) + 0.0
+                line = f"{sums[0]:9.3f} {sums[1]:9.4f}  {names}:"  # + 0.0: no -0
                 token = show(policy, answers.tokens[rows[ones[0]], t])
                 shared[line] = [*shared.get(line, []), token]
     for line, pieces in shared.items():
         print(line, " ".join(pieces))
     print(flush=True)
+    return True
 
 
 def show(policy, token) -> str:

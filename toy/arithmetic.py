@@ -117,11 +117,16 @@ class Arithmetic:
         return {name: count / total for name, count in (known | forms).items()}
 
     def make_tokenizer(self):
-        """One token per character, plus padding and the end of the answer."""
+        """One token per character, plus padding and the end of the answer.
+
+        A task that extends this one may have prompts and demonstrations of other characters.
+        """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *SYMBOLS])}
+        said = "".join(item.prompt + item.demo for item in self.train + self.test)
+        others = sorted({*said} - {*SYMBOLS})
+        vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *SYMBOLS, *others])}
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         tokenizer.decoder = decoders.Fuse()
