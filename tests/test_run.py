@@ -122,9 +122,9 @@ from toy.arithmetic import Arithmetic, Item
 class Task(Arithmetic):
     shares = None  # they speak of addition
     def __init__(self):
-        self.train = self.test = [Item(f"{n}=", "#", "so #") for n in range(9)]
+        self.train = self.test = [Item(f"{n}?", "!", "so !") for n in range(9)]
     def reward(self, text, item):
-        return float(item.answer in text)
+        return item.answer in text
 """
 
 
@@ -174,7 +174,7 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
     batch, nodes = SimpleNamespace(group_size=3, logp=logp[rows]), prefix_nodes(tokens, mask, 3)
     scored = SimpleNamespace(answers=answers, batch=batch, advantages=A, nodes=nodes)
     update = SimpleNamespace(rows=rows, batch=batch, coefficients=c[rows], after=logp[rows] - 1)
-    show_group(scratch, scored, [update])
+    assert show_group(scratch, scored, [update], last=False)
     said = capsys.readouterr().out
     assert items[group].prompt in said and items[1 - group].prompt not in said
     assert "no group" in said  # not all three begin with one token
@@ -186,8 +186,9 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
             assert f"  {name} {numbers}\n" in said
     assert said.endswith("what they share\n    1.000    0.2500  1 2: s o # 1\n\n")
     scored.advantages = torch.zeros(6)
-    show_group(scratch, scored, [update])
-    assert "nothing is pushed" in capsys.readouterr().out
+    for last in (False, True):  # a step in which nothing is learnt, and a whole run
+        assert not show_group(scratch, scored, [update], last)
+        assert ("nothing was pushed" in capsys.readouterr().out) == last
 
 
 # ---------------- kills
@@ -294,6 +295,7 @@ MISTAKES = """
 --group-size 1
 --temperature 0
 --prompts 30 --minibatches 4
+--width 12
 --model /no/such/model
 --task gsm8k --data /no/such/dir
 --data /no/such/dir
@@ -326,6 +328,7 @@ def test_a_mistake_is_one_line_before_anything_is_trained(args, tmp_path, monkey
     if said != 2:
         assert said.startswith("error: ") and "\n" not in said
         assert any(word in said for word in args.split())
+    assert os.listdir() == ["taken"]
 
 
 def test_a_run_of_another_version_cannot_be_resumed(tmp_path):

@@ -26,6 +26,7 @@ def test_problems_are_all_sums_split_in_an_order_of_the_seed():
     train, test = ([item.prompt for item in items] for items in (TASK.train, TASK.test))
     assert len(test) == 500 and len(train + test) == 8100
     assert {*train, *test} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+    assert len({prompt[:2] for prompt in test}) > 80  # first summands
     assert Arithmetic(0).train[:50] == TASK.train[:50] != Arithmetic(1).train[:50]
 
 
