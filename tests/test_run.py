@@ -287,7 +287,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 MISTAKES = """
 --method dfpo_min
---group 4
+--step 4
 --task chess
 --lr nan
 --lr 0
