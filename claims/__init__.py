@@ -4,8 +4,8 @@
     cancellation.py     C1..C12    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
-    choice.py           C18..C21   what a tax, the min and graded rewards cost; a baseline
-    control_variate.py  C22..C26   cancelling moves no expected update; off-policy samplers, masks
+    choice.py           C18..C20   what a tax, the min and graded rewards cost
+    control_variate.py  C21..C26   cancelling moves no expected update; off-policy samplers, masks
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N4         negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import losses
 from claims.evidence import NOTICEABLE, claim, coefficients
 from claims.formulas import every_loss, fitting
 
@@ -36,7 +37,7 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
 
 
 @claim("AUDIT", every_loss)
-def audit(module, name, draws, evidence):
+def audit(name, draws, evidence):
     """What each method leaves at a token that the whole group shares, in four regimes.
 
     Source: C2 to C12 together (D)
@@ -69,14 +70,14 @@ def audit(module, name, draws, evidence):
     All of this is about one optimiser step that holds the whole group. If a group is torn over two
     steps, nothing cancels in either of them: the advantages of a part do not sum to 0.
     """
-    loss = getattr(module, name)
+    loss = getattr(losses, name)
     cells = []
     for regime, what in itertools.zip_longest(SETTINGS, AUDIT.get(name, "")):
         spread, offset, equal_lengths = regime
         left = []
         for draw in draws:
             if draw.equal_lengths == equal_lengths:
-                batch = draw.batch(module, spread, offset)
+                batch = draw.batch(losses, spread, offset)
                 left += draw.left_shared(coefficients(loss(batch, **fitting(loss)), batch))
         cells.append(sum(left) / max(1, len(left)))
         if what == "0":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_columns
 
+import losses
 from claims.evidence import Draw, ascent, claim, coefficients
 from claims.formulas import DFPO, UNCLIPPED, average_of, defaults, shares_in
 from toy.policy import Policy
@@ -22,18 +23,18 @@ from toy.policy import Policy
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
 
-def push_shared(module, name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, Tensor]:
+def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, Tensor]:
     """At the K tokens that a whole group shares: their ratio, each A_i times a token's share of
     the average, (K, G) both, and the measured sum of the coefficients, (K,)."""
     adv = draw.adv if adv is None else adv
-    batch = draw.batch(module, spread, adv=adv)
-    c = coefficients(getattr(module, name)(batch, **hyper), batch)
+    batch = draw.batch(losses, spread, adv=adv)
+    c = coefficients(getattr(losses, name)(batch, **hyper), batch)
     rho = draw.at_shared(draw.log_ratio(spread).exp())
     return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
 
 
 @claim("C1", "token_coefficients")
-def c1(module, name, draws, evidence):
+def c1(name, draws, evidence):
     """The gradient of any loss of the taken tokens' log-probs is (1/N) sum c (e_a - pi) phi^T: its
     coefficients are all there is to know about it.
 
@@ -61,7 +62,7 @@ def c1(module, name, draws, evidence):
         logp = draw.fill(pad_columns(logp, (0, 1)))
         k = draw.randn(*draw.mask.shape)
         loss = torch.where(draw.mask, k * torch.sin(logp), 0).sum()
-        c = module.token_coefficients(loss, logp)
+        c = losses.token_coefficients(loss, logp)
         evidence.equal(torch.where(draw.mask, -draw.N * k * torch.cos(logp), 0), c)
         evidence.equal(False, c.requires_grad)
         by_hand = torch.zeros_like(W)
@@ -72,7 +73,7 @@ def c1(module, name, draws, evidence):
 
 
 @claim("C2", *FACTORISED)
-def c2(module, name, draws, evidence):
+def c2(name, draws, evidence):
     """Token-factorised and unclipped, a fully shared token gets rho sum_i A_i: 0 for every ratio
     rho.
 
@@ -98,12 +99,12 @@ def c2(module, name, draws, evidence):
     hyper = {} if name == "reinforce" else UNCLIPPED
     for draw, shift in itertools.product(draws, (0, 0.7)):
         adv = draw.adv + shift * (draw.adv != 0)
-        rho, A, measured = push_shared(module, name, draw, 0.9, adv, **hyper)
+        rho, A, measured = push_shared(name, draw, 0.9, adv, **hyper)
         evidence.equal((A if name == "reinforce" else rho * A).sum(1), measured)
 
 
 @claim("C4", "sequence_ratio", "gspo")
-def c4(module, name, draws, evidence):
+def c4(name, draws, evidence):
     """A sequence ratio leaves sum_i A_i s_i (product) or sum_i A_i s_i / T_i (geometric) at a
     shared token.
 
@@ -124,18 +125,18 @@ def c4(module, name, draws, evidence):
     for draw in draws:
         geometric, product = (draw.sequence_ratios(0.6, kind) for kind in ("geometric", "product"))
         if name == "gspo":
-            _, A, measured = push_shared(module, name, draw, 0.6, **UNCLIPPED)
+            _, A, measured = push_shared(name, draw, 0.6, **UNCLIPPED)
             evidence.equal((draw.at_shared(geometric) * A).sum(1), measured)
             continue
-        batch = draw.batch(module, 0.6)
-        evidence.equal(geometric, module.sequence_ratio(batch))
-        evidence.equal(product, module.sequence_ratio(batch, "product"))
-        c = coefficients(-(module.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
+        batch = draw.batch(losses, 0.6)
+        evidence.equal(geometric, losses.sequence_ratio(batch))
+        evidence.equal(product, losses.sequence_ratio(batch, "product"))
+        c = coefficients(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
         evidence.equal(draw.at_shared(product * draw.adv).sum(1), draw.at_shared(c).sum(1))
 
 
 @claim("C5", "sequence_ratio", only_if="u has a density and A is not 0", extremes=False)
-def c5(module, name, draws, evidence):
+def c5(name, draws, evidence):
     """Under sequence coupling, unclipped, a shared token cancels with probability 0. The u_i need
     not be equal for it: A = (2, 1, -1, -2), u = (2, 1, 3, 1).
 
@@ -153,18 +154,14 @@ def c5(module, name, draws, evidence):
     2 * 2 + 1 * 1 - 1 * 3 - 2 * 1 = 0 in the example. To meet it is rare, with equal u_i or not.
     Public notes on the paper (Memory4ever/AI-System-Design) say so, too.
     """
-    A = draws[0].randn(100_000, 4)
-    A -= A.mean(1, keepdim=True)
-    log_r = 0.5 * draws[0].randn(*A.shape, 2)  # of the shared token and of the rest
-    u = torch.tensor([[2, 1, 3, 1]], dtype=torch.float64)
-    A = torch.cat([A, torch.tensor([[2, 1, -1, -2]])])
-    log_r = torch.cat([log_r, torch.stack([0 * u + 0.5, u.log()], -1)])
+    A, u = draws[0].randn(2, 100_001, 4)
+    A, u = A - A.mean(1, keepdim=True), u.exp()
+    A[-1], u[-1] = torch.tensor([[2, 1, -1, -2], [2, 1, 3, 1]])
+    log_r = torch.stack([0 * u + 0.5, u.log()], -1)  # of the shared token and of the rest
     cancels = []
     for x in (log_r.flatten(0, 1), 0 * log_r.flatten(0, 1)):  # (N, 2)
-        adv = A.view(-1, 1).expand(x.shape)
-        s = module.sequence_ratio(module.Batch(x, 0 * x, adv, x == x, 4, 2), "product").view(
-            A.shape
-        )
+        batch = losses.Batch(x, 0 * x, x, x == x, 4, 2)
+        s = losses.sequence_ratio(batch, "product").view(A.shape)
         cancels.append((A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1))
     off_policy, on_policy = cancels
     evidence.equal([0, 1], [off_policy[:-1].sum(), off_policy[-1]])
@@ -172,7 +169,7 @@ def c5(module, name, draws, evidence):
 
 
 @claim("C6", "grpo", "dr_grpo", "dapo")
-def c6(module, name, draws, evidence):
+def c6(name, draws, evidence):
     """The clipped surrogate's min pushes a shared token back to pi_old: -rho P above the clip
     range, +rho P below it.
 
@@ -193,12 +190,12 @@ def c6(module, name, draws, evidence):
     back towards pi_old. All this is multiplied by the weight of a token in the method's average.
     For GRPO the claim is checked on answers of equal length only (see C8).
     """
-    hyper = defaults(getattr(module, name))
+    hyper = defaults(getattr(losses, name))
     low, high = 1 - hyper["eps_low"], 1 + hyper["eps_high"]
     for draw in draws:
         if name == "grpo" and not draw.equal_lengths:
             continue
-        rho, A, measured = push_shared(module, name, draw, 0.6)
+        rho, A, measured = push_shared(name, draw, 0.6)
         P = A.clamp(min=0).sum(1)
         rho = rho[:, 0]
         outside = torch.where(rho > high, -rho * P, torch.where(rho < low, rho * P, 0))
@@ -206,7 +203,7 @@ def c6(module, name, draws, evidence):
 
 
 @claim("C7", "grpo_symmetric", "cispo", only_if="the min is dropped")
-def c7(module, name, draws, evidence):
+def c7(name, draws, evidence):
     """A clip that ignores the sign of A cancels for every ratio; equal eps_low and eps_high alone
     do not.
 
@@ -225,12 +222,12 @@ def c7(module, name, draws, evidence):
     """
     bounds = {"eps_low": 0.2, "eps_high": 0.2}
     for draw, shift in itertools.product(draws, (0, 0.5)):
-        rho, A, measured = push_shared(module, name, draw, 0.6, draw.adv + shift, **bounds)
+        rho, A, measured = push_shared(name, draw, 0.6, draw.adv + shift, **bounds)
         inside = (0.8 <= rho) & (rho <= 1.2)
         weight = rho.clamp(0.8, 1.2) if name == "cispo" else rho * inside
         evidence.equal((weight * A).sum(1), measured)
         if not shift:
-            evidence.record_left(push_shared(module, "dr_grpo", draw, 0.6, **bounds)[2])
+            evidence.record_left(push_shared("dr_grpo", draw, 0.6, **bounds)[2])
 
 
 @claim(
@@ -240,7 +237,7 @@ def c7(module, name, draws, evidence):
     *FACTORISED,
     only_if="all T_i are equal, or the normaliser is a common factor",
 )
-def c8(module, name, draws, evidence):
+def c8(name, draws, evidence):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
 
     Source: the normalisers of GRPO, GSPO, Dr. GRPO and DAPO (D)
@@ -257,7 +254,7 @@ def c8(module, name, draws, evidence):
     range.
     """
     for draw, spread in itertools.product(draws, (0.0,) if name == "gspo" else (0.0, 0.15)):
-        rho, A, measured = push_shared(module, name, draw, spread)
+        rho, A, measured = push_shared(name, draw, spread)
         predicted = (A if name == "reinforce" else rho * A).sum(1)
         evidence.equal(predicted, measured)
         if average_of(name) == "answer" and not draw.equal_lengths:
@@ -277,7 +274,7 @@ def two_zero_sum_parts(draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 @claim("C9", "min_replace")
-def c9(module, name, draws, evidence):
+def c9(name, draws, evidence):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to
     zero cancels.
 
@@ -293,14 +290,14 @@ def c9(module, name, draws, evidence):
     """
     for draw in draws:
         w, A = two_zero_sum_parts(draw)
-        out = module.min_replace(w, A)
+        out = losses.min_replace(w, A)
         evidence.equal(False, out.requires_grad)
         evidence.equal([[min(row)] * draw.G for row in w.tolist()], out)
         evidence.equal([0] * 3, (out * A)[:, : draw.G // 2].sum(1))
 
 
 @claim("C10", "adv_orthogonal", only_if="the whole group shares the token")
-def c10(module, name, draws, evidence):
+def c10(name, draws, evidence):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of
     it.
 
@@ -319,10 +316,10 @@ def c10(module, name, draws, evidence):
     """
     w = torch.tensor([[3, *[0.1] * 7]], dtype=torch.float64)
     A = torch.tensor([[1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.float64)
-    evidence.equal([-0.2625] * 3, module.adv_orthogonal(w, A)[0, 1:4])
+    evidence.equal([-0.2625] * 3, losses.adv_orthogonal(w, A)[0, 1:4])
     for draw in draws:
         w, A = two_zero_sum_parts(draw)
-        out = module.adv_orthogonal(w, A)
+        out = losses.adv_orthogonal(w, A)
         evidence.equal(False, out.requires_grad)
         evidence.equal(w.sum(1), out.sum(1))
         evidence.equal([0] * 3, (out * A).sum(1))
@@ -334,7 +331,7 @@ def c10(module, name, draws, evidence):
 
 
 @claim("C11", *DFPO, "recentred", only_if="the policy has not moved")
-def c11(module, name, draws, evidence):
+def c11(name, draws, evidence):
     """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves, and so
     is recentred.
 
@@ -346,8 +343,8 @@ def c11(module, name, draws, evidence):
     |c - A_i / L| once the ratios differ.
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
-        batch = draw.batch(module, spread)
-        c = coefficients(getattr(module, name)(batch), batch)
+        batch = draw.batch(losses, spread)
+        c = coefficients(getattr(losses, name)(batch), batch)
         plain = torch.where(draw.mask, draw.rows(draw.adv) / draw.max_tokens, 0)
         if spread:
             evidence.record_left((c - plain)[draw.mask])
@@ -356,7 +353,7 @@ def c11(module, name, draws, evidence):
 
 
 @claim("C12", *DFPO, only_if="the weight is detached")
-def c12(module, name, draws, evidence):
+def c12(name, draws, evidence):
     """Without the stop-gradient both transforms leave a term at a shared token, although
     sum_i w~_i A_i = 0.
 
@@ -371,16 +368,16 @@ def c12(module, name, draws, evidence):
 
     where A*l is the vector of the A_i l_i. For Min-Replace only s_{j*} depends on theta, and every
     answer's weight is that one number. For Adv-Orthogonal w~ = P s, and P does not depend on theta.
-    Neither term is 0 ("left"). As they are, both losses cancel (AUDIT). A weight built on the
-    module's own sequence_ratio, and not detached, is checked to leave exactly this.
+    Neither term is 0 ("left"). As they are, both losses cancel (AUDIT). A weight built on
+    sequence_ratio, and not detached, is checked to leave exactly this.
 
     The minimum must be unique for that. On-policy all s are 1, and what is left depends on the
     subgradient that is taken.
     """
     for draw in draws:
-        batch, known = draw.batch(module, 0.6), draw.sequence_ratios(0.6)
+        batch, known = draw.batch(losses, 0.6), draw.sequence_ratios(0.6)
         l_ = torch.where(draw.mask, batch.logp, 0).sum(1)
-        tensors = (draw.adv, module.sequence_ratio(batch), known / torch.tensor(draw.T), l_)
+        tensors = (draw.adv, losses.sequence_ratio(batch), known / torch.tensor(draw.T), l_)
         A, s, slope, l_ = (x.view(-1, draw.G) for x in tensors)  # slope: d s_j / dlogp_{j,t}
         if name == "dfpo_min":
             w, new = s.amin(1, keepdim=True), slope.gather(1, s.argmin(1, keepdim=True))

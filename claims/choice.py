@@ -1,4 +1,4 @@
-"""C18 to C21: what a bias in a choice costs, and a baseline that cancels without bias.
+"""C18 to C20: what a bias in a choice costs.
 
 Answers take one of several ways. Siblings compete: a softmax takes from one what it gives to
 another. So a tax moves a way only as far as it differs from the tax of its siblings, and it costs
@@ -19,32 +19,32 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Draw, ascent, claim, coefficients
+from claims.evidence import Draw, ascent, claim
 from claims.formulas import DFPO, average_of
-from toy.worlds import Outcome, Toy, World
+from toy.worlds import Outcome, World
 
 # ---------------- C18: what a tax costs
 
 OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 
 
-def random_worlds(draws: list[Draw], ways: int, kinds: int, rewards=()) -> Iterator[World]:
-    """Each way may end in as many kinds of answers as that, with these rewards or random ones."""
+def random_worlds(draws: list[Draw], ways: int, binary: bool = False) -> Iterator[World]:
+    """Each way may end in four kinds of answers; rewards are 0 and 1, or random."""
     for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
         outcomes = []
         for way in range(ways):
-            chances = draw.randn(kinds).softmax(0).tolist()
-            lengths = torch.randint(1, 9, (kinds,), generator=draw.generator).tolist()
-            random_rewards = draw.randn(kinds).tolist()
-            kinds_of_way = zip(chances, rewards or random_rewards, lengths, strict=True)
-            outcomes += [Outcome(way, *kind) for kind in kinds_of_way]
+            chances, rewards = draw.randn(4).softmax(0).tolist(), draw.randn(4)
+            lengths = torch.randint(1, 9, (4,), generator=draw.generator).tolist()
+            rewards = [0.0, 1.0, 0.0, 1.0] if binary else rewards.tolist()
+            kinds = zip(chances, rewards, lengths, strict=True)
+            outcomes += [Outcome(way, *kind) for kind in kinds]
         yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
-def measure_push(module, name: str, world: World, scale: str) -> Tensor:
+def measure_push(name: str, world: World, scale: str) -> Tensor:
     """On the logit of each way. (ways,)."""
     logits = world.logits()
-    return ascent(getattr(module, name)(world.expected_batch(logits, scale)), logits)
+    return ascent(getattr(losses, name)(world.expected_batch(logits, scale)), logits)
 
 
 def predict_push(name: str, world: World, K: float) -> list[float]:
@@ -81,7 +81,7 @@ def factor(G: int, b: float, scale: str) -> float:
     "0 or 1",
     extremes=False,
 )
-def c18(module, name, draws, evidence):
+def c18(name, draws, evidence):
     """The expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a - J) +
     Cov(w, R | a)): a tax costs where it makes a worse way's f the larger one.
 
@@ -152,24 +152,21 @@ def c18(module, name, draws, evidence):
     Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
     is another. C19 has it for two ways and the min.
 
-    Measured: three ways with two kinds of answers each, with random rewards and lengths, groups of
-    2 to 4. Then the same with all ways alike: the push is 0. Then two ways with rewards 0 and 1 and
-    both scales, where with a constant weight the better way must grow. "left": how far the std
-    turns the vector of pushes if rewards are graded, because it ties w_i A_i to the whole group.
+    Measured: three ways with four kinds of answers each, with random rewards and lengths, groups
+    of 2 to 4. Then two ways with rewards 0 and 1 and both scales, where with a constant weight the
+    better way must grow. "left": how far the std turns the vector of pushes if rewards are graded,
+    because it ties w_i A_i to the whole group.
     """
-    for world in random_worlds(draws, ways=3, kinds=2):
-        push = measure_push(module, name, world, "mean")
+    for world in random_worlds(draws, ways=3):
+        push = measure_push(name, world, "mean")
         evidence.equal(predict_push(name, world, 1 - 1 / world.G), push)
-        other = measure_push(module, name, world, "std")
+        other = measure_push(name, world, "std")
         evidence.record_left((other / other.norm() - push / push.norm()).norm())
-        alike = [o._replace(way=way) for way in range(3) for o in world.outcomes if o.way == 0]
-        push = measure_push(module, name, World(world.G, alike, world.shares), "mean")
-        evidence.equal([0.0] * 3, push)
-    for world in random_worlds(draws, ways=2, kinds=4, rewards=(0.0, 1.0, 0.0, 1.0)):
+    for world in random_worlds(draws, ways=2, binary=True):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = world.mean(lambda o: o.reward, 0, 1)
         for scale in ("mean", "std"):
-            push = measure_push(module, name, world, scale)
+            push = measure_push(name, world, scale)
             evidence.equal(predict_push(name, world, factor(world.G, b, scale)), push)
             if average_of(name) != "answer":
                 evidence.equal(q[0] > q[1], bool(push[0] > push[1]))
@@ -188,13 +185,13 @@ def binary_world(G: int, q: tuple[float, float], share: float) -> World:
     return World(G, outcomes, [share, 1 - share])
 
 
-def push_off_policy(module, name: str, world: World, share: float, scale: str) -> Tensor:
+def push_off_policy(name: str, world: World, share: float, scale: str) -> Tensor:
     """On both logits, from groups of the old policy, where way 0 has that share by now. (2,)."""
     old = world.expected_batch(world.logits(), scale)
     logits = torch.tensor([share, 1 - share], dtype=torch.float64).log().requires_grad_()
     logp = logits.log_softmax(0)[world.way][:, None]
     hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
-    return ascent(getattr(module, name)(replace(old, logp=logp), **hyper), logits)
+    return ascent(getattr(losses, name)(replace(old, logp=logp), **hyper), logits)
 
 
 @claim(
@@ -202,12 +199,10 @@ def push_off_policy(module, name: str, world: World, share: float, scale: str) -
     *MIN,
     "grpo_symmetric",
     "cispo",
-    "reinforce",
-    "recentred",
     only_if="both ratios have left the clip range",
     extremes=False,
 )
-def c19(module, name, draws, evidence):
+def c19(name, draws, evidence):
     """The min pushes a choice of two back, whichever way is better, by (1-q_u) b + q_d (1-b) where
     the credit is q_u - q_d.
 
@@ -243,8 +238,7 @@ def c19(module, name, draws, evidence):
 
     A clip that is blind to the sign stops two terms for each ratio that is outside: it leaves 0,
     b - q_d or q_u - b. For q_u > q_d none of these is negative. cispo keeps all four up to a ratio
-    of 5. reinforce has p (1-p) K (q_u - q_d): its weight is 1. recentred has exactly the gradient
-    at p', p'(1-p') (1 - 1/G) (q_u - q_d).
+    of 5.
 
     `python -m toy.gate` has what follows for a whole training. Measured on random
     ways, p, p' and G with both ratios outside, and on the same ways from .01 to .02 and from .9 to
@@ -256,8 +250,6 @@ def c19(module, name, draws, evidence):
         p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
         cases = [(p, new), (0.01, 0.02), (0.9, 0.95)]
         for (p, new), scale in itertools.product(cases, ("mean", "std")):
-            if name == "recentred" and scale == "std":
-                continue  # the std of the group is tied to the siblings' ratios
             b, world = p * up + (1 - p) * down, binary_world(2 + k % 4, (up, down), p)
             terms = [up * (1 - b), -(1 - up) * b, -down * (1 - b), (1 - down) * b]
             first, second = new / p <= 1.2, (1 - new) / (1 - p) >= 0.8  # whether they are inside
@@ -269,9 +261,8 @@ def c19(module, name, draws, evidence):
             predicted = sum(itertools.compress(terms, open_))
             if name in MIN and not (first or second):
                 evidence.record_left(predicted / (up - down))
-            now = p if name == "reinforce" else new
-            predicted *= now * (1 - now) * factor(world.G, b, scale)
-            push = push_off_policy(module, name, world, new, scale)
+            predicted *= new * (1 - new) * factor(world.G, b, scale)
+            push = push_off_policy(name, world, new, scale)
             evidence.equal([predicted, -predicted], push)
 
 
@@ -279,7 +270,7 @@ def c19(module, name, draws, evidence):
 
 
 @claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
-def c20(module, name, draws, evidence):
+def c20(name, draws, evidence):
     """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
     scale with one weight never does.
 
@@ -313,96 +304,10 @@ def c20(module, name, draws, evidence):
     for G, share in itertools.product((4, 8), (0.05, 0.5, 0.95)):
         binary = binary_world(G, Q, share)
         worse = [outcome for outcome in binary.outcomes if outcome.way == 1]
-        graded = World(G, better + worse, [share, 1 - share])
-        credit = share * (1 - share) * (Q[0] - Q[1])
-        plain = (1 - 1 / G) * credit
-        evidence.equal([plain, -plain], measure_push(module, "reinforce", graded, "mean"))
-        push = measure_push(module, name, graded, scale)[0]
+        push = measure_push(name, World(G, better + worse, binary.shares), scale)[0]
         evidence.equal(True, push < 0)
-        evidence.record_left(push / plain)
+        credit = share * (1 - share) * (Q[0] - Q[1])
+        evidence.record_left(push / ((1 - 1 / G) * credit))
         b = share * Q[0] + (1 - share) * Q[1]
         predicted = factor(G, b, scale) * credit * (1 - b if name == "pos_only" else 1)
-        evidence.equal([predicted, -predicted], measure_push(module, name, binary, scale))
-
-
-# ---------------- C21: a baseline that cancels without bias
-
-
-def own_product(batch: losses.Batch) -> Tensor:
-    """sg[w] A log pi, unbiased: w is the product of the answer's own ratios."""
-    s = losses.sequence_ratio(batch, "product").detach()[:, None]
-    return -losses.budget_mean(s * batch.adv * batch.logp, batch)
-
-
-def bias_and_variance(loss_fn, toy: Toy) -> list[float]:
-    """|E g - unbiased| / |unbiased|, and E |g - E g|^2 / |grad J|^2 of one group's L g.
-
-    The loss weighs all tokens of an answer alike.
-    """
-    odds = toy.groups.probabilities(toy.logp_old)[:, None]  # (groups, 1)
-    batch = toy.batch(off_policy=True)
-    c = coefficients(loss_fn(batch), batch)[:, :1] * 2 / len(odds)  # (N, 1), times the odds
-    scores = [toy.policy.grad_log_prob_answer((), y).flatten() for y in toy.rows]
-    g = (c * torch.stack(scores)).view(len(odds), toy.groups.G, -1).mean(1)  # times the odds
-    mean, unbiased = g.sum(0), 2 * toy.unbiased.flatten()
-    variance = ((g * g / odds).sum() - mean.square().sum()) / toy.exact.square().sum()
-    return [float((mean - unbiased).norm() / unbiased.norm()), float(variance)]
-
-
-@claim(
-    "C21",
-    "recentred",
-    only_if="s is the plain product, and A is R minus the group's mean",
-    extremes=False,
-)
-def c21(module, name, draws, evidence):
-    """The recentred baseline cancels at every ratio and is unbiased off-policy; it pays with
-    variance.
-
-    Source: exact enumeration (D, ours); setting: C16
-
-    c_i = (1/G) sum_j s_i s_j (A_i - A_j). The term of i and j is minus that of j and i. So the c_i
-    of a whole group sum to 0, whatever the s_i are, and a token that all share cancels. On-policy
-    it is reinforce (C11).
-
-    Let A_i - A_j = R_i - R_j and let s be the plain product. Answers are independent draws from the
-    old policy, and E_old[s f(y)] = E_theta[f(y)], so for i != j
-
-      E[s_i s_j (R_i - R_j) grad log pi(y_i)] = E_theta[R grad log pi] E_theta[1]
-                                               - E_theta[grad log pi] E_theta[R] = grad J,
-
-    as E_theta[grad log pi] = 0. Of the G terms of c_i one has j = i and is 0. So the expected
-    update is (1 - 1/G) grad J, over L, as that of reinforce on-policy. This needs advantages that
-    are differences of rewards: the scale "mean". With "std" each pair is divided by a number that
-    belongs to the old policy's group.
-
-    So cancellation does not have to be paid for with bias. It is paid for with variance. Two
-    weights in the table are unbiased: the answer's own product s_i, which does not cancel, and
-    recentred, s_i s_j for every pair, which does. Its variance is above the own product's there,
-    but other toys (`--seed 3`) have it a little below. dfpo-min has the least variance, and a bias.
-    The columns are |E g - unbiased| / |unbiased| and E |g - E g|^2 / |grad J|^2 of one group's L g,
-    mean of 6 toys. With the geometric ratio recentred cancels and is biased ("left").
-
-    A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
-
-      sum_{i in S} c_i = (1/G) sum_{i in S} sum_{j not in S} s_i s_j (A_i - A_j).
-
-    Only comparisons with answers elsewhere are left. That is S's credit, but as the new policy
-    would see it. If the advantages of S sum to 0, it is not 0 in general, as it is with
-    Min-Replace.
-
-    Measured: the expected update over all groups of 2, 3 and 4 answers of 6 toys. M1 compares each
-    c_i with the formula, and AUDIT shows that the whole group cancels.
-    """
-    rows = {loss: [loss.__name__] for loss in (own_product, module.recentred, module.dfpo_min)}
-    for G in (2, 3, 4):
-        toys = [Toy(draw.seed, G) for draw in draws[::4]]
-        for toy in toys:
-            off = toy.batch(off_policy=True)
-            evidence.equal(toy.unbiased, ascent(module.recentred(off), toy.policy.W))
-            geometric = ascent(module.recentred(off, "geometric"), toy.policy.W)
-            evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
-        for loss, row in rows.items():
-            numbers = torch.tensor([bias_and_variance(loss, toy) for toy in toys])
-            row += numbers.mean(0).tolist()
-    evidence.rows += rows.values()
+        evidence.equal([predicted, -predicted], measure_push(name, binary, scale))

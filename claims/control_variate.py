@@ -1,10 +1,10 @@
-"""C22 to C26: cancelling is a control variate. What it moves, and what it does to the noise.
+"""C21 to C26: cancelling is a control variate. What it moves, and what it does to the noise.
 
 A history is the prompt and what an answer has said so far. The visitors of a history are the
 answers of the group that take a token there. `cancel` compares the push of each visitor with that
-of the others. C22 says when this moves no expected update, and C23 what it does to the noise. C24
-is about weights that cancel and have no bias off-policy, C25 about a sampler that is not the
-trainer, and C26 about a mask by the sign of A.
+of the others. C22 says when this moves no expected update, and C23 what it does to the noise. C21
+and C24 are about weights that cancel and have no bias off-policy, C25 about a sampler that is not
+the trainer, and C26 about a mask by the sign of A.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -14,6 +14,7 @@ parametrisation, by the chain rule.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,10 +25,105 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.choice import own_product
+from claims.cancellation import push_shared
 from claims.evidence import Draw, ascent, claim, coefficients
 from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
+
+toy_of = cache(Toy)  # one toy for all methods
+
+
+def toys_of(draws: list[Draw]) -> list[Toy]:
+    """Some toys, in groups of 2, 3 and 4."""
+    return [toy_of(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
+
+
+def batch_of(groups: Groups, logp: Tensor, logp_old: Tensor, adv: Tensor) -> losses.Batch:
+    """Every group once. (N, T), (N, T), (N,) -> Batch."""
+    mask = groups.mask
+    return losses.Batch(
+        logp, logp_old, adv[:, None].expand(mask.shape), mask, groups.G, mask.shape[1]
+    )
+
+
+def variance(odds: Tensor, c: Tensor, scores: Tensor) -> Tensor:
+    """Of one group's update, if c weighs each answer's score. (groups,), (N,), (N, D) -> ()."""
+    g = (c[:, None] * scores).view(len(odds), -1, scores.shape[1]).mean(1)
+    return odds @ g.square().sum(1) - (odds @ g).square().sum()
+
+
+# ---------------- C21: a baseline that cancels without bias
+
+
+def own_product(batch: losses.Batch) -> Tensor:
+    """sg[w] A log pi, unbiased: w is the product of the answer's own ratios."""
+    s = losses.sequence_ratio(batch, "product").detach()[:, None]
+    return -losses.budget_mean(s * batch.adv * batch.logp, batch)
+
+
+@claim(
+    "C21",
+    "recentred",
+    only_if="s is the plain product, and A is R minus the group's mean",
+    extremes=False,
+)
+def c21(name, draws, evidence):
+    """The recentred baseline cancels at every ratio and is unbiased off-policy; it pays with
+    variance.
+
+    Source: exact enumeration (D, ours); setting: C16
+
+    c_i = (1/G) sum_j s_i s_j (A_i - A_j). The term of i and j is minus that of j and i. So the c_i
+    of a whole group sum to 0, whatever the s_i are, and a token that all share cancels. On-policy
+    it is reinforce (C11).
+
+    Let A_i - A_j = R_i - R_j and let s be the plain product. Answers are independent draws from the
+    old policy, and E_old[s f(y)] = E_theta[f(y)], so for i != j
+
+      E[s_i s_j (R_i - R_j) grad log pi(y_i)] = E_theta[R grad log pi] E_theta[1]
+                                               - E_theta[grad log pi] E_theta[R] = grad J,
+
+    as E_theta[grad log pi] = 0. Of the G terms of c_i one has j = i and is 0. So the expected
+    update is (1 - 1/G) grad J, over L, as that of reinforce on-policy. This needs advantages that
+    are differences of rewards: the scale "mean". With "std" each pair is divided by a number that
+    belongs to the old policy's group.
+
+    So cancellation does not have to be paid for with bias. It is paid for with variance. Two
+    weights in the table are unbiased: the answer's own product s_i, which does not cancel, and
+    recentred, s_i s_j for every pair, which does. Its variance is above the own product's there.
+    dfpo-min has the least variance, and a bias (C16). The table has E |g - E g|^2 / |grad J|^2 of
+    one group's L g, mean of 4 toys. With the geometric ratio recentred cancels and is biased
+    ("left").
+
+    A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
+
+      sum_{i in S} c_i = (1/G) sum_{i in S} sum_{j not in S} s_i s_j (A_i - A_j).
+
+    Only comparisons with answers elsewhere are left. That is S's credit, but as the new policy
+    would see it. If the advantages of S sum to 0, it is not 0 in general, as it is with
+    Min-Replace.
+
+    Measured: the expected update over all groups of 2, 3 and 4 answers of 12 toys. M1 compares each
+    c_i with the formula, and AUDIT shows that the whole group cancels.
+    """
+    for toy in toys_of(draws):
+        off = toy.batch(off_policy=True)
+        evidence.equal(toy.unbiased, ascent(losses.recentred(off), toy.policy.W))
+        geometric = ascent(losses.recentred(off, "geometric"), toy.policy.W)
+        evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
+    for loss_fn in (own_product, losses.recentred, losses.dfpo_min):
+        prices = []
+        for toy in toys_of(draws)[1::3]:
+            A = losses.group_advantages(toy.groups.rewards, 3, "mean")
+            batch = batch_of(toy.groups, toy.logp, toy.logp_old, A)
+            c = coefficients(loss_fn(batch), batch)[:, 0] * batch.max_tokens
+            scores = [toy.policy.grad_log_prob_answer((), y).flatten() for y in toy.rows]
+            odds = toy.groups.probabilities(toy.logp_old)
+            prices.append(variance(odds, c, torch.stack(scores)) / toy.exact.square().sum())
+        evidence.rows.append([loss_fn.__name__, float(sum(prices) / len(prices))])
+
+
+# ---------------- C22: cancelling moves no expected update
 
 # With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo", "off_policy_mask")
@@ -35,23 +131,8 @@ OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a consta
 OTHERS = ("dfpo_min", "dfpo_orthogonal", "recentred", "balanced")
 
 
-def batch_of(module, groups: Groups, logp: Tensor, logp_old: Tensor, adv: Tensor):
-    """Every group once. (N, T), (N, T), (N,) -> Batch."""
-    mask = groups.mask
-    adv = adv[:, None].expand(mask.shape)
-    return module.Batch(logp, logp_old, adv, mask, groups.G, mask.shape[1])
-
-
-def before_and_after(module, loss: Tensor, batch, nodes: Tensor) -> list[Tensor]:
-    """The coefficients of a loss, and those that `cancel` makes of them. (N, T) both."""
-    return [coefficients(x, batch) for x in (loss, module.cancel(loss, batch, nodes))]
-
-
-# ---------------- C22: cancelling moves no expected update
-
-
 @claim("C22", "cancel")
-def c22(module, name, draws, evidence):
+def c22(name, draws, evidence):
     """After `cancel` the coefficients of any loss sum to 0, in every batch, at every token that all
     visitors of its history take, if there are two or more.
 
@@ -74,7 +155,7 @@ def c22(module, name, draws, evidence):
         batch = draw.batch(losses, 0.6)
         c, ratio = draw.randn(*draw.mask.shape), draw.log_ratio(0.6).exp()
         loss = -(c * batch.logp)[draw.mask].sum() / draw.N
-        cancelled = module.cancel(loss, batch, draw.nodes)
+        cancelled = losses.cancel(loss, batch, draw.nodes)
         evidence.equal(loss, cancelled, what="the loss's value")
         predicted, measured = c * draw.mask, coefficients(cancelled, batch)
         visits = defaultdict(list)  # by group and history
@@ -91,19 +172,12 @@ def c22(module, name, draws, evidence):
         evidence.equal(predicted, measured, what="a token's coefficient")
 
 
-toy_of = cache(Toy)  # one toy for all methods
-
-
-def toys_of(draws: list[Draw]) -> list[Toy]:
-    """Some toys, in groups of 2, 3 and 4."""
-    return [toy_of(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
-
-
-def effect(module, loss_fn: Callable, toy: Toy, off_policy: bool, adv: Tensor) -> list[Tensor]:
+def effect(loss_fn: Callable, toy: Toy, off_policy: bool, adv: Tensor) -> list[Tensor]:
     """The expected updates without and with `cancel`, (V, D); then the coefficients, (N, T)."""
     groups, logp_old = toy.groups, toy.logp_old if off_policy else toy.logp.detach()
-    batch = batch_of(module, groups, toy.logp.clone(), logp_old, adv)
-    both = before_and_after(module, loss_fn(batch), batch, groups.nodes)
+    batch = batch_of(groups, toy.logp.clone(), logp_old, adv)
+    loss = loss_fn(batch)
+    both = [coefficients(x, batch) for x in (loss, losses.cancel(loss, batch, groups.nodes))]
     odds = groups.probabilities(logp_old).repeat_interleave(groups.G)[:, None]
     sums = ((odds * c * batch.logp).sum() / groups.G for c in both)
     return [*(ascent(-x, toy.policy.W) for x in sums), *both]
@@ -116,7 +190,7 @@ def effect(module, loss_fn: Callable, toy: Toy, off_policy: bool, adv: Tensor) -
     only_if="c_i is made of answer i alone, and the baseline of A is a fixed number",
     extremes=False,
 )
-def c22b(module, name, draws, evidence):
+def c22b(name, draws, evidence):
     """`cancel` does not move the expected update of a loss whose coefficients are made of each
     answer alone, with A_i = R_i - b and a fixed b.
 
@@ -153,13 +227,13 @@ def c22b(module, name, draws, evidence):
     Measured: the change of the update over all groups of 2, 3 and 4 answers of 12 toys, on-policy
     and off-policy; and that nothing is left.
     """
-    loss_fn, rows = getattr(module, name), []
+    loss_fn, rows = getattr(losses, name), []
     loss_fn = partial(loss_fn, **fitting(loss_fn))
     for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
         groups, G = toy.groups, toy.groups.G
         odds = groups.probabilities(toy.logp_old)
         b = odds @ groups.rewards.view(-1, G).mean(1)
-        before, after, *both = effect(module, loss_fn, toy, off_policy, groups.rewards - b)
+        before, after, *both = effect(loss_fn, toy, off_policy, groups.rewards - b)
         moves = (after - before).norm() / before.norm()
         if name in OTHERS:
             evidence.record_left(moves)
@@ -169,27 +243,26 @@ def c22b(module, name, draws, evidence):
         odds = odds * (ways == ways[:, :1]).all(1)  # all take one first token
         first = [c[:, 0].view(-1, G) for c in both]
         left, left_after = (odds @ c.sum(1).abs() for c in first)
-        size = odds @ first[0].abs().sum(1)
         evidence.equal(0, left_after, what="what is left")
         if off_policy:
-            rows.append([moves, left, left_after, size])
-    moves, left, left_after, size = torch.tensor(rows).mean(0)
-    evidence.rows.append([name, *map(float, (moves, left / size, left_after / size))])
+            rows.append([moves, left, left_after, odds @ first[0].abs().sum(1)])
+    moves, left, left_after, size = torch.tensor(rows).mean(0).tolist()
+    evidence.rows.append([name, moves, left / size, left_after / size])
 
 
-def leak(toy: Toy, off_policy: bool, one_divisor: bool) -> Tensor:
-    """C22c's sum over histories, in loops over the answers. (V, D)."""
+def leak(toy: Toy, off_policy: bool) -> Tensor:
+    """C22c's sum over histories for w/r = 1/T, in loops over the answers. (V, D)."""
     G, total = toy.groups.G, torch.zeros_like(toy.exact)
     sampler = toy.old if off_policy else toy.policy
     rewards = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
     answers = dict(sampler.answers(()))
     for h in {y[:t] for y in answers for t in range(len(y))}:
-        r, w_over_r, earned = toy.policy.probs(h) / sampler.probs(h), 0.0, 0.0
-        visits = {y: q for y, q in answers.items() if y != h and y[: len(h)] == h}
-        P = sum(visits.values())
+        visits = {y: q for y, q in answers.items() if len(y) > len(h) and y[: len(h)] == h}
+        P, w_over_r, earned = sum(visits.values()), 0.0, 0.0
+        r = toy.policy.probs(h) / sampler.probs(h)
         for y, q in visits.items():
             a = y[len(h)]
-            w_over_r += q / P * (1 / (2 * r[a]) if one_divisor else 1 / len(y))
+            w_over_r += q / P / len(y)
             earned += q / P * rewards[y] * r[a] * toy.policy.grad_log_prob(h, a)
         total += P / G * (1 - (1 - P) ** (G - 1)) * w_over_r * earned
     return total
@@ -201,7 +274,7 @@ def leak(toy: Toy, off_policy: bool, one_divisor: bool) -> Tensor:
     only_if="A is R minus the group's mean, and the weight of A knows no reward",
     extremes=False,
 )
-def c22c(module, name, draws, evidence):
+def c22c(name, draws, evidence):
     """With the group's mean as baseline, `cancel` does move the expected update: by
     (P/G) (1 - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each history.
 
@@ -226,90 +299,59 @@ def c22c(module, name, draws, evidence):
     ("left": by how much it differs for the min).
 
     Measured: the change of the update over all groups of 2 to 4 answers of 12 toys, on-policy and
-    off-policy, for reinforce (w/r = 1/(L r)) and for grpo without a clip (w/r = 1/T_i).
+    off-policy, for grpo without a clip (w/r = 1/T_i).
     """
-    cases = [(losses.reinforce, {}), (losses.grpo, UNCLIPPED), (losses.grpo, {})]
-    for toy, (loss_fn, hyper) in itertools.product(toys_of(draws), cases):
+    for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
         adv = losses.group_advantages(toy.groups.rewards, toy.groups.G, "mean")
-        for off_policy in (False, True):
-            before, after, *_ = effect(module, partial(loss_fn, **hyper), toy, off_policy, adv)
-            predicted = leak(toy, off_policy, loss_fn is losses.reinforce)
-            if loss_fn is losses.grpo and off_policy and not hyper:
-                evidence.record_left((after - before - predicted).norm() / predicted.norm())
-            else:
-                evidence.equal(predicted, after - before)
+        predicted = leak(toy, off_policy)
+        before, after, *_ = effect(partial(losses.grpo, **UNCLIPPED), toy, off_policy, adv)
+        evidence.equal(predicted, after - before)
+        if off_policy:
+            before, after, *_ = effect(losses.grpo, toy, off_policy, adv)
+            evidence.record_left((after - before - predicted).norm() / predicted.norm())
 
 
 # ---------------- C23: what cancelling does to the noise
 
 
 class OneChoice:
-    """All groups of G answers that take one way each, and then end somehow. The ways are learnt.
-
-    logits: (ways,), or (N, ways) if every group has a policy of its own by now.
-    """
+    """All groups of G answers that take one way each, and then end somehow. The ways are learnt."""
 
     def __init__(self, outcomes: list[Outcome], G: int, logits: Tensor, logits_old: Tensor):
         self.groups = groups = Groups(outcomes, G)
-        way = groups.way[:, None]
-        logits = logits.expand(len(way), -1)
-        self.scores = one_hot(groups.way) - logits.softmax(1)  # (N, ways), grad log pi
+        self.scores = one_hot(groups.way) - logits.softmax(0)  # (N, ways), grad log pi
         self.logp, self.logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
-        self.logp[:, :1] = logits.log_softmax(1).gather(1, way)
-        self.logp_old[:, :1] = logits_old.log_softmax(0)[way]
+        self.logp[:, 0] = logits.log_softmax(0)[groups.way]
+        self.logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
         self.odds = groups.probabilities(self.logp_old)  # (groups,)
         self.centred = losses.group_advantages(groups.rewards, G, "mean")  # (N,)
 
-    def batch(self, module, adv: Tensor):
-        logp = self.logp.clone().requires_grad_()
-        return batch_of(module, self.groups, logp, self.logp_old, adv)
-
-    def updates(self, c: Tensor) -> Tensor:
-        """Each group's update of the logits. (N, 1) -> (groups, ways)."""
-        return (c * self.scores).view(len(self.odds), self.groups.G, -1).mean(1)
-
-    def variance(self, c: Tensor) -> float:
-        """Of one group's update. (N, 1) -> float."""
-        g = self.updates(c)
-        return float(self.odds @ g.square().sum(1) - (self.odds @ g).square().sum())
+    def batch(self, adv: Tensor) -> losses.Batch:
+        return batch_of(self.groups, self.logp.clone().requires_grad_(), self.logp_old, adv)
 
 
-def variance_law(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Tensor, b: float):
-    """t, the best factor, and Var(cancelled) / Var(not); x = (R - b)/T is an answer's c/r."""
-    p, q = logits.softmax(0), logits_old.softmax(0)
-    way = torch.tensor([o.way for o in outcomes])
-    chance = q[way] * torch.tensor([o.chance for o in outcomes], dtype=torch.float64)
-    x = torch.tensor([(o.reward - b) / o.length for o in outcomes], dtype=torch.float64)
-    g = (p / q)[way, None] * (torch.eye(len(p))[way] - p)  # (outcomes, ways)
-    m, g2, k2 = chance @ x, g.square().sum(1), ((chance * x) @ g).square().sum()
-    v = chance @ (x - m) ** 2
-    after = chance @ ((x - m) ** 2 * g2) + (v * (chance @ g2) + k2) / (n - 1) - k2
-    ratio = after / (chance @ (x**2 * g2) - k2)
-    return [m * m / (m * m + v), m * m / (m * m + v / (n - 1)), ratio]
-
-
-def measure_variances(module, outcomes, n, logits, logits_old, b: float | None) -> list[float]:
-    """The best factor and Var(cancelled) / Var(not), over all groups; b None: the group's mean."""
+def measure_ratio(outcomes, n: int, logits, logits_old, b: float | None) -> Tensor:
+    """Var(cancelled) / Var(not), over all groups; b None: the group's mean."""
     world = OneChoice(outcomes, n, logits, logits_old)
-    batch = world.batch(losses, world.centred if b is None else world.groups.rewards - b)
+    batch = world.batch(world.centred if b is None else world.groups.rewards - b)
     loss = losses.grpo(batch, **UNCLIPPED)
-    c, after = (x[:, :1] for x in before_and_after(module, loss, batch, world.groups.nodes))
-    none, half, full = map(world.variance, (c, (c + after) / 2, after))
-    curve = 2 * (none + full - 2 * half)  # a parabola in the factor, through 0, 1/2 and 1
-    return [(none + curve - full) / (2 * curve), full / none]
+    cancelled = losses.cancel(loss, batch, world.groups.nodes)
+    pushes = (coefficients(x, batch)[:, 0] for x in (loss, cancelled))
+    before, after = (variance(world.odds, c, world.scores) for c in pushes)
+    return after / before
+
+
+def share_of_the_mean(ends: list[tuple], b: float) -> float:
+    """t of pushes x = (R - b)/T, by how an answer ends: chance, reward, length."""
+    m = sum(chance * (R - b) / T for chance, R, T in ends)
+    return m**2 / sum(chance * ((R - b) / T) ** 2 for chance, R, T in ends)
 
 
 LONG_IF_RIGHT = [(0.6, 1.0, 24), (0.4, 0.0, 4)]
-EXAMPLES = {  # how an answer ends, on either way: chance, reward, length; and the baseline
-    "24 tokens if right (.6), else 4": (LONG_IF_RIGHT, 0.6),
-    "the same with the group's mean": (LONG_IF_RIGHT, None),
-    "10 tokens if right (.5), else 14": ([(0.5, 1.0, 10), (0.5, 0.0, 14)], 0.5),
-    "raw rewards, right .25": ([(0.25, 1.0, 1), (0.75, 0.0, 1)], 0.0),
-}
 
 
 @claim("C23", "cancel", only_if="the token earns nothing and c/r is iid", extremes=False)
-def c23(module, name, draws, evidence):
+def c23(name, draws, evidence):
     """At a token that earns nothing, `cancel` multiplies the variance by (1 - t) n/(n - 1), with
     t = m^2/(m^2 + v): it pays only if t > 1/n.
 
@@ -326,24 +368,21 @@ def c23(module, name, draws, evidence):
 
     Cancelling takes the mean of the pushes away, and pays for not knowing it. With raw rewards 0
     and 1, t is the chance to be right: below 1/n the raw reward is the less noisy one. Of the
-    length tax of 1/T_i a small part is mean, if the baseline is exact: see the table. So a number
-    that says that a batch does not cancel does not say that cancelling would make it less noisy.
+    length tax of 1/T_i a small part is mean, if the baseline is exact: see the table, of two ways
+    that are exactly alike. So a number that says that a batch does not cancel does not say that
+    cancelling would make it less noisy.
 
     x_i - lam (mean of the others) is as unbiased for every lam. Its second moment is
     v + m^2 (1 - lam)^2 + lam^2 v/(n-1), least at lam = m^2/(m^2 + v/(n-1)). That is below 1 unless
-    v is 0: to cancel completely is never the best.
+    v is 0: to cancel completely is never the best. (This is derived, not measured here.)
 
-    Where the token earns something, k = E[x r s] is not 0. With g = r s the ratio is then
-
-      (E[(x-m)^2 g^2] + (v E[g^2] + k^2)/(n-1) - k^2) / (E[x^2 g^2] - k^2).
-
-    "left": the error of the first law there. All this needs a fixed baseline. With the group's mean
+    Where the token earns something, the terms of different answers are correlated, and the law is
+    another ("left": the error of this one). All this needs a fixed baseline. With the group's mean
     the c of a group depend on each other. Then cancelling adds noise in small groups where it took
     some away: see the second row of the table.
 
     Measured: the variance over all groups of 2 to 5 answers that go two or three ways and end in
-    random rewards and lengths, off-policy, through grpo without a clip. The table has t, the ratio
-    for four n, and the best lam at n = 4, on-policy and measured, too.
+    random rewards and lengths, off-policy, through grpo without a clip. The table is on-policy.
     """
     for k, draw in enumerate(draws[::2]):
         ways, n, b = 2 + k % 2, 2 + k // 2 % 4, float(draw.randn(1))
@@ -351,68 +390,50 @@ def c23(module, name, draws, evidence):
         T = torch.randint(1, 9, (2,), generator=draw.generator).tolist()
         ends = [*zip(draw.randn(2).softmax(0).tolist(), rewards, T, strict=True)]
         alike = [Outcome(way, *end) for way in range(ways) for end in ends]
-        t, *predicted = variance_law(alike, n, *logits, b)
-        evidence.equal((1 - t) * n / (n - 1), predicted[1], what="the two formulas")
-        evidence.equal(predicted, measure_variances(module, alike, n, *logits, b))
+        predicted = (1 - share_of_the_mean(ends, b)) * n / (n - 1)
+        evidence.equal(predicted, measure_ratio(alike, n, *logits, b))
         earning = [o._replace(reward=o.reward + o.way) for o in alike]
-        t, _, predicted = variance_law(earning, n, *logits, b)
-        measured = measure_variances(module, earning, n, *logits, b)[1]
-        evidence.equal(predicted, measured, what="it earns something")
-        evidence.record_left(measured - (1 - t) * n / (n - 1))
+        evidence.record_left(measure_ratio(earning, n, *logits, b) - predicted)
+    outcomes = [Outcome(way, *end) for way in (0, 1) for end in LONG_IF_RIGHT]
     even = torch.zeros(2, 2, dtype=torch.float64)
-    for title, (ends, b) in EXAMPLES.items():
-        outcomes = [Outcome(way, *end) for way in (0, 1) for end in ends]
-        found = [measure_variances(module, outcomes, n, *even, b) for n in (2, 4, 8, 16)]
-        t = "" if b is None else variance_law(outcomes, 2, *even, b)[0]
-        evidence.rows.append([title, t, *(ratio for _, ratio in found), found[1][0]])
+    for title, b, t in (
+        ("24 tokens if right (.6), else 4", 0.6, share_of_the_mean(LONG_IF_RIGHT, 0.6)),
+        ("the same with the group's mean", None, ""),
+    ):
+        ratios = [float(measure_ratio(outcomes, n, *even, b)) for n in (2, 4, 8, 16)]
+        evidence.rows.append([title, t, *ratios])
 
 
 # ---------------- C24: cancelling without bias, off-policy
-
-STEPS = (0.1, 0.5, 2)
-
-
-def unbiased_pair_rules(p: Tensor, q: Tensor) -> Tensor:
-    """All alpha(y, z), beta(y, z) and b of C24, 0 on the diagonal. (solutions, 2 K^2 + 1)."""
-    K = len(p)
-    scores = torch.eye(K, dtype=torch.float64) - p  # (answers, K), grad log pi
-    unknowns = torch.eye(2 * K * K + 1, dtype=torch.float64)
-    alpha, beta = unknowns[:, :-1].view(-1, 2, K, K).unbind(1)  # (unknowns, K, K) both
-    # The expected update where the reward is 1 for an answer z and 0 for the others.
-    updates = torch.einsum("uzy,y,z,zk->uzk", alpha, q, q, scores)
-    updates = updates - torch.einsum("uyz,y,z,yk->uzk", beta, q, q, scores)
-    updates = updates - unknowns[:, -1, None, None] * p[:, None] * scores
-    equations = (alpha - beta.mT, alpha.diagonal(dim1=1, dim2=2), updates)  # all must be 0
-    _, sizes, rows = torch.linalg.svd(torch.cat([x.flatten(1) for x in equations], 1).T)
-    return rows[int((sizes > 1e-9 * sizes[0]).sum()) :]
 
 
 def answers_to_one_choice(rewards: Tensor) -> list[Outcome]:
     return [Outcome(way, 1.0, reward, 1) for way, reward in enumerate(rewards.tolist())]
 
 
-def second_bias(
-    loss_fn: Callable, rewards: Tensor, logits: Tensor, step: float, common: bool = False
-) -> Tensor:
-    """The bias of an update on two answers after a first step: on the same two, or, if common, the
-    mean step for all."""
-    first = OneChoice(answers_to_one_choice(rewards), 2, logits, logits)
-    batch = first.batch(losses, first.centred)
-    g = first.updates(coefficients(loss_fn(batch), batch))  # (groups, ways)
-    new = logits + step * ((first.odds @ g).expand_as(g) if common else g)
-    second = OneChoice(answers_to_one_choice(rewards), 2, new.repeat_interleave(2, 0), logits)
-    batch = second.batch(losses, second.centred)
-    update = second.odds @ second.updates(coefficients(loss_fn(batch), batch))
-    p = new.softmax(1)
-    unbiased = second.odds @ (p * (rewards - p @ rewards[:, None])) / 2
-    return (update - unbiased).norm() / unbiased.norm()
+def unbiased_pair_rules(p: Tensor, q: Tensor) -> Tensor:
+    """All beta(y, z) and b of C24, with alpha(y, z) = beta(z, y). (solutions, K^2 + 1)."""
+    K = len(p)
+    scores = torch.eye(K, dtype=torch.float64) - p  # (answers, K), grad log pi
+    unknowns = torch.eye(K * K + 1, dtype=torch.float64)
+    beta, b = unknowns[:, :-1].view(-1, K, K), unknowns[:, -1, None, None]
+    # The expected update where the reward is 1 for an answer z and 0 for the others.
+    differences = scores[None] - scores[:, None]  # (y, z, K)
+    updates = torch.einsum("uyz,y,z,yzk->uzk", beta, q, q, differences) - b * p[:, None] * scores
+    diagonal = beta.diagonal(dim1=1, dim2=2)  # pairs of equal answers, which have no say
+    equations = torch.cat([updates.flatten(1), diagonal], 1).T  # all must be 0
+    return torch.linalg.svd(equations).Vh[torch.linalg.matrix_rank(equations) :]
 
 
-@claim("C24", "recentred", only_if="theta does not depend on the batch", extremes=False)
-def c24(module, name, draws, evidence):
-    """Off-policy, in a choice of three or more answers, a weight of the own answer times (R - group
-    mean) cannot both cancel and be unbiased. Of the rules that compare two answers at a time, only
-    recentred's product can.
+@claim(
+    "C24",
+    "recentred",
+    only_if="a choice has three answers or more, and theta does not depend on the batch",
+    extremes=False,
+)
+def c24(name, draws, evidence):
+    """Off-policy a weight of the own answer times (R - group mean) cannot both cancel and be
+    unbiased. Of the rules that compare two answers at a time, only recentred's product can.
 
     Source: a trilemma (D, ours)
 
@@ -439,7 +460,7 @@ def c24(module, name, draws, evidence):
     Alone, each is easy: a constant w cancels, and w = u is unbiased (C16). (With two answers u_1
     u_2 is a constant anyway.)
 
-    The price: if u is independent of R, and V = E[u^2], then
+    The price (derived, not measured here): if u is independent of R, and V = E[u^2], then
 
       E[c^2] = (G - 1)/G^2 V Var(R) (2 V + G - 2).
 
@@ -450,56 +471,31 @@ def c24(module, name, draws, evidence):
 
     "Unbiased" needs a theta that does not depend on the batch. After a first update on a group, the
     new policy prefers what this group happened to reward, and neither recentred nor the own product
-    mends that ("left", and the table: the bias of a second update on the same two of four answers,
-    by the length of the first step). After a first step that is the same for all groups there is no
-    bias.
+    mends that.
 
-    Measured: each pair's coefficient against the one solution of the linear system, for 2, 3, 4 and
-    6 answers; E[c^2] over all groups; a second update over all groups, each from its own theta.
+    Measured: each pair's coefficient against the one solution of the linear system, for choices of
+    2, 3, 4 and 6 answers. "left": how far two of one answer's factors u_y u_z, which an own weight
+    would have to be equal to, lie apart.
     """
     for draw, K in itertools.product(draws[::4], (2, 3, 4, 6)):
         logits, R = draw.randn(2, K), draw.randn(K)
         rules = unbiased_pair_rules(*logits.softmax(1))
         evidence.equal(1, len(rules), what="solutions")
-        alpha, beta = (rules[0, :-1] / rules[0, -1]).view(2, K, K)
+        beta = (rules[0, :-1] / rules[0, -1]).view(K, K)
         world = OneChoice(answers_to_one_choice(R), 2, *logits)
-        batch = world.batch(module, world.groups.rewards)
+        batch = world.batch(world.groups.rewards)
         y, z = world.groups.way.view(-1, 2).T
-        measured = coefficients(module.recentred(batch), batch)[::2, 0]
-        evidence.equal((alpha[y, z] * R[y] - beta[y, z] * R[z]) / 2, measured, what="a pair")
-    for draw, G in zip(draws[::4], (2, 3, 4) * 2, strict=False):
-        logits, low, gap = draw.randn(2, 3), *draw.randn(2).tolist()
-        outcomes = [Outcome(way, 0.5, R, 1) for way in range(3) for R in (low, low + gap)]
-        p, q = logits.softmax(1)
-        world, V = OneChoice(outcomes, G, *logits), p**2 @ (1 / q)
-        batch = world.batch(module, world.centred)
-        squares = coefficients(module.recentred(batch), batch).view(-1, G).square().mean(1)
-        predicted = (G - 1) / G**2 * V * gap**2 / 4 * (2 * V + G - 2)
-        evidence.equal(predicted, world.odds @ squares, what="the price")
-    columns, cases = [], [(draw.randn(4), draw.randn(4)) for draw in draws[::4]]
-    for loss_fn in (module.recentred, own_product):
-        biases = [[second_bias(loss_fn, *case, step) for step in STEPS] for case in cases]
-        common = [second_bias(loss_fn, *case, STEPS[-1], common=True) for case in cases]
-        evidence.equal([0] * len(cases), torch.stack(common), what="after a common step")
-        evidence.record_left(biases)
-        columns.append([*torch.tensor(biases).mean(0).tolist(), max(common)])
-    titles = (*map(str, STEPS), f"{STEPS[-1]}, the same for all groups")
-    evidence.rows += map(list, zip(titles, *columns, strict=True))
+        measured = coefficients(losses.recentred(batch), batch)[::2, 0]
+        evidence.equal((beta[z, y] * R[y] - beta[y, z] * R[z]) / 2, measured, what="a pair")
+        if K > 2:
+            evidence.record_left(beta[0, 1] - beta[0, 2])
 
 
 # ---------------- C25: a sampler that is not the trainer
 
 
-CAPS = (  # what an engine makes of the weight of an answer
-    lambda u: u,
-    lambda u: u.clamp(max=3),  # TIS
-    lambda u: u * ((u >= 0.5) & (u <= 2)),  # MIS
-    lambda u: u * (u <= 3),  # TRL's default
-)
-
-
 @claim("C25", "reinforce", only_if="no weight is capped or masked", extremes=False)
-def c25(module, name, draws, evidence):
+def c25(name, draws, evidence):
     """Weights u = prod_t pi_trainer/pi_sampler leave (G - 1) (J_trainer - J_sampler), in
     expectation, at a first token that all answers have for sure, if A is R minus the group's mean:
     noise, as long as nothing caps them.
@@ -525,33 +521,34 @@ def c25(module, name, draws, evidence):
     update is biased ("left"). recentred with the sampler's log-probs as logp_old leaves nothing and
     is unbiased (C21); its price grows with E[u^2] (C24).
 
-    Measured: both expectations over all groups of 2 to 4 answers to a choice, with no cap, TIS at
-    most 3, MIS within .5 to 2, and 0 above 3. reinforce weighs all tokens of an answer alike, so
-    the sum of a group's coefficients is what a token gets that all share.
+    Measured: both expectations over all groups of 2 to 4 answers to a choice, with no cap; and the
+    bias of the update with 0 above 3. reinforce weighs all tokens of an answer alike, so the sum of
+    a group's coefficients is what a token gets that all share.
     """
     cases = zip(draws[::2], (2, 3, 4) * 4, strict=False)
-    for (draw, G), cap in itertools.product(cases, CAPS):
+    for (draw, G), largest in itertools.product(cases, (math.inf, 3)):
         logits, R = draw.randn(2, 4), draw.randn(4)
         p, q = logits.softmax(1)
         world = OneChoice(answers_to_one_choice(R), G, *logits)
-        batch = world.batch(module, world.centred)
-        w, u = cap(p / q), losses.sequence_ratio(batch, "product").detach()
-        batch = replace(batch, adv=cap(u)[:, None] * batch.adv)
-        c = coefficients(module.reinforce(batch), batch)
-        predicted = (G - 1) * (q @ (w * R) - (q @ w) * (q @ R))
-        evidence.equal(predicted, world.odds @ c.view(-1, G).sum(1), what="the expected sum")
-        update, unbiased = world.odds @ world.updates(c), (1 - 1 / G) * p * (R - p @ R)
-        if cap is CAPS[0]:
-            evidence.equal(unbiased, update, what="the expected update")
-        else:
+        batch = world.batch(world.centred)
+        u = losses.sequence_ratio(batch, "product").detach()
+        batch = replace(batch, adv=(u * (u <= largest))[:, None] * batch.adv)
+        c = coefficients(losses.reinforce(batch), batch)
+        update = world.odds @ (c * world.scores).view(-1, G, 4).mean(1)
+        unbiased = (1 - 1 / G) * p * (R - p @ R)
+        if largest < math.inf:
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
+            continue
+        evidence.equal(unbiased, update, what="the expected update")
+        left = world.odds @ c.view(-1, G).sum(1)
+        evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
 
 
 # ---------------- C26: a choice of answers by the sign of A
 
 
 @claim("C26", "off_policy_mask")
-def c26(module, name, draws, evidence):
+def c26(name, draws, evidence):
     """A mask of losers alone leaves r P_m at a shared token inside the clip range, -r (P - P_m)
     above it and r P below it, P the winners' advantages and P_m those of the masked losers.
 
@@ -573,22 +570,13 @@ def c26(module, name, draws, evidence):
     heavier or lighter by their sign: a bias in a choice, as the min's is (C19).
 
     With unequal lengths each A_i is divided by its T_i, so the winners' sum differs from the
-    losers'. So it is measured: each sum on random trees, inside and outside the range, for three
+    losers'. So it is measured: each sum on random trees, inside and outside the range, for two
     deltas. "left": the mean size of the sum.
     """
-    settings = itertools.product(draws, ((0.15, 0.0), (0.3, 0.35)), (0.0, 0.02, 0.1))
-    for draw, (spread, offset), delta in settings:
-        log_r = draw.log_ratio(spread, offset)
-        far = (-log_r.sum(1) / torch.tensor(draw.T) > delta).tolist()
-        batch = draw.batch(module, spread, offset)
-        loss = module.off_policy_mask(batch, delta)
-        measured = draw.at_shared(coefficients(loss, batch)).sum(1)
-        predicted = []
-        for i, t in (draw.tree[node][0] for node in draw.shared):
-            answers = [(draw.adv[j].item() / draw.T[j], far[j]) for j in draw.group(i)]
-            winners = sum(a for a, _ in answers if a > 0)
-            losers = sum(a for a, dropped in answers if a < 0 and not dropped)
-            r = float(log_r[i, t].exp())
-            predicted.append(r * ((winners if r <= 1.2 else 0) + (losers if r >= 0.8 else 0)))
-        evidence.equal(predicted, measured)
+    for draw, delta in itertools.product(draws, (0.02, 0.1)):
+        rho, A, measured = push_shared(name, draw, 0.6, delta=delta)
+        far = draw.at_shared(draw.sequence_ratios(0.6).log() < -delta)
+        rho, winners = rho[:, 0], A.clamp(min=0).sum(1)
+        losers = (A.clamp(max=0) * ~far).sum(1)
+        evidence.equal(rho * (winners * (rho <= 1.2) + losers * (rho >= 0.8)), measured)
         evidence.record_left(measured)

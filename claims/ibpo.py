@@ -14,11 +14,12 @@ import itertools
 
 import torch
 
+import losses
 from claims.evidence import claim, coefficients
 
 
 @claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
-def i1(module, name, draws, evidence):
+def i1(name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
     hard prompts.
 
@@ -37,7 +38,7 @@ def i1(module, name, draws, evidence):
     """
     bonus, weight = 0.5, 0.6
     R = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    shaped = module.shaped_rewards(R, torch.tensor([False, True, False]))
+    shaped = losses.shaped_rewards(R, torch.tensor([False, True, False]))
     for p, q in itertools.product((0.05, 0.1, 0.15, 0.3, 0.5, 0.9), (0.05, 0.2, 0.8)):
         near_miss = (1 - p) * q
         odds = torch.tensor([p, near_miss, (1 - p) * (1 - q)], dtype=torch.float64)
@@ -49,11 +50,11 @@ def i1(module, name, draws, evidence):
             evidence.record_left((new - old) / old)
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
     repaired = torch.tensor([True, True, True, False])
-    evidence.equal([0.2 * 0.7, 1, 0.5, 0], module.shaped_rewards(rewards, repaired, 0.2, 0.7))
+    evidence.equal([0.2 * 0.7, 1, 0.5, 0], losses.shaped_rewards(rewards, repaired, 0.2, 0.7))
 
 
 @claim("I3", "ibpo")
-def i3(module, name, draws, evidence):
+def i3(name, draws, evidence):
     """A repaired answer is blamed on its changed tokens only and praised on its kept ones only; all
     else is grpo.
 
@@ -76,9 +77,9 @@ def i3(module, name, draws, evidence):
         repaired = torch.rand(draw.N, generator=draw.generator) < (k % 4) / 3  # none .. all
         R = torch.zeros(draw.N, dtype=torch.float64)
         facts = (draw.tokens, draw.mask, draw.logp.detach(), R, draw.G)
-        old = module.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        plain = draw.batch(module, 0.6)
-        grpo = coefficients(module.grpo(plain), plain)
+        old = losses.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
+        plain = draw.batch(losses, 0.6)
+        grpo = coefficients(losses.grpo(plain), plain)
         adv = draw.rows(draw.adv)
         masks = {
             "sign": torch.where(adv > 0, kept_mask, ~kept_mask),
@@ -86,6 +87,6 @@ def i3(module, name, draws, evidence):
             "none": draw.mask,
         }
         for reading, m in masks.items():
-            batch = draw.batch(module, 0.6, adv=module.ibpo(adv, old, reading))
+            batch = draw.batch(losses, 0.6, adv=losses.ibpo(adv, old, reading))
             predicted = torch.where(m | ~draw.rows(repaired), grpo, 0)
-            evidence.equal(predicted, coefficients(module.grpo(batch), batch))
+            evidence.equal(predicted, coefficients(losses.grpo(batch), batch))

@@ -11,11 +11,12 @@ import itertools
 
 import torch
 
+import losses
 from claims.evidence import claim, coefficients
 
 
 @claim("A2", "advantage_reweighting", extremes=False)
-def a2(module, name, draws, evidence):
+def a2(name, draws, evidence):
     """Advantage Reweighting: A_{i,t} = [alpha pi_old + 1 - alpha] A_i, whatever the sign of A_i.
 
     Source: AR/Lopti Prop. 4.2, Eq. 4 (P)
@@ -35,15 +36,15 @@ def a2(module, name, draws, evidence):
         alpha = hyper.get("alpha", 0.3)
         adv = draw.rows(draw.adv) * (1 + 0.5 * draw.noise)
         rewards = torch.zeros(draw.N)
-        old = module.OldPolicy(draw.tokens, draw.mask, draw.logp, rewards, draw.G)
-        measured = module.advantage_reweighting(adv, old, **hyper)
+        old = losses.OldPolicy(draw.tokens, draw.mask, draw.logp, rewards, draw.G)
+        measured = losses.advantage_reweighting(adv, old, **hyper)
         evidence.equal(False, measured.requires_grad)
         factor = 1 - alpha + alpha * draw.logp.exp()
         evidence.equal((factor * adv)[draw.mask], measured[draw.mask])
 
 
 @claim("A4", "lopti_low", "lopti_high")
-def a4(module, name, draws, evidence):
+def a4(name, draws, evidence):
     """Lopti's two passes part the tokens at pi_old = eta; at equal parameters their gradients add
     up to the joint one.
 
@@ -68,15 +69,15 @@ def a4(module, name, draws, evidence):
     0.2/0.24; and a KL term of weight 0.001. A negative eta reverses the order of the passes there.
     """
     for draw, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):
-        batch = draw.batch(module, spread)
-        joint = coefficients(module.token_grpo(batch), batch)
-        low = coefficients(module.lopti_low(batch, eta=eta), batch)
-        high = coefficients(module.lopti_high(batch, eta=eta), batch)
+        batch = draw.batch(losses, spread)
+        joint = coefficients(losses.token_grpo(batch), batch)
+        low = coefficients(losses.lopti_low(batch, eta=eta), batch)
+        high = coefficients(losses.lopti_high(batch, eta=eta), batch)
         p_old = draw.logp.detach().exp() * (-draw.log_ratio(spread)).exp()
         evidence.equal(torch.where(draw.mask & (p_old < eta), joint, 0), low)
         evidence.equal(torch.where(draw.mask & (p_old >= eta), joint, 0), high)
     half = torch.full((2, 1), 0.5, dtype=torch.float64).log()
     adv = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
-    batch = module.Batch(half.clone().requires_grad_(), half, adv, half < 0, 2, 1)
-    evidence.equal([[0], [0]], coefficients(module.lopti_low(batch), batch))
-    evidence.equal([[1], [-2]], coefficients(module.lopti_high(batch), batch))
+    batch = losses.Batch(half.clone().requires_grad_(), half, adv, half < 0, 2, 1)
+    evidence.equal([[0], [0]], coefficients(losses.lopti_low(batch), batch))
+    evidence.equal([[1], [-2]], coefficients(losses.lopti_high(batch), batch))

@@ -16,7 +16,7 @@ from llm import neighbours
 
 
 @claim("N4", "nthr_scores")
-def n4(module, name, draws, evidence):
+def n4(name, draws, evidence):
     """A wrong token pushes the correct answers down by its score, sum <g, g'> <h, h'> over their
     tokens; one matrix a group replaces the double sum.
 
@@ -65,9 +65,10 @@ def n4(module, name, draws, evidence):
     """
     for draw in draws:
         readout = Readout(draw)
-        scores = getattr(module, name, neighbours.nthr_scores)
         for full_vocab in (False, True):
-            measured = scores(**readout.facts, **readout.reading, full_vocab=full_vocab)
+            measured = neighbours.nthr_scores(
+                **readout.facts, **readout.reading, full_vocab=full_vocab
+            )
             for x, y in zip(readout.scores(full_vocab), measured, strict=True):
                 evidence.equal(x, y)
         W = readout.head.requires_grad_()

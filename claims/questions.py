@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+import losses
 from claims.choice import factor
 from claims.evidence import ascent, claim, coefficients
 from claims.formulas import average_of, shares_in
@@ -21,7 +22,7 @@ SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
 
 
 @claim("Q1", *SURROGATES, only_if="the ratios are exactly 1")
-def q1(module, name, draws, evidence):
+def q1(name, draws, evidence):
     """In the first update of a batch the value of grpo and gspo is 0, whatever was sampled, and no
     clip acts. The gradient is not 0.
 
@@ -47,9 +48,9 @@ def q1(module, name, draws, evidence):
     with the range once the ratios differ.
     """
     narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
-    loss_fn = getattr(module, name)
+    loss_fn = getattr(losses, name)
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
-        batch = draw.batch(module, spread)
+        batch = draw.batch(losses, spread)
         one, other = (coefficients(loss_fn(batch, **eps), batch) for eps in (narrow, wide))
         if spread:
             evidence.record_left((one - other)[draw.mask] / draw.size)
@@ -63,7 +64,7 @@ def q1(module, name, draws, evidence):
 
 
 @claim("Q2", "group_advantages", extremes=False)
-def q2(module, name, draws, evidence):
+def q2(name, draws, evidence):
     """A question's expected update is K grad p, p its chance to be right; the std makes K grow
     towards p = 0 and 1, less than 1/sqrt(p(1-p)).
 
@@ -90,7 +91,7 @@ def q2(module, name, draws, evidence):
             K = 0.0
             for k, chance in enumerate(chances):
                 rewards = torch.tensor([1.0] * k + [0.0] * (G - k), dtype=torch.float64)
-                A = module.group_advantages(rewards, G, scale)
+                A = losses.group_advantages(rewards, G, scale)
                 K += chance * float((A * rewards).mean()) / (p * (1 - p))
             evidence.equal(factor(G, p, scale), K)
             rows[f"K, {scale}"].append(K)
@@ -102,7 +103,7 @@ def q2(module, name, draws, evidence):
 
 
 @claim("Q4", "k3", extremes=False)
-def q4(module, name, draws, evidence):
+def q4(name, draws, evidence):
     """The value of the KL term estimates KL(pi || pi_ref), but its gradient is that of
     KL(pi_ref || pi).
 
@@ -120,11 +121,10 @@ def q4(module, name, draws, evidence):
     for draw in draws:
         z = draw.randn(5).requires_grad_()
         logp, ref = z.log_softmax(0), draw.randn(5).log_softmax(0)
-        columns = logp[:, None].expand(5, 2).T  # two answers to one prompt, a column for each token
-        batch = module.Batch(columns, columns.detach(), 0 * columns, columns < 1, 2, 5)
-        batch.logp_ref = ref.expand(2, 5)
+        rows = logp.expand(2, 5)  # two answers to one prompt, a column for each token
+        batch = losses.Batch(rows, rows.detach(), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
         pi = logp.detach().exp()
-        term = (pi * module.k3(batch)[0]).sum()
+        term = (pi * losses.k3(batch)[0]).sum()
         forward = (logp.exp() * (logp - ref)).sum()
         backward = (ref.exp() * (ref - logp)).sum()
         evidence.equal(forward, term)
@@ -133,7 +133,7 @@ def q4(module, name, draws, evidence):
 
 
 @claim("Q5", "reinforce", only_if="the log-probs are at the sampling temperature", extremes=False)
-def q5(module, name, draws, evidence):
+def q5(name, draws, evidence):
     """The expected update follows the expected reward of the policy that samples.
 
     Source: questions of users (D)
@@ -148,7 +148,7 @@ def q5(module, name, draws, evidence):
     for toy in (Toy(draw.seed) for draw in draws[::4]):
         W = toy.policy.W  # the logits at the sampling temperature
         batch = toy.batch(off_policy=False)
-        evidence.equal(toy.unbiased, ascent(module.reinforce(batch), W))
+        evidence.equal(toy.unbiased, ascent(losses.reinforce(batch), W))
         logp = toy.log_probs(Policy(0.6 * W, toy.policy.phi, 2))  # at temperature 1
-        g = ascent(module.reinforce(replace(batch, logp=logp, logp_old=logp.detach())), W)
+        g = ascent(losses.reinforce(replace(batch, logp=logp, logp_old=logp.detach())), W)
         evidence.record_left((g / g.norm() - toy.exact / toy.exact.norm()).norm())

@@ -8,19 +8,18 @@ visitors of a node are called exchangeable.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
+import losses
 from claims.evidence import TOLERANCE, ascent, claim
-from claims.formulas import FORMULAS, every_loss, fitting, name_of
+from claims.formulas import FORMULAS, every_loss, fitting
 from toy.worlds import Toy
 
 # ---------------- C15: the tax is a covariance
 
 
 @claim("C15", "learning_tax", "prefix_nodes", only_if="w does not depend on A")
-def c15(module, name, draws, evidence):
+def c15(name, draws, evidence):
     """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A): 0 for every A only if w
     is constant.
 
@@ -65,7 +64,7 @@ def c15(module, name, draws, evidence):
     """
     for draw in draws:
         if name == "prefix_nodes":
-            nodes = module.prefix_nodes(draw.tokens, draw.mask, draw.G)
+            nodes = losses.prefix_nodes(draw.tokens, draw.mask, draw.G)
             together = [x[draw.mask][:, None] == x[draw.mask] for x in (draw.nodes, nodes)]
             evidence.equal(*together)
             evidence.equal(~draw.mask, nodes == -1)
@@ -81,10 +80,10 @@ def c15(module, name, draws, evidence):
                 taxes += ((w - w.mean()) * A).sum().abs()
                 sizes += (w * A).abs().sum()
         whole = taxes / sizes if sizes else 0
-        evidence.equal(whole, module.learning_tax(c, draw.adv, draw.nodes, draw.mask))
+        evidence.equal(whole, losses.learning_tax(c, draw.adv, draw.nodes, draw.mask))
         evidence.record_left(whole)
         for constant in (0 * c, draw.fill((2 + draw.noise) * draw.rows(draw.adv))):
-            evidence.equal(0, module.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
+            evidence.equal(0, losses.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
 
 
 # ---------------- C16: the price
@@ -97,7 +96,7 @@ def c15(module, name, draws, evidence):
     only_if="on-policy, or the weight is the plain product",
     extremes=False,
 )
-def c16(module, name, draws, evidence):
+def c16(name, draws, evidence):
     """Off-policy a weight for each answer is unbiased if it is the answer's own plain product; most
     methods here are biased. On-policy each of them ascends in these toys.
 
@@ -121,9 +120,9 @@ def c16(module, name, draws, evidence):
     |E g - unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with
     grad J and L |E g| / |grad J| for A = R minus the mean, which is what the proof is about. Its
     rewards are graded. So the scale "std", with which METHODS ships most methods, turns the update
-    on-policy already (C20): the last two columns have the cosines with the scale that is shipped.
-    The rows of dapo, cispo and the other token means have the divisor of an infinite batch.
-    lopti_high and off_policy_mask get the hyperparameters of AUDIT, and gspo its clip range.
+    on-policy already (C20). The rows of dapo, cispo and the other token means have the divisor of
+    an infinite batch. lopti_high and off_policy_mask get the hyperparameters of AUDIT, and gspo its
+    clip range.
 
     A descent is cancelled as well as an ascent, and may be its own formula. So a positive cosine
     with grad J is required on-policy, of every loss, in every toy. This is no law: C18 and C20 have
@@ -134,28 +133,23 @@ def c16(module, name, draws, evidence):
         W = toy.policy.W
         if name == "sequence_ratio":
             off = toy.batch(off_policy=True)
-            ratios = (module.sequence_ratio(off, kind) for kind in ("product", "geometric"))
+            ratios = (losses.sequence_ratio(off, kind) for kind in ("product", "geometric"))
             unbiased, update = (ascent(-(s * off.adv[:, 0]).mean() / 2, W) for s in ratios)
             evidence.equal(toy.unbiased, unbiased)
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
             continue
-        loss = getattr(module, name)
-        methods = module.METHODS.values()
-        shipped = next(x.scale for x in methods if name in map(name_of, x.passes))
         average = FORMULAS[name][1] if name in FORMULAS else ""
-        updates = []
-        for scale, off_policy in itertools.product(("mean", shipped), (False, True)):
-            batch = toy.batch(off_policy, average, scale)
-            updates.append(ascent(loss(batch, **fitting(loss)), W))
-        cosines = [float((g * toy.exact).sum() / g.norm() / toy.exact.norm()) for g in updates]
-        evidence.equal(
-            [True, True], [x > 0 for x in cosines[::2]], what="whether it ascends on-policy"
-        )
-        if average == "budget":
-            evidence.equal(toy.unbiased, updates[0])
-        on, off = (2 * g.norm() / toy.exact.norm() for g in updates[:2])
-        prices.append([cosines[0], on, cosines[1], off, *cosines[2:]])
-        bias = (updates[1] - toy.unbiased).norm() / toy.unbiased.norm()
+        loss, row = getattr(losses, name), []
+        for off_policy in (False, True):
+            g = ascent(loss(toy.batch(off_policy, average), **fitting(loss)), W)
+            cosine = float((g * toy.exact).sum() / g.norm() / toy.exact.norm())
+            row += [cosine, 2 * g.norm() / toy.exact.norm()]
+            if not off_policy:
+                evidence.equal(True, cosine > 0, what="whether it ascends on-policy")
+            if not off_policy and average == "budget":
+                evidence.equal(toy.unbiased, g)
+        prices.append(row)
+        bias = (g - toy.unbiased).norm() / toy.unbiased.norm()  # off-policy
         if bias > TOLERANCE:  # a method of your own may have none
             evidence.record_left(bias)
     if prices:

@@ -1,6 +1,6 @@
 """Which losses of an engine cancel at a token that the whole group shares, and what others leave.
 
-`python -m engines.audit trl` and `python -m engines.audit verl` call every policy loss of the
+`python -m engines.audit trl` and `python -m engines.audit verl` call the policy losses of the
 installed package. A cell is the mean over shared tokens of |sum_i c_i| / sum_i |c_i|. At 0 the
 answers cancel, at 1 all of them push the same way. Advantages sum to zero in each group. Clip
 ranges and everything else are the engine's defaults, unless the row says more.
@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Draw
-from engines.shipped import Case, Row, trl_rows, verl_rows
-from losses import Batch, token_coefficients
+from claims.evidence import DRAWS, Draw
+from engines.shipped import Case, trl_rows, verl_rows
+from losses import Batch, histories, token_coefficients
 
-DRAWS = 24  # random trees, as in verify.py
 SAMPLED = 320_000  # tokens of another sampler, if each group had one answer
 GROUP_SIZE, DEVIATION = 8, 0.02
 
@@ -37,23 +36,22 @@ GROUP_SIZE, DEVIATION = 8, 0.02
 def tree_case(draw: Draw, spread: float, offset: float, micro_batches: int) -> Case:
     """A tree's answers. |log ratio| of a token lies between offset and offset + spread."""
     b = draw.batch(losses, spread, offset)
-    names = ("logp", "logp_old", "adv", "logp_ref")  # with garbage on the padding
+    names = ("logp", "logp_old", "adv")  # with garbage on the padding
     clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
     clean["logp"].requires_grad_()
-    b = replace(b, **clean)
-    # An entropy belongs to a history: the token before, or the prompt. (N, 1), then (N, T).
-    prompt = draw.nodes.max() + 1 + torch.arange(len(b.mask))[:, None] // b.group_size
-    history = torch.cat([prompt, draw.nodes[:, :-1]], 1).clamp(min=0)
-    entropies = torch.rand(int(history.max()) + 1, generator=torch.Generator().manual_seed(0))
-    return Case(b, b.logp_old, entropies[history].double(), micro_batches)
+    ids, history = histories(draw.nodes, draw.G).unique(return_inverse=True)
+    entropies = torch.rand(len(ids), generator=torch.Generator().manual_seed(0)).double()
+    return Case(replace(b, **clean), b.logp_old, entropies[history], micro_batches)
 
 
-def on_trees(row: Row, equal_lengths: bool, spread=0.0, offset=0.0, micro_batches=1) -> list[float]:
+def on_trees(
+    loss: Callable, equal_lengths: bool, spread=0.0, offset=0.0, micro_batches=1
+) -> list[float]:
     left = []
     for draw in (Draw(0, k) for k in range(DRAWS)):
         if draw.equal_lengths == equal_lengths and draw.N % micro_batches == 0:
             case = tree_case(draw, spread, offset, micro_batches)
-            left += draw.left_shared(token_coefficients(row.loss(case), case.batch.logp))
+            left += draw.left_shared(token_coefficients(loss(case), case.batch.logp))
     return left
 
 
@@ -84,15 +82,15 @@ def sampled_case(length: int) -> Case:
     return Case(batch, logp - gap, at_tokens(torch.rand))
 
 
-def of_another_sampler(row: Row, length: int) -> list[float]:
+def of_another_sampler(loss: Callable, length: int) -> list[float]:
     case = sampled_case(length)
-    c = token_coefficients(row.loss(case), case.batch.logp)[:, 0].view(-1, GROUP_SIZE)
+    c = token_coefficients(loss(case), case.batch.logp)[:, 0].view(-1, GROUP_SIZE)
     size = c.abs().sum(1)  # 0 where all answers are masked
     return (c.sum(1).abs() / size)[size > 0].tolist()
 
 
-# Each says what a row leaves at single shared tokens.
-COLUMNS: dict[str, Callable[[Row], list[float]]] = {
+# Each says what a loss leaves at single shared tokens.
+COLUMNS: dict[str, Callable[[Callable], list[float]]] = {
     "on-policy": partial(on_trees, equal_lengths=False),
     "off-policy, inside the clip": partial(on_trees, equal_lengths=True, spread=0.15),
     "off-policy, outside it": partial(on_trees, equal_lengths=True, spread=0.3, offset=0.35),
@@ -102,8 +100,8 @@ COLUMNS: dict[str, Callable[[Row], list[float]]] = {
 }
 
 
-def left_over(row: Row, column: str) -> float:
-    left = COLUMNS[column](row)
+def left_over(loss: Callable, column: str) -> float:
+    left = COLUMNS[column](loss)
     return sum(left) / max(1, len(left))
 
 
@@ -118,17 +116,15 @@ def main(argv: list[str] | None = None):
     parser.add_argument("engine", choices=engines)
     engine = parser.parse_args(argv).engine
     try:
-        version = importlib.metadata.version(engine)
-        rows = list(engines[engine]())
+        version, rows = importlib.metadata.version(engine), engines[engine]()
     except ImportError as error:
         sys.exit(f"error: the audit of {engine} needs it installed ({error}): pip install {engine}")
     print(f"{engine} {version}: what its losses leave at a token that the whole group shares\n")
-    print(f"| loss | where | {' | '.join(COLUMNS)} |")
-    print("|---|---" + "|---:" * len(COLUMNS) + "|")
-    for row in rows:
-        cells = [show(left_over(row, column)) for column in COLUMNS]
-        name = f"**{row.name}** (default)" if row.by_default else row.name
-        print(f"| {name} | `{row.where}` | {' | '.join(cells)} |", flush=True)
+    print(f"| loss | {' | '.join(COLUMNS)} |")
+    print("|---" + "|---:" * len(COLUMNS) + "|")
+    for name, loss in rows.items():
+        cells = [show(left_over(loss, column)) for column in COLUMNS]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

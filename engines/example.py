@@ -10,7 +10,7 @@ All flags of TRL's GRPOConfig are accepted. --num_generations is G, --max_comple
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from engines.trl import Trainer, log_learning_tax
 from losses import METHODS
 from toy.arithmetic import Arithmetic
+from train import knob
 
 # TRL hands every column but the prompt to the reward function.
 ROWS = [
@@ -52,14 +53,10 @@ def reward(completions: list[str], answer: list[str], **_) -> list[float]:
 
 @dataclass
 class Options:
-    model: str = field(default="", metadata={"help": "directory or hub id; none: tiny and random"})
-    method: str = field(
-        default="grpo", metadata={"help": f"trl for its own loss, or {', '.join(METHODS)}"}
-    )
-    hyper: str = field(default="", metadata={"help": "of the method: eps_low=.1 eps_high=.3"})
-    cancel: bool = field(
-        default=False, metadata={"help": "cancel at every history (losses.cancel)"}
-    )
+    model: str = knob("", "directory or hub id; none: tiny and random")
+    method: str = knob("grpo", f"trl for its own loss, or {', '.join(METHODS)}")
+    hyper: str = knob("", "of the method: eps_low=.1 eps_high=.3")
+    cancel: bool = knob(False, "cancel at every history (losses.cancel)")
 
 
 CPU = {"use_cpu": True, "bf16": False}
@@ -78,7 +75,7 @@ def parse(argv: list[str] | None = None) -> tuple[Options, GRPOConfig]:
 
 def load(path: str):
     """A model and its tokenizer."""
-    if path:
+    if path:  # by hand, because under FSDP TRL asks for device_map="auto"
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(path)
     tokenizer = Arithmetic().make_tokenizer()  # one token for each character
@@ -92,10 +89,10 @@ def load(path: str):
 
 
 class Show(TrainerCallback):
-    """Five of TRL's many numbers."""
+    """Four of TRL's many numbers."""
 
     def on_log(self, args, state, control, logs, **_):
-        names = ("reward", "learning_tax", "sibling_share", "cancelling_t", "cancelling_noise")
+        names = ("reward", "learning_tax", "sibling_share", "cancelling_t")
         if state.is_world_process_zero and "reward" in logs:
             numbers = (f"{name} {float(logs.get(name, 'nan')):.3f}" for name in names)
             print(f"step {state.global_step}:", ", ".join(numbers))

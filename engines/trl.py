@@ -57,12 +57,9 @@ class Trainer(GRPOTrainer):
         self, *args, method: str, hyper: dict | None = None, cancel: bool = False, **kwargs
     ):
         given = inspect.signature(GRPOTrainer.__init__).bind(None, *args, **kwargs).arguments
-        config = given.get("args")
-        if not isinstance(config, GRPOConfig):
-            raise ValueError("args: a GRPOConfig is needed")
         self.cancel = cancel
         self.takes_sampler = method == "recentred"
-        self.method = method_for(config, method, hyper or {})
+        self.method = method_for(given["args"], method, hyper or {})
         if any(given.get(name) for name in ("tools", "environment_factory", "rollout_func")):
             raise ValueError(
                 "tools, environment_factory and rollout_func are not supported: "
@@ -129,15 +126,11 @@ class Trainer(GRPOTrainer):
             scored = torch.cat([logp.detach(), *others])
             self.value, c = self._loss(scored, window, self.num_generations)
             self.coefficients = c.split(len(logp))
-        self._log_entropy(entropy.detach(), inputs["completion_mask"])
+        own_mean = entropy.detach()[inputs["completion_mask"].bool()].mean()
+        log_numbers(self, {"entropy": self.accelerator.gather(own_mean).mean().item()})
         surrogate = -(self.coefficients[micro_step] * logp).sum()
         # TRL adds micro-steps up, and averages over processes.
         return self.value / size + surrogate - surrogate.detach()
-
-    def _log_entropy(self, entropy: Tensor, mask: Tensor):
-        sums = torch.stack([(entropy * mask).sum(), mask.sum()])
-        total, tokens = self.accelerator.reduce(sums, "sum")
-        self._metrics["train"]["entropy"].append((total / tokens.clamp(min=1)).item())
 
     def _loss(
         self, logp: Tensor, window: list[dict], group_size: int
@@ -193,15 +186,14 @@ def of_all_processes(trainer: GRPOTrainer, x: Tensor, dim: int) -> Tensor:
 
 
 def what_cancelling_does(unit: Tensor, history: Tensor) -> dict[str, float]:
-    """How many tokens have a sibling, and what losses.cancel makes of the noise of a batch (C23).
+    """How many tokens have a sibling, and how much cancelling can do there (C23).
 
     unit: c / r of K tokens, before cancelling; history: where each was taken. (K,), (K,).
     sibling_share: the share of tokens at whose history another answer of the group takes one, too.
-    The other two are of these tokens, and left out where no coefficient differs from 0.
     cancelling_t: t = m^2 / (m^2 + v), m the mean and v the variance of c / r at a history. m^2 is
-    estimated by the products of different answers, so t may be negative.
-    cancelling_noise: the sum of squares of c / r after cancelling over that before. Where n answers
-    visit, it is (1 - t) n / (n - 1): below 1, if t is above 1 / n, cancelling pays.
+    estimated by the products of different answers, so t may be negative. Where n answers visit,
+    cancelling multiplies the noise by (1 - t) n / (n - 1), so it pays if t is above 1 / n. t is of
+    the shared tokens, and left out where no coefficient of theirs differs from 0.
     """
     ids, at = history.unique(return_inverse=True)
     visitors = torch.bincount(at)  # (H,)
@@ -211,8 +203,6 @@ def what_cancelling_does(unit: Tensor, history: Tensor) -> dict[str, float]:
     told = {"sibling_share": (n.sum() / len(unit)).item()}
     if size := squares.sum().item():
         told["cancelling_t"] = ((total**2 - squares) / (n - 1)).sum().item() / size
-        cancelled = n * (n * squares - total**2) / (n - 1) ** 2
-        told["cancelling_noise"] = cancelled.sum().item() / size
     return told
 
 
@@ -225,7 +215,7 @@ def log_learning_tax(trainer: GRPOTrainer):
     """Have a GRPOTrainer log the learning tax of its own loss, whatever loss_type it has.
 
     Call it before trainer.train(). "learning_tax" (C15) then stands beside TRL's own metrics, one
-    value an optimiser step, of all its micro-batches and processes, and so do the three numbers of
+    value an optimiser step, of all its micro-batches and processes, and so do the two numbers of
     what_cancelling_does. Loss, gradient, answers and random numbers stay as they are. What is
     measured is what reaches the log-probs: clip, averages, KL term and importance correction. An
     entropy bonus is not.
@@ -239,7 +229,6 @@ class LearningTax:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
         self.visits = []  # of the tokens of each micro-batch so far
-        self.next_node = 1  # 0 is padding
         self.generate = trainer._generate_and_score_completions
         self.score = trainer._get_per_token_logps_and_entropies
         self.take_loss = trainer._compute_loss
@@ -258,10 +247,10 @@ class LearningTax:
             before = histories(nodes, self.trainer.num_generations)
             start = self.trainer.accelerator.process_index * len(tokens)
             own = slice(start, start + len(tokens)), slice(tokens.shape[1])
-            rows["nodes"], rows["histories"] = (x[own] + self.next_node for x in (nodes, before))
-            # An optimiser step may span two generations. Prompts count down from -2, so they need
-            # room below the next nodes.
-            self.next_node += whole.numel() + len(whole)
+            # An optimiser step may span two generations, so each has numbers of its own, and all
+            # of them are above 0, which is padding.
+            first = (1 + self.trainer._step) << 32
+            rows["nodes"], rows["histories"] = nodes[own] + first, before[own] + first
         return rows
 
     def score_and_keep(self, *args, **kwargs):
@@ -319,12 +308,8 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if "kl" in hyper:
         raise ValueError("the weight of the KL term is TRL's --beta here, not kl")
     method = bind(name, hyper)
-    if method.needs_scores:
-        raise ValueError(f"--method {name} reads hidden states, which TRL does not hand on")
-    if method.repair:
-        raise ValueError(
-            f"--method {name} makes a second rollout of corrections, which TRL has not"
-        )
+    if method.needs_scores or method.repair:
+        raise ValueError(f"--method {name} needs train.py: hidden states, or a second rollout")
     refuse_settings(config, method)
     refuse_batching(config, len(method.passes))
     return bind(name, hyper | {"kl": config.beta}) if config.beta else method

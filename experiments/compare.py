@@ -1,7 +1,6 @@
 """Train several methods on several seeds, and compare them.
 
     python -m experiments.compare --method grpo,grpo+cancel,dfpo-min --seeds 5 --plot curves.png
-    python -m experiments.compare --method grpo,gspo --lrs 3e-4,1e-3,3e-3
     python -m experiments.compare --runs runs/*
 
 NAME+cancel is the method NAME with --cancel. A method may have settings of its own, as in
@@ -10,8 +9,7 @@ train.py holds for all runs. Each run is a process of train.py, with the directo
 OUT/METHOD-sSEED and a log beside it. The same command goes on with what was cut off, and trains
 nothing twice.
 
---lrs has each method tried with these learning rates first, on two other seeds. It keeps the one
-with the highest mean reward. --runs trains nothing, and reads runs of train.py.
+--runs trains nothing, and reads runs of train.py.
 
 The table has the mean over seeds and half its 95 % interval (Student's t). Below stand the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
@@ -31,6 +29,7 @@ only one of them repairs) and the order of their prompts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -61,7 +60,6 @@ class Options:
     method: str = knob("grpo", "methods, with commas between them")
     seeds: int = knob(3, "how many seeds")
     seed: int = knob(0, "the first of them")
-    lrs: str = knob("", "learning rates to try first, with commas between them")
     out: str = knob("runs/compare", "directory of the runs")
     at_once: int = knob(0, "runs at a time; 0: one for each core, on a GPU one")
     runs: list[str] = field(default_factory=list, metadata={"help": "read these, train nothing"})
@@ -76,12 +74,10 @@ def main(argv: list[str] | None = None):
         # A comma before KEY= goes on with the settings of a method. Any other ends the method.
         variants = re.split(r",(?!\w+=)", options.method)
         seeds = range(options.seed, options.seed + options.seeds)
-        if options.lrs:
-            variants = choose_rates(variants, seeds, options, shared)
-        folders = sum(train_all(variants, seeds, options, shared).values(), [])
+        folders = train_all(variants, seeds, options, shared)
     for folder in folders:
         if not finished(folder):
-            print(f"left out: {folder} is not a finished run")
+            print(f"left out: {folder} is not a finished run; see {folder}.log")
     frame = read_runs(filter(finished, folders))
     print(make_tables(compute_outcomes(frame)))
     if options.plot:
@@ -107,32 +103,27 @@ def find_flags(variant: str) -> list[str]:
     return [*flags, "--hyper", " ".join(hyper)] if hyper else flags
 
 
-def train_all(
-    variants: list[str], seeds: range, options: Options, shared: list[str]
-) -> dict[str, list[Path]]:
+def train_all(variants: list[str], seeds: range, options: Options, shared: list[str]) -> list[Path]:
     """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
-    made, todo = {}, {}
-    for variant in variants:
-        name = variant.replace(":", ",")
-        made[variant] = [Path(options.out, f"{name}-s{seed}") for seed in seeds]
-        for folder, seed in zip(made[variant], seeds, strict=True):
-            args = [*shared, *find_flags(variant), "--seed", str(seed)]
-            config = train.parse(args)
-            train.bind_flags(config)  # mistakes end here, before anything runs
-            check_same(folder, asdict(config))
-            if not finished(folder):
-                todo[folder] = args
+    folders, todo = [], {}
+    for variant, seed in itertools.product(variants, seeds):
+        folder = Path(options.out, f"{variant.replace(':', ',')}-s{seed}")
+        args = [*shared, *find_flags(variant), "--seed", str(seed)]
+        config = train.parse(args)
+        train.bind_flags(config)  # mistakes end here, before anything runs
+        check_same(folder, asdict(config))
+        folders.append(folder)
+        if not finished(folder):
+            todo[folder] = args
     Path(options.out).mkdir(parents=True, exist_ok=True)
     at_once = options.at_once or (1 if torch.cuda.is_available() else os.cpu_count())
     print(f"{len(todo)} runs to do, {at_once} at once", flush=True)
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            codes = list(pool.map(train_one, todo, todo.values()))
+            list(pool.map(train_one, todo, todo.values()))
         except KeyboardInterrupt:  # the runs have it, too; map() cancels those that wait
             sys.exit("stopped; the same command goes on")
-    if failed := [str(folder) for folder, code in zip(todo, codes, strict=True) if code]:
-        sys.exit(f"error: {', '.join(failed)} failed; a log is beside each, as NAME.log")
-    return made
+    return folders
 
 
 def check_same(folder: Path, asked: dict):
@@ -144,27 +135,13 @@ def check_same(folder: Path, asked: dict):
                 sys.exit(f"error: {folder} was made with {other}; choose another --out")
 
 
-def train_one(folder: Path, args: list[str]) -> int:
-    """Returns the process's exit code."""
+def train_one(folder: Path, args: list[str]):
     began = (folder / "config.json").exists()
     args = ["--resume", str(folder)] if began else [*args, "--out", str(folder)]
     command = [sys.executable, train.__file__, *args]
     with open(f"{folder}.log", "a") as log:
         print("$", shlex.join(command), file=log, flush=True)
-        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-
-
-def choose_rates(
-    variants: list[str], seeds: range, options: Options, shared: list[str]
-) -> list[str]:
-    """The variants, each with the learning rate that did best on two seeds after the others."""
-    rates, more = options.lrs.split(","), range(seeds.stop, seeds.stop + 2)
-    tried = [[f"{v}{',' if ':' in v else ':'}lr={rate}" for rate in rates] for v in variants]
-    made = train_all(sum(tried, []), more, options, shared)
-    reward = {v: compute_outcomes(read_runs(made[v]))["reward"].mean() for v in made}
-    print(f"mean reward on seeds {more[0]} and {more[1]}:")
-    print(pd.Series(reward).round(3).to_string())
-    return [max(some, key=reward.get) for some in tried]
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 # ---------------- reading runs
@@ -201,12 +178,10 @@ def read_runs(folders: Iterable[Path]) -> pd.DataFrame:
 
 def compute_outcomes(frame: pd.DataFrame) -> pd.DataFrame:
     """What each run came to: a row for each method and seed."""
-
     outcomes = {}
     for run, lines in frame.groupby(["method", "seed"], sort=False):
-        steps, last = lines[lines["step"] > 0], lines.iloc[-1]
-        reward = steps["reward"]
-        reached = steps["step"][reward.rolling(5).mean() >= 0.8]
+        reward, last = lines["reward"], lines.iloc[-1]  # step 0 has no reward
+        reached = lines["step"][reward.rolling(5).mean() >= 0.8]
         outcomes[run] = {
             "reward": reward.mean(),
             "final": reward.tail(10).mean(),
@@ -214,8 +189,8 @@ def compute_outcomes(frame: pd.DataFrame) -> pd.DataFrame:
             "Steps(0.8)": reached.min() if len(reached) else math.inf,
             "jitter": reward.diff().diff().abs().mean(),
             "drift": last["drift"],
-            "tax": steps["tax"].mean(),
-            "clipped": steps["clip_share"].mean() if "clip_share" in steps else math.nan,
+            "tax": lines["tax"].mean(),
+            "clipped": lines["clip_share"].mean() if "clip_share" in lines else math.nan,
         }
     table = pd.DataFrame(outcomes).T.rename_axis(["method", "seed"])
     return table.dropna(axis="columns", how="all")

@@ -16,6 +16,7 @@ from collections import defaultdict
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -24,7 +25,7 @@ from datasets import Dataset
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
 from losses import METHODS, Batch, Method, OldPolicy, group_advantages
@@ -33,15 +34,12 @@ from train import Config, bind, load_policy
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from engines import example  # noqa: E402
-from engines.siblings import has_sibling  # noqa: E402
+from engines import example, siblings  # noqa: E402
 from engines.trl import Trainer, log_learning_tax  # noqa: E402
 
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
-MEAN_SCALED = [name for name, m in METHODS.items() if m.scale == "mean"]
-HONOURED = [name for name, m in METHODS.items() if not m.needs_scores and not m.repair]
 # After one step of the optimiser, tokens lie on both sides of these. Others keep their defaults.
 HYPER = {"grpo": {"eps_low": 0.15, "eps_high": 0.2}, "gspo": {"eps_low": 0.5, "eps_high": 0.6}}
 # TRL's own loss is ours, but for a constant factor. The second step leaves its clip.
@@ -129,7 +127,7 @@ def make(model, method=None, hyper=None, cancel=False, **options):
         max_completion_length=L,
         generation_kwargs={"max_new_tokens": LONGEST},
         reward_weights=WEIGHTS,
-        scale_rewards="none" if method in MEAN_SCALED else "group",
+        scale_rewards="none" if method and METHODS[method].scale == "mean" else "group",
         gradient_checkpointing=False,
         use_bias_correction_kl=False,
     )
@@ -231,15 +229,14 @@ def cancelling(unit, prompts, answers):
         for t in range(len(answer)):
             visits[str(prompt), str(answer[:t])].append(row[t])
     shared = [u for u in visits.values() if len(u) > 1]
-    before = after = products = 0.0
+    squares = products = 0.0
     for pushes in shared:
         for push in pushes:
             others = (sum(pushes) - push) / (len(pushes) - 1)
-            before += push**2
+            squares += push**2
             products += push * others
-            after += (push - others) ** 2
-    told = {"sibling_share": sum(map(len, shared)) / sum(map(len, answers))}
-    return told | {"cancelling_t": products / before, "cancelling_noise": after / before}
+    share = sum(map(len, shared)) / sum(map(len, answers))
+    return {"sibling_share": share, "cancelling_t": products / squares}
 
 
 def padded(rows):
@@ -272,11 +269,12 @@ def split(micro, accumulate, pieces, **options):
     )
 
 
-CASES = [(name, {}) for name in HONOURED]
+# Its ratio looks at siblings, whole groups, two passes and a credit rule.
+CASES = [(name, {}) for name in ("dfpo-min", "balanced", "ar-lopti")]
 for pieces in ((2, 4, 4), (4, 1, 2), (2, 2, 4)):  # micro-batches of 2 rows tear groups of 4
     CASES.append(("gspo", split(*pieces, cancel=True)))
 CASES += [("grpo", dict(beta=0.3, num_iterations=k, cancel=k == 2)) for k in (1, 2)]
-CASES += [(name, dict(sampler=True)) for name in ("recentred", "dr-grpo")]
+CASES += [(name, dict(sampler=True)) for name in ("recentred", "dr-grpo")]  # L is in the latter
 # A step on one generation, on half of one, and on two.
 CASES += [(TRLS, split(4, 2, 2)), (TRLS, split(4, 2, 4)), (TRLS, split(4, 4, 2, num_iterations=1))]
 
@@ -308,7 +306,9 @@ def test_evaluation_is_of_groups_of_its_own_size(qwen_path):
 
 REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="nthr"), "--method nthr"),
+    (dict(method="ibpo"), "--method ibpo"),
     (dict(hyper={"eps": 0.1}), "eps"),
+    (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
     (dict(method="dr-grpo", scale_rewards="group"), "--scale_rewards none"),
     (dict(epsilon=0.1), "--epsilon 0.1"),  # ours has its own, so this would have no effect
     (dict(steps_per_generation=3), "--steps_per_generation"),
@@ -331,34 +331,39 @@ def test_a_wrong_setting_is_refused_in_one_line(qwen_path, options, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_answer_without_a_reward_is_refused(qwen_path):
+@pytest.mark.parametrize("reward", (None, math.inf))
+def test_an_answer_without_a_reward_is_refused(qwen_path, reward):
     trainer = make(qwen_path, "grpo")
-    trainer.reward_funcs = [lambda completion_ids, **_: [None] * len(completion_ids)] * 2
+    trainer.reward_funcs = [lambda completion_ids, **_: [reward] * len(completion_ids)] * 2
     with pytest.raises(ValueError, match="each answer needs a number"):
         trainer.train()
 
 
 def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert example.reward(["3", "34", "4"], ["3"] * 3) == [1.0, 0.5, 0.0]
+    assert example.reward(["3", "34", "43"], ["3"] * 3) == [1.0, 0.5, 0.0]
+    flags = ["--method", "dfpo-min", "--hyper", "eps=.1", "--cancel"]
+    trainer = example.make_trainer(*example.parse(flags))
+    assert trainer.method.hyper["eps"] == 0.1 and trainer.cancel
     for flags in ([], ["--method", "trl", "--max_steps", "10"]):
         example.main(flags)
         lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step ")]
         values = [[float(part.split()[-1]) for part in line.split(",")] for line in lines]
-        assert len(lines) == (2 if flags else 12) and all(len(row) == 5 for row in values)
+        assert len(lines) == (2 if flags else 12) and all(len(row) == 4 for row in values)
         assert 0 < values[-1][2] < 1 and values[-1][0] > values[0][0] + 0.02
     assert values[0][1] == 0 and AutoModelForCausalLM.from_pretrained("out").num_parameters() > 1000
 
 
-def test_siblings_are_counted_up_to_the_end(qwen_path):
-    """Answers 5 6 end, 5 6 7 8 and 5 9 9 end: who takes a token after the same words?"""
-    answers = torch.tensor([[5, 6, 2, 5], [5, 6, 7, 8], [5, 9, 9, 3]])  # ids 2 and 3 end
-    model = AutoModelForCausalLM.from_pretrained(qwen_path)
-    model.generate = lambda prompt, **_: torch.cat([prompt.expand(3, -1), answers], 1)
-    tokenizer = AutoTokenizer.from_pretrained(qwen_path)
-    shared, mask = has_sibling(model, tokenizer, "1+1=", 3, 4, 1.0)
-    assert mask.tolist() == [[True] * 3 + [False], [True] * 4, [True] * 4]
-    assert shared.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
+def test_siblings_share_all_words_before(monkeypatch, capsys):
+    """Answers 5 6 end, 5 6 7 8 and 5 9 9 3: who takes a token after the same words?"""
+    tokens = torch.tensor([[5, 6, 2, 5], [5, 6, 7, 8], [5, 9, 9, 3]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    answers = SimpleNamespace(tokens=tokens, mask=mask)
+    monkeypatch.setattr(siblings.train, "sample", lambda *_: answers)
+    siblings.main(["--group-size", "3", "--max-tokens", "4"])
+    said = capsys.readouterr().out
+    assert "3 tokens of an answer, 0.889 have" in said  # 3 + 3 + 2 of 9
+    assert "4 tokens of an answer, 0.727 have" in said  # and of 11
 
 
 SHARDED = ["sharded grpo", "sharded pos-only"]  # L is in neither
