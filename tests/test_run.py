@@ -161,16 +161,18 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("group", (0, 1))  # whichever comes first
 def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys, group):
-    """Of two groups, the one in which more answers share their first token."""
+    """Of two groups, the one in which more answers share their first token; one has no signal."""
     texts, others = ["so#12", "so#1", "ok#"], ["so#", "ok#", "hm#"]
-    ids = scratch.tokenizer(others + texts if group else texts + others).input_ids
+    both = others + texts if group else texts + others
+    ids = scratch.tokenizer([*both, "so#", "so#", "so#"]).input_ids
     padded = torch.tensor([row + [-1] * (5 - len(row)) for row in ids])
-    tokens, mask, A = padded.clamp(min=0), padded >= 0, torch.tensor([-1.0, 2.0, -1.0] * 2)
-    logp, c = -torch.arange(30.0).view(6, 5) / 8, (A / 4)[:, None].expand(6, 5)
-    items = Arithmetic().train[:2]
+    tokens, mask = padded.clamp(min=0), padded >= 0
+    A = torch.tensor([-1.0, 2.0, -1.0] * 2 + [0.0] * 3)
+    logp, c = -torch.arange(45.0).view(9, 5) / 8, (A / 4)[:, None].expand(9, 5)
+    items = Arithmetic().train[:3]
     copies = [item for item in items for _ in range(3)]
     answers = SimpleNamespace(step=1, items=copies, tokens=tokens, mask=mask, rewards=A)
-    rows = torch.tensor([3, 4, 5, 0, 1, 2])  # the groups, as the update took them
+    rows = torch.tensor([6, 7, 8, 3, 4, 5, 0, 1, 2])  # the groups, as the update took them
     batch, nodes = SimpleNamespace(group_size=3, logp=logp[rows]), prefix_nodes(tokens, mask, 3)
     scored = SimpleNamespace(answers=answers, batch=batch, advantages=A, nodes=nodes)
     update = SimpleNamespace(rows=rows, batch=batch, coefficients=c[rows], after=logp[rows] - 1)
@@ -185,7 +187,7 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
             numbers = "".join(f"{y:8.4f}" for y in x[: len(text)].tolist())
             assert f"  {name} {numbers}\n" in said
     assert said.endswith("what they share\n    1.000    0.2500  1 2: s o # 1\n\n")
-    scored.advantages = torch.zeros(6)
+    scored.advantages = torch.zeros(9)
     for last in (False, True):  # a step in which nothing is learnt, and a whole run
         assert not show_group(scratch, scored, [update], last)
         assert ("nothing was pushed" in capsys.readouterr().out) == last
