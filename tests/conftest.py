@@ -77,20 +77,6 @@ def random_policy(seed: int, fast: bool = False) -> train.Policy:
     return replace(policy, eos=torch.tensor([0, 5, 9]))
 
 
-def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
-    """Answers to prompts that belong to no task."""
-    width = max(map(len, prompts))
-    padded = torch.tensor([[-1] * (width - len(row)) + row for row in prompts])
-    tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
-    n = len(prompts)
-    return train.Answers([None] * n, [""] * n, padded, tokens, mask, logp, torch.zeros(n), 0)
-
-
-def rows_of(answers) -> list[list[int]]:
-    """The tokens of each answer."""
-    return [y[m].tolist() for y, m in zip(answers.tokens, answers.mask, strict=True)]
-
-
 @contextmanager
 def float64():
     """Everything in float64: new tensors, and what the code asks to be fp32."""
@@ -127,17 +113,9 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     )
     sizes = dict(vocab_size=len(tokenizer), initializer_range=0.3)
     sizes |= dict(bos_token_id=None, pad_token_id=0, eos_token_id=1)
-    if kind == "gpt2":  # learned positions, tied embeddings, dropout that must stay off
-        sizes |= dict(n_embd=32, n_layer=2, n_head=4, n_positions=1024)
-    else:
-        sizes |= dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
-    if kind == "qwen2":
-        sizes |= dict(tie_word_embeddings=True)
-    if TRANSFORMERS_4 and "rope_parameters" in options:
-        rope = dict(options.pop("rope_parameters"))
-        rope["type"] = rope.pop("rope_type")
-        options |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
+    sizes |= dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
+    sizes |= dict(tie_word_embeddings=kind in ("gpt2", "qwen2"))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options))
     if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used

@@ -10,47 +10,30 @@ from dataclasses import replace
 import naive
 import pytest
 import torch
-from conftest import (
-    TRANSFORMERS_4,
-    Letters,
-    answer,
-    build,
-    float64,
-    load,
-    random_policy,
-    refused,
-    rows_of,
-)
+from conftest import TRANSFORMERS_4, Letters, build, float64, load, random_policy, refused
 from transformers.cache_utils import DynamicLayer
 
 import train
 from llm import fast
 
 
-def gradient(policy, logp, weight):
-    policy.model.zero_grad()
-    (logp * weight).sum().backward()
-    named = policy.model.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
+    """Answers to prompts that belong to no task."""
+    width = max(map(len, prompts))
+    padded = torch.tensor([[-1] * (width - len(row)) + row for row in prompts])
+    tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
+    n = len(prompts)
+    return train.Answers([None] * n, [""] * n, padded, tokens, mask, logp, torch.zeros(n), 0)
 
 
-def assert_scored_like_whole_texts(policy, answers, prompts, temperature):
-    """Log-probs, entropies and gradients."""
-    mask = answers.mask
-    pairs = zip(prompts, rows_of(answers), strict=True)
-    full = torch.cat([naive.read(policy, *pair, temperature) for pair in pairs])
-    expected = full.gather(1, answers.tokens[mask][:, None]).squeeze(1)
+def numbers(policy, answers, temperature) -> list:
+    """Sampled and scored log-probs, entropies, and a gradient."""
     logp, entropy = policy.scorer(policy, answers, temperature)
-    torch.testing.assert_close(logp[mask], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(entropy[mask], -(full.exp() * full).sum(-1), rtol=1e-4, atol=1e-4)
-    assert (logp[~mask] == 0).all() and (entropy[~mask] == 0).all()
-    assert logp.requires_grad and not entropy.requires_grad
-    weight = torch.randn(mask.shape, generator=train.rng("weight"))
-    theirs = gradient(policy, expected, weight[mask])
-    ours = gradient(policy, logp, weight)
-    assert ours.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        assert (ours[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5, name
+    assert logp.requires_grad and not entropy.requires_grad and not answers.logp.requires_grad
+    policy.model.zero_grad()
+    logp.backward(torch.randn(logp.shape, generator=train.rng("weight")))
+    grads = [p.grad.clone() for p in policy.model.parameters() if p.grad is not None]
+    return [answers.logp, logp.detach(), entropy, *grads]
 
 
 @pytest.fixture(scope="module")
@@ -59,51 +42,48 @@ def quick():
     return load("scratch", layers=1, width=16, fast=True)
 
 
-LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0)
-LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=32)
 KINDS = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "gpt2": {},
     "qwen2": {},
-    "llama": dict(rope_parameters=LLAMA3),
+    "llama": {},
     "gemma": dict(head_dim=8),
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=4.0),
     "gemma3_text": dict(head_dim=8, sliding_window=4, layer_types=KINDS),
     "mistral": dict(sliding_window=4),
-    "gpt_neox": {},
     "lfm2": dict(layer_types=["conv", "full_attention"]),  # its cache holds more than keys
-    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
-    "mixtral": dict(num_local_experts=4),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path):
-    """A text is longer than the sliding window, and than the first context of Llama 3's RoPE.
-    Nothing of a model's own generation config (top_k = 1 in Qwen2's) shapes its answers. Gemma 2
-    caps its logits behind the output layer, so there only the plain way is right."""
-    path, ways = build(family, tmp_path, **FAMILIES[family]), (False, True)
-    refused_in_4 = TRANSFORMERS_4 and family in ("gemma3_text", "lfm2", "opt")
-    if refused_in_4:
+    """A text is longer than the sliding window. Nothing of a model's own generation config (top_k =
+    1 in Qwen2's) shapes its answers. Gemma 2 caps its logits behind the output layer, so there only
+    the plain way is right."""
+    if TRANSFORMERS_4 and family in ("gemma3_text", "lfm2"):
         pytest.skip("transformers 4 hands out other caches for this family")
+    path = build(family, tmp_path, **FAMILIES[family])
+    policies = [load(path)]
     if family == "gemma2":
         assert "--fast false" in refused(lambda: load(path, fast=True))
-        ways = (False,)
-    policies = [load(path, fast=fast) for fast in ways]
+    else:
+        policies.append(load(path, fast=True))
     prompts = [prompt for prompt in ([5, 60, 61, 62], [70], [*range(80, 95)]) for _ in range(2)]
     for temperature in (0.0, 1.5):
-        gen = train.rng(1)
+        gen, made = train.rng(1), []
         expected = naive.rollout(policies[0], prompts, 24, temperature, gen)
         logp = torch.cat(naive.log_probs(policies[0], prompts, expected, temperature or 1.0))
         for policy in policies:
             its_gen = train.rng(1)
             answers = answer(policy, prompts, 24, temperature, its_gen)
-            mask = answers.mask
-            assert rows_of(answers) == expected and (mask.long().diff() <= 0).all()
-            torch.testing.assert_close(answers.logp[mask], logp, rtol=1e-4, atol=1e-4)
-            assert (answers.logp[~mask] == 0).all() and not answers.logp.requires_grad
+            rows = zip(answers.tokens, answers.mask, strict=True)
+            assert [y[mask].tolist() for y, mask in rows] == expected
             assert torch.equal(gen.get_state(), its_gen.get_state())
-            assert_scored_like_whole_texts(policy, answers, prompts, 0.8)
+            made.append(numbers(policy, answers, temperature or 1.0))
+            for ours in made[-1][:2]:
+                torch.testing.assert_close(ours[answers.mask], logp, rtol=1e-4, atol=1e-4)
+        for plain, quick in zip(made[0], made[-1], strict=True):
+            assert (plain - quick).norm() <= 1e-4 * plain.norm() + 1e-5
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -125,15 +105,9 @@ def test_both_ways_give_the_same_answers_and_numbers(seed, monkeypatch):
         for quick in (False, True):
             policy = replace(random_policy(37, quick), eos=eos)
             answers = answer(policy, prompts, cap, temperature, train.rng(seed))
-            logp, entropy = policy.scorer(policy, answers, 0.9)
-            weight = torch.randn(logp.shape, generator=train.rng("weight"))
-            made.append((answers, logp, entropy, gradient(policy, logp, weight)))
-    (a, *numbers, grad), (b, *others, its_grad) = made
-    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.mask, b.mask)
-    for x, y in zip((a.logp, *numbers), (b.logp, *others), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
-    for name in grad:
-        torch.testing.assert_close(grad[name], its_grad[name], rtol=0, atol=1e-10)
+            made.append([answers.tokens, answers.mask, *numbers(policy, answers, 0.9)])
+    for x, y in zip(*made, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
 
 
 def test_a_draw_is_exact_in_a_large_vocabulary(quick, monkeypatch):
@@ -205,28 +179,24 @@ def test_chunks_of_logits_change_nothing_and_are_not_kept(scratch, monkeypatch):
     assert made == [1500] and (1500, V) in [x.shape for x in kept]
     for x, y in zip(score(600), whole, strict=True):
         torch.testing.assert_close(x, y)
-    assert made[1:] == 2 * [600, 600, 300] or made[1:] == [600, 600, 300, 300, 600, 600]
+    assert max(made[1:]) == 600
     assert all(x.shape[-1] != V for x in kept)
 
 
 # ---------------- the check before a run
 
 
-def off(made, i, by=0.01):
-    return [x + by if k == i else x for k, x in enumerate(made)]
-
-
 @pytest.mark.parametrize(
     "name, wrong",
     [
-        ("sampler", lambda real, *args: off(real(*args), 2)),
-        ("scorer", lambda real, *args: off(real(*args), 0)),
-        ("scorer", lambda real, *args: off(real(*args), 0, -0.01)),
-        ("scorer", lambda real, *args: (real(*args)[0] * torch.nan, None)),
+        ("sampler", lambda tokens, mask, logp: (tokens, mask, logp + 0.01)),
+        ("scorer", lambda logp, entropy: (logp + 0.01, entropy)),
+        ("scorer", lambda logp, entropy: (logp - 0.01, entropy)),
+        ("scorer", lambda logp, entropy: (logp * torch.nan, entropy)),
     ],
 )
 def test_the_check_sees_what_differs(quick, name, wrong):
     train.check_fast(quick, Letters(), train.Config())
     real = getattr(quick, name)
-    broken = replace(quick, **{name: lambda *args: wrong(real, *args)})
+    broken = replace(quick, **{name: lambda *args: wrong(*real(*args))})
     assert "--fast" in refused(train.check_fast, broken, Letters(), train.Config())

@@ -17,7 +17,7 @@ import torch
 from conftest import TINY, TRANSFORMERS_4, load, metrics
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import train
 from llm import fast
@@ -36,10 +36,7 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def tensors_in(value) -> list[Tensor]:
-    value = tuple(value.values()) if isinstance(value, dict) else value
-    if isinstance(value, tuple | list):
-        return [x for part in value for x in tensors_in(part)]
-    return [value] if isinstance(value, Tensor) else []
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 class PretendedCuda(TorchFunctionMode):
@@ -139,11 +136,13 @@ def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, easy):
         answers = train.sample(policy, task, task.train[:4], 1, config)
         scored = train.score(policy, answers, method, config, reference=policy)
         assert scored.max_logp_gap < 0.5  # bf16 rounds by the shape of a batch
+        train.check_gap(0.5, 1, 1.0, answers.logp.device)
         updates = train.learn(policy, train.adamw(policy.model, 0.0), scored, method, config)
         assert train.diagnose(policy, scored, updates, method, config)["grad_norm"] > 0
         assert dtypes == {expected}
         devices = {x.device.type for x in (answers.logp, scored.nodes, updates[0].coefficients)}
-        assert devices == {"cuda"} and answers.logp.dtype == torch.float32
+        assert devices == {"cuda"}
+        assert {answers.logp.dtype, scored.batch.logp.dtype} == {torch.float32}
 
 
 def test_fast_adds_gradients_and_makes_logits_in_fp32():

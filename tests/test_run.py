@@ -1,32 +1,39 @@
 """To whoever runs train.py: what a run leaves, that a kill loses nothing, a mistake is one line.
 
-LONG=1 adds 50 kills at random moments and the default run.
+LONG=1 adds the default run.
 """
 
 import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
-import naive
 import pytest
 import torch
 from conftest import TINY, build, load, metrics, refused, run
 
 import train
 from llm.trace import show_group
+from losses import prefix_nodes
 from toy.arithmetic import Arithmetic
 
 ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("easy")
-long = pytest.mark.skipif(not os.environ.get("LONG"), reason="minutes: LONG=1")
+
+
+def same(a, b) -> bool:
+    """Tensors, and what holds them, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b
 
 
 # ---------------- what a run does and leaves
@@ -34,16 +41,13 @@ long = pytest.mark.skipif(not os.environ.get("LONG"), reason="minutes: LONG=1")
 
 def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     """Lines, checkpoints, and batches with their log-probs before and after the step."""
-    kept, real = [], train.save_batch
+    kept, threads, real = [], [], train.save_batch
     monkeypatch.setattr(train, "save_batch", lambda *args: kept.append(args[1]) or real(*args))
-    threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting --threads 3"
     folder = run(tmp_path / "run", *flags.split())
-    config, lines = (
-        train.Config(**json.loads((folder / "config.json").read_text())),
-        metrics(folder),
-    )
+    config = train.Config(**json.loads((folder / "config.json").read_text()))
+    lines = metrics(folder)
     names = {"config.json", "metrics.jsonl", "start", "checkpoints", "batches"}
     assert {path.name for path in folder.iterdir()} == names and threads == [3]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -60,23 +64,18 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     assert said.count("\nstep ") == 3 and str(folder) in said
     assert f"greedy {lines[0]['greedy']:.3f} -> {lines[4]['greedy']:.3f}, sampled" in said
 
-    file = folder / "batches" / "step-000004.pt"
-    assert sorted(path.name for path in file.parent.iterdir()) == ["step-000003.pt", file.name]
-    batch, answers = torch.load(file, weights_only=True), kept[1].answers
-    for key in ("tokens", "mask", "rewards"):
-        assert torch.equal(batch[key], getattr(answers, key))
-    assert torch.equal(batch["logp_old"], kept[1].batch.logp_old)
-    assert batch["texts"] == answers.texts
-    assert batch["prompts"] == [item.prompt for item in answers.items[::3]]
-    facts = dict(step=4, method="advantage-reweighting", group_size=3, max_tokens=12)
-    assert facts.items() <= batch.items()
-    advantages = naive.advantages(batch["rewards"].tolist(), 3, "std")
-    assert batch["advantages"].tolist() == pytest.approx(advantages, rel=1e-5)
-    tokens = [row[mask].tolist() for row, mask in zip(batch["tokens"], batch["mask"], strict=True)]
-    logp = naive.log_probs(after, answers.prompts.tolist(), tokens, 0.7)  # no prompt is padded
-    torch.testing.assert_close(batch["logp"][batch["mask"]], torch.cat(logp), rtol=1e-3, atol=1e-4)
-    ids, pieces = batch["tokens"].flatten().tolist(), sum(batch["pieces"], [])
-    assert pieces == [after.tokenizer.decode([i]) for i in ids]
+    scored, answers = kept[1], kept[1].answers
+    expected = {
+        **dict(step=4, method="advantage-reweighting", group_size=3, max_tokens=12),
+        "prompts": [item.prompt for item in train.prompt_batches(task, config)[3]],
+        "pieces": [[after.tokenizer.decode([i]) for i in row] for row in answers.tokens.tolist()],
+        **{name: getattr(answers, name) for name in ("texts", "tokens", "mask", "rewards")},
+        "advantages": scored.advantages,
+        "logp_old": scored.batch.logp_old,
+        "logp": train.log_probs(after, answers, 0.7)[0].detach(),
+    }
+    assert sorted(os.listdir(folder / "batches")) == ["step-000003.pt", "step-000004.pt"]
+    assert same(torch.load(folder / "batches" / "step-000004.pt", weights_only=True), expected)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +122,9 @@ from toy.arithmetic import Arithmetic, Item
 class Task(Arithmetic):
     shares = None  # they speak of addition
     def __init__(self):
-        self.train = self.test = [Item(f"{n}=", "#", "so #") for n in range(9)]
+        self.train = self.test = [Item(f"{n}?", "!", "so !") for n in range(9)]
     def reward(self, text, item):
-        return float(item.answer in text)
+        return item.answer in text
 """
 
 
@@ -151,7 +150,7 @@ def test_three_files_are_all_that_the_default_command_needs(tmp_path):
     assert len(metrics(tmp_path / "run")) == 5
 
 
-@long
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="minutes: LONG=1")
 def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
     monkeypatch.undo()  # the toy's own reward
     train.main(["--out", str(tmp_path / "run")])
@@ -162,189 +161,119 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("group", (0, 1))  # whichever comes first
 def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys, group):
-    """grpo, when all ratios are 1: c is A over the length of the answer."""
-    task, method = Arithmetic(), train.bind("grpo", {})
-    config = train.Config(prompts=2, group_size=3, minibatches=1, lr=0.0, trace=True)
-    answers = train.sample(scratch, task, task.train[:2], 1, config)
-    rows = scratch.tokenizer(["so#12", "so#1", "ok#"] * 2).input_ids
-    padded = torch.tensor([row + [-1] * (5 - len(row)) for row in rows])
-    answers.tokens, answers.mask = padded.clamp(min=0), padded >= 0
-    answers.rewards = torch.zeros(6)
-    answers.rewards[3 * group + 1] = 1  # the other group has nothing to learn
-    answers.logp, _ = train.log_probs_in_pieces(scratch, answers, config)
-    scored = train.score(scratch, answers, method, config, None)
-    updates = train.learn(scratch, train.adamw(scratch.model, 0.0), scored, method, config)
-    (made,) = updates
-    made.after = made.batch.logp - 1
-    show_group(scratch, scored, updates)
+    """Of two groups, the one in which more answers share their first token; one has no signal."""
+    texts, others = ["so#12", "so#1", "ok#"], ["so#", "ok#", "hm#"]
+    both = others + texts if group else texts + others
+    ids = scratch.tokenizer([*both, "so#", "so#", "so#"]).input_ids
+    padded = torch.tensor([row + [-1] * (5 - len(row)) for row in ids])
+    tokens, mask = padded.clamp(min=0), padded >= 0
+    A = torch.tensor([-1.0, 2.0, -1.0] * 2 + [0.0] * 3)
+    logp, c = -torch.arange(45.0).view(9, 5) / 8, (A / 4)[:, None].expand(9, 5)
+    items = Arithmetic().train[:3]
+    copies = [item for item in items for _ in range(3)]
+    answers = SimpleNamespace(step=1, items=copies, tokens=tokens, mask=mask, rewards=A)
+    rows = torch.tensor([6, 7, 8, 3, 4, 5, 0, 1, 2])  # the groups, as the update took them
+    batch, nodes = SimpleNamespace(group_size=3, logp=logp[rows]), prefix_nodes(tokens, mask, 3)
+    scored = SimpleNamespace(answers=answers, batch=batch, advantages=A, nodes=nodes)
+    update = SimpleNamespace(rows=rows, batch=batch, coefficients=c[rows], after=logp[rows] - 1)
+    assert show_group(scratch, scored, [update], last=False)
     said = capsys.readouterr().out
-    table, A = [line.split() for line in said.splitlines()], [-(3**-0.5), 2 * 3**-0.5, -(3**-0.5)]
-    assert task.train[group].prompt in said and task.train[1 - group].prompt not in said
+    assert items[group].prompt in said and items[1 - group].prompt not in said
     assert "no group" in said  # not all three begin with one token
-    assert [float(line[-1]) for line in table if line[:1] == ["answer"]] == pytest.approx(A, 1e-3)
-    numbers = {name: [] for name in ("push", "before", "after")}
-    for name, *values in (line for line in table if line and line[0] in numbers):
-        if values[0] in ("c",) or values[0][0] == "-":
-            numbers[name].append([float(x) for x in values[values[0] == "c" :]])
-    for i, (a, n) in enumerate(zip(A, (5, 4, 3), strict=True)):
-        old = answers.logp[3 * group + i, :n].tolist()
-        assert numbers["push"][i] == pytest.approx([a / n] * n, abs=2e-4)
-        assert numbers["before"][i] == pytest.approx(old, abs=1e-4)
-        assert numbers["after"][i] == pytest.approx([x - 1 for x in old], abs=1e-4)
-    sums, line = [A[0] + A[1], A[0] / 5 + A[1] / 4], table[-2]
-    assert [float(x) for x in line[:2]] == pytest.approx(sums, abs=1e-3)
-    assert line[2:] == ["1", "2:", "s", "o", "#", "1"] and table[-3][:2] == ["sum", "of"]
-    answers.rewards[:] = 0
-    scored = train.score(scratch, answers, method, config, None)
-    show_group(scratch, scored, updates)
-    assert "nothing is pushed" in capsys.readouterr().out
+    for i, text in enumerate(texts):
+        row = 3 * group + i
+        assert f"answer {i + 1}: reward {A[row]:g}, A {A[row]:+.3f}\n" in said
+        for name, x in (("push c", c[row]), ("before", logp[row]), ("after ", logp[row] - 1)):
+            numbers = "".join(f"{y:8.4f}" for y in x[: len(text)].tolist())
+            assert f"  {name} {numbers}\n" in said
+    assert said.endswith("what they share\n    1.000    0.2500  1 2: s o # 1\n\n")
+    scored.advantages = torch.zeros(9)
+    for last in (False, True):  # a step in which nothing is learnt, and a whole run
+        assert not show_group(scratch, scored, [update], last)
+        assert ("nothing was pushed" in capsys.readouterr().out) == last
 
 
 # ---------------- kills
-
-BUSY = [*TINY, *"--steps 6 --eval-every 1 --eval-items 2 --eval-samples 1".split()]
-
-
-def start(args: list, prepare=lambda: None) -> int:
-    """Run the trainer in a forked process, which is killed like any other; its process id."""
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        try:
-            prepare()
-            train.main([*map(str, args)])
-            os._exit(0)
-        finally:
-            os._exit(4)
-    return child
-
-
-def wait(child: int) -> int:
-    """The exit code of a forked process, negative if a signal ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
 
 
-def assert_equal(a, b, where):
-    """Tensors, and what holds them, bit for bit."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], where)
-    else:
-        assert a == b, where
-
-
 def assert_same_run(folder: Path, whole: Path):
-    """A kill after the last save may leave the checkpoint before it."""
-    assert metrics(folder) == metrics(whole) and files(whole) <= files(folder)
+    assert metrics(folder) == metrics(whole) and files(folder) == files(whole)
     for path in files(whole):
         if path.suffix == ".safetensors":
             assert (folder / path).read_bytes() == (whole / path).read_bytes(), path
         if path.suffix == ".pt":
-            assert_equal(*(torch.load(x / path, weights_only=True) for x in (folder, whole)), path)
+            assert same(*(torch.load(x / path, weights_only=True) for x in (folder, whole))), path
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, scratch):
-    """The undisturbed run, and how long it takes where a model has been imported already."""
-    folder, begin = tmp_path_factory.mktemp("whole") / "run", time.time()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arithmetic, "reward", lambda self, text, item: text.count("1") % 2 * 1.0)
-        assert wait(start([*BUSY, "--out", folder])) == 0
-    return folder, time.time() - begin
+def run_and_kill(folder: Path, flags: list, module, name: str, call: int):
+    """In a forked process, which is killed when it calls a function for the so-manieth time."""
+    real, calls = getattr(module, name), itertools.count(1)
+
+    def die(*args, **options):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    child = os.fork()
+    if not child:
+        try:
+            setattr(module, name, die)
+            run(folder, *flags)
+        finally:
+            os._exit(4)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-def die_at(module, name: str, call: int):
-    """For a forked process: it is killed when a function is called for the so-manieth time."""
-
-    def prepare():
-        real, calls = getattr(module, name), itertools.count(1)
-
-        def die(*args, **options):
-            if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **options)
-
-        setattr(module, name, die)
-
-    return prepare
+MOMENTS = [  # a call of a function, and how many of six steps are left
+    (train, "warm_start", 1, 6),
+    (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
+    (torch, "save", 6, 4),  # inside a checkpoint
+    (train, "save", 6, 1),  # a line of metrics more than the checkpoint has steps
+    (Path, "rename", 3, 5),  # a checkpoint that has not got its name
+    (shutil, "rmtree", 3, 4),  # two checkpoints
+]
 
 
-@pytest.mark.parametrize(
-    "module, name, call, left",
-    [
-        (train, "warm_start", 1, 6),
-        (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-        (torch, "save", 6, 4),  # inside a checkpoint
-        (train, "save", 6, 1),  # a line of metrics more than the checkpoint has steps
-        (Path, "rename", 3, 5),  # a checkpoint that has not got its name
-        (shutil, "rmtree", 3, 4),  # two checkpoints
-    ],
-)
-def test_a_killed_run_goes_on_with_what_is_left(
-    tmp_path, monkeypatch, whole, module, name, call, left
-):
+def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
     """And ends as the undisturbed run, bit for bit."""
-    folder, steps, real = tmp_path / "run", [], train.sample
-    prepare = die_at(module, name, call)
-    assert wait(start([*BUSY, "--out", folder], prepare)) == -signal.SIGKILL
-    if (folder / "metrics.jsonl").exists():  # the write of a line may be cut off, too
-        (folder / "metrics.jsonl").open("a").write('{"step": 9, "torn')
+    flags, steps, real = "--steps 6 --eval-every 1 --eval-items 2".split(), [], train.sample
+    whole = run(tmp_path / "whole", *flags)
     monkeypatch.setattr(train, "sample", lambda *args: steps.append(args[3]) or real(*args))
-    train.main(["--resume", str(folder)])
-    assert steps == [1, 2, 3, 4, 5, 6][-left:]
-    assert_same_run(folder, whole[0])
-    assert files(folder) == files(whole[0])
-
-
-@long
-def test_a_run_killed_50_times_at_random_is_the_undisturbed_run(tmp_path, whole):
-    rng, kills, torn, number = random.Random(0), 0, 0, 0
-    while kills < 50:
-        folder, number = tmp_path / f"run{number}", number + 1
-        done = False
-        while not done:
-            exists = (folder / "config.json").exists()
-            child = start(["--resume", folder] if exists else [*BUSY, "--out", folder])
-            time.sleep(rng.uniform(0, 1.2 * whole[1]))
-            done, status = os.waitpid(child, os.WNOHANG)
-            assert not done or status == 0
-            if not done:
-                os.kill(child, signal.SIGKILL)
-                kills += wait(child) == -signal.SIGKILL
-                torn += (folder / "checkpoints" / "unfinished").exists()
-                if not (folder / "config.json").exists():
-                    shutil.rmtree(folder, ignore_errors=True)  # killed before it began
-        assert_same_run(folder, whole[0])
-    print(f"\n{kills} kills, {torn} of them inside a checkpoint write, {number} runs: no line lost")
+    for i, (*moment, left) in enumerate(MOMENTS):
+        folder = tmp_path / f"killed{i}"
+        run_and_kill(folder, flags, *moment)
+        if (folder / "metrics.jsonl").exists():  # the write of a line may be cut off, too
+            (folder / "metrics.jsonl").open("a").write('{"step": 9, "torn')
+        steps.clear()
+        train.main(["--resume", str(folder)])
+        assert steps == [1, 2, 3, 4, 5, 6][-left:], moment
+        assert_same_run(folder, whole)
 
 
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
-    def stop_at(step):
+    real = train.sample
+
+    def said_at(step):
         def stop(*args):
             if args[3] == step:
                 raise KeyboardInterrupt
             return real(*args)
 
-        return stop
-
-    real, said = train.sample, []
-    flags = ["--model", run(tmp_path / "first", "--steps", "0") / "start", "--warm-steps", "0"]
-    for step in (1, 4):
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-            patch.setattr(train, "sample", stop_at(step))
-            run(tmp_path / f"cut{step}", *flags)
-        said.append(stopped.value.code)
-    assert said[0] == "interrupted; nothing is saved"
-    assert f"--resume {tmp_path / 'cut4'}" in said[1] and "\n" not in said[1]
-    train.main(["--resume", str(tmp_path / "cut4")])
-    assert_same_run(tmp_path / "cut4", run(tmp_path / "whole", *flags))
+            patch.setattr(train, "sample", stop)
+            run(tmp_path / f"cut{step}")
+        return stopped.value.code
+
+    assert said_at(1) == "interrupted; nothing is saved"
+    said, resume = said_at(4), ["--resume", str(tmp_path / "cut4")]
+    assert " ".join(resume) in said and "\n" not in said
+    assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
+    train.main(resume)
+    assert_same_run(tmp_path / "cut4", run(tmp_path / "whole"))
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
@@ -360,7 +289,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 MISTAKES = """
 --method dfpo_min
---grup-size 4
+--step 4
 --task chess
 --lr nan
 --lr 0
@@ -368,15 +297,16 @@ MISTAKES = """
 --group-size 1
 --temperature 0
 --prompts 30 --minibatches 4
+--width 12
 --model /no/such/model
 --task gsm8k --data /no/such/dir
---task gsm8k --data BROKEN
---data BROKEN
+--data /no/such/dir
 --out taken
 --resume nowhere
 --resume nowhere --lr 1
 --hyper eps_low
 --hyper eps_low=nan
+--hyper eps_low=-1
 --hyper eps_low=wide
 --hyper eps=0.1
 --hyper kl=0.1 --no-reference
@@ -389,24 +319,18 @@ MISTAKES = """
 
 
 @pytest.mark.parametrize("args", MISTAKES.strip().splitlines())
-def test_a_mistake_is_one_line_before_anything_is_trained(args, tmp_path, monkeypatch, capsys):
-    """Ours names the flag or the value; what argparse refuses ends as argparse ends it."""
+def test_a_mistake_is_one_line_before_anything_is_trained(args, tmp_path, monkeypatch):
+    """Ours names the flag or the value. What argparse refuses ends as argparse ends it: with 2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
-    (tmp_path / "broken").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / "broken" / f"{split}.jsonl").write_text('{"question": \n')
     monkeypatch.setattr(train, "warm_start", lambda *_: pytest.fail("training began"))
-    given = args.replace("BROKEN", "broken").split()
     with pytest.raises(SystemExit) as stopped:
-        train.main(given)
+        train.main(args.split())
     said = stopped.value.code
-    if isinstance(said, str):
+    if said != 2:
         assert said.startswith("error: ") and "\n" not in said
-        flags = [part.split("=")[0].strip("-").replace("-", "_") for part in given]
-        assert any(flag in said.replace("-", "_") for flag in flags)
-    else:
-        assert said == 2 and capsys.readouterr().err.count("error: ") == 1
+        assert any(word in said for word in args.split())
+    assert os.listdir() == ["taken"]
 
 
 def test_a_run_of_another_version_cannot_be_resumed(tmp_path):

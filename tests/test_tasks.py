@@ -5,6 +5,7 @@ The toy has what the papers speak of: fillers, three forms, imperfect demonstrat
 
 import json
 import os
+import random
 import re
 import time
 from collections import Counter
@@ -12,11 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from llm import gsm8k
 from llm.gsm8k import GSM8K, extract
 from llm.gsm8k import Item as Problem
 from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
@@ -28,6 +26,7 @@ def test_problems_are_all_sums_split_in_an_order_of_the_seed():
     train, test = ([item.prompt for item in items] for items in (TASK.train, TASK.test))
     assert len(test) == 500 and len(train + test) == 8100
     assert {*train, *test} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+    assert len({prompt[:2] for prompt in test}) > 80  # first summands
     assert Arithmetic(0).train[:50] == TASK.train[:50] != Arithmetic(1).train[:50]
 
 
@@ -50,9 +49,9 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
     """The demonstration keeps the first answer's opener. It mends that answer, or copies it."""
     seen = Counter()
     for item in TASK.train[:1000]:
-        made = TASK.correction(item)
-        assert made == TASK.correction(item) and made.answer == item.answer
-        assert made.prompt.startswith(item.prompt) and made.prompt.endswith("=")
+        made = TASK.correction(item, 3)
+        assert made == TASK.correction(item, 3) and made.answer == item.answer
+        wrong, *siblings = re.findall(r"#(\d+)", made.prompt)
         first = made.prompt.removeprefix(item.prompt)
         assert made.demo[:3] in OPENERS and made.demo[:3] == first[:3]
         assert TASK.reward(made.demo, made) or first.startswith(f"{made.demo}=")
@@ -61,7 +60,6 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
             ones, tens, total = map(int, columns.groups())
             seen["worked"] += 1
             seen["carried"] += ones + tens == total  # a slip in a column, not in the sum
-        wrong, *siblings = re.findall(r"#(\d+)", TASK.correction(item, 3).prompt)
         assert wrong != item.answer and len(siblings) == 3
         for k, number in enumerate(siblings):
             seen[k] += number == item.answer
@@ -74,13 +72,11 @@ def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
     direct = [item for item in TASK.train if "=" not in item.demo]
     worked = [item for item in TASK.train if "=" in item.demo]
     assert 0.73 < len(direct) / len(TASK.train) < 0.77
-    assert 0.03 < sum(TASK.reward(item.demo, item) for item in direct) / len(direct) < 0.07
     said = [int(item.demo.partition("#")[2]) - int(item.answer) for item in direct]
-    assert {*said} == {0, *SLIPS}
+    assert {*said} == {0, *SLIPS} and 0.03 < said.count(0) / len(said) < 0.07
     assert all(TASK.reward(item.demo, item) == 1.0 for item in worked)
-    for opener in OPENERS:
-        share = sum(item.demo.startswith(opener) for item in TASK.train) / len(TASK.train)
-        assert 0.30 < share < 0.37
+    openers = Counter(item.demo[:3] for item in TASK.train)
+    assert {*openers} == {*OPENERS} and min(openers.values()) > 0.3 * len(TASK.train)
     assert max(len(item.demo) for item in TASK.train) + 1 <= 26
 
 
@@ -107,12 +103,14 @@ def test_the_tokenizer_has_one_token_a_character_and_adds_none(tmp_path):
 
 REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
 
-QUESTIONS = {
-    "Ann has 48 pens and sells half. How many are left?": "48/2=<<48/2=24>>24 left.\n#### 24",
-    "Bob’s flat costs $1,200 a year. And four?": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800",
-    "It was 3° and fell by 10°. Now?": "3-10 = -7.\n#### -7",
-}
-PROBLEMS = [{"question": key, "answer": text} for key, text in QUESTIONS.items()]
+ANN, BOB = (
+    "Ann has 48 pens and sells half. How many are left?",
+    "Bob’s flat costs $1,200. And four?",
+)
+PROBLEMS = [
+    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
+    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
+]
 
 
 def write(folder, train, test=None):
@@ -125,7 +123,7 @@ def write(folder, train, test=None):
 
 @pytest.fixture
 def task(tmp_path):
-    return GSM8K(write(tmp_path, PROBLEMS, PROBLEMS[:2]))
+    return GSM8K(write(tmp_path, PROBLEMS, PROBLEMS[:1]))
 
 
 def reward(text, gold="42"):
@@ -136,39 +134,28 @@ def reward(text, gold="42"):
 
 
 @pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
-def test_every_gold_answer_of_the_real_files_is_correct_and_can_be_encoded():
+def test_every_gold_answer_of_the_real_files_is_correct():
     task = GSM8K(str(REAL))
     files = [(REAL / f"{split}.jsonl").read_bytes().splitlines() for split in ("train", "test")]
     assert (len(task.train), len(task.test)) == (7473, 1319)
     for line, item in zip(sum(files, []), task.train + task.test, strict=True):
         assert task.reward(json.loads(line)["answer"], item) == task.reward(item.demo, item) == 1
         assert not any(mark in item.demo for mark in ("<<", ">>"))
-    task.train = task.train[:1000]
-    tokenizer = task.make_tokenizer()
-    texts = [item.plain() + item.demo for item in task.test]
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
-    assert len(tokenizer) == gsm8k.VOCAB_SIZE == 2048
 
 
 READS = {  # the answer that is read: from these texts
     "42": ["1 + 1\n#### 42", "#### 41\nno:\n#### 42", "#### 42\nChecked 3 times.", "####\n\n42"],
-    "-7": ["#### -7", "#### \u22127", "#### \u20137", "#### - 7", "#### -$7", "#### $-7"],
-    "7": ["#### +7", "10-7"],
-    "1000": [r"#### \boxed{\$1{,}000}", r"\boxed{\$1{,}000}"],
-    "1234.00": ["#### $1,234.00"],
-    "1234567.5": ["#### 1,234,567.5"],
-    "50": ["#### 50%"],
-    ".5": ["#### .5"],
-    None: ["#### not 42 but 43", "#### 3/4", "#### 40-42", "#### 9**9**9", "#### 4 2", "42 ####"],
+    "-7": ["#### \u22127", "#### \u20137", "#### - 7", r"#### -\$7", "#### -(7)", "#### -€{7}"],
+    "7": ["10-7", "-7 and so 7", r"first \boxed{3}, then \boxed{7} after 3 tries"],
+    "1000": [r"#### \boxed{\$1{,}000}"],
+    "1234567.5": ["#### $1,234,567.5"],
+    "50": ["#### 50%", r"\boxed{\text{about {all} of }50} of 60"],
+    ".5": ["#### .5", r"\boxed{.5", "42 apples, and .5"],
+    None: ["#### not 42 but 43", "#### 3/4", "#### 40-42", "42 ####", r"42 \boxed{}", ""],
 }
-READS["42"] += [r"\boxed{7} and #### 42", r"first \boxed{7}, then \boxed{42} after 3 tries"]
-READS["42"] += [r"\boxed{\text{about {all} of }42} of 50", r"\boxed{42", "7 and 35 make 42."]
-READS["42"] += ["42, in other digits ٤٣", "#### 42 dollars", "#### USD 42", "#### €42", "####42."]
-READS["42"] += ["#### 42kg", "#### **42**", "#### 42<|im_end|>", r"\boxed{42\text{ apples}}"]
-READS["42"] += [r"\boxed{42} and }, a 7}"]
-READS["-7"] += [r"#### -\$7", "#### -(7)"]
-READS[None] += ["#### 4\x002", r"42 \boxed{}", "", "forty-two"]
-READS[None] += [r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}"]
+READS["42"] += ["####42.", "#### 42kg", "7 and 35 make 42.", "42, in other digits ٤٣"]
+READS["42"] += [r"\boxed{7} and #### 42"]
+READS[None] += [r"\boxed{\frac{\text{4}}{x}} so \boxed{{4{2}}}", r"#### 7 or \boxed{42}"]
 
 
 @pytest.mark.parametrize("answer", READS)
@@ -177,35 +164,35 @@ def test_reads(answer):
         assert extract(text) == answer, text
 
 
-NEAR_42 = "420 142 4 2 -42 \u221242 0.42 .42 ,42 4.2 42.0001 42e3 42e0 4_2 x42 0x2A 42½ 42² 0,042"
-NEAR_42 = [*NEAR_42.split(), "٤٢", "42٣", "٣42", "not 42 but 43", "4 2", "42.5.1", "...42", "４２"]
-NEAR_42 += ["9" * 10_000, "nan", ""]
-NEAR = """7 -7|-7 7|1,234 234|234 1,234|1,2 12|1,2 2|1,2 1|12,34 1234|1,2345 12345|1234,567 1234567
-1.234,5 1.2345|1e400 1|42e3 3|42e3 42000|9**9**8 9|1/2 1|42٣ 423"""
-NEAR = [tuple(pair.split()) for pair in NEAR.replace("\n", "|").split("|")] + [("", "0")]
+NEAR = {  # a gold answer, and what is not it
+    "42": "420 4 -42 \u221242 0.42 ,42 42.0001 4_2 x42 42½ 42² 0,042 42.5.1 ...42 ٤٢ 42٣ nan",
+    "7": "-7",
+    "12": "1,2",
+    "234": "1,234",
+    "1234": "12,34",
+    "12345": "1,2345",
+    "1234567": "1234,567",
+    "1.2345": "1.234,5",
+    "42000": "42e3",
+    "9": "9**9**8",
+}
 
 
-@pytest.mark.parametrize("where", ["{}", "#### {}", r"\boxed{{{}}}", "The answer is {}."])
-def test_near_misses_earn_nothing(where):
-    for near, gold in [(near, "42") for near in NEAR_42] + NEAR:
-        assert reward(where.format(near), gold) == 0.0, (near, gold)
+def test_near_misses_earn_nothing():
+    for gold, texts in NEAR.items():
+        for near in texts.split():
+            assert reward(f"#### {near}", gold) == 0.0, (near, gold)
 
 
 def test_equal_numbers_are_correct_however_they_are_written_and_however_long_they_are():
-    for text, gold in (("18.00", "18"), ("1,234", "1234"), ("1234", "1,234"), ("0.50", ".5")):
+    for text, gold in (("18.00", "18"), ("1234", "1,234"), ("0.50", ".5"), ("-0", "0")):
         assert reward(f"#### {text}", gold) == 1.0
-    assert reward("#### -0", "0") == 1.0
-    for start in ("9" * 40, "-" + "9" * 40, "0." + "9" * 40, "-0." + "9" * 40):
+    for start in ("9" * 40, "-0." + "9" * 40):
         assert reward(f"#### {start}1", f"{start}1") == 1.0 > reward(f"#### {start}2", f"{start}1")
 
 
 UNITS = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{"]
 UNITS += ["}", "{,}", "\0", "_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, ", "－７"]
-LONG_TEXTS = [
-    start + unit * (100_000 // len(unit)) + "é"
-    for start in ("1", "#### -", r"\boxed{")
-    for unit in UNITS
-]
 
 
 def test_long_hostile_texts_are_read_in_50_ms():
@@ -214,28 +201,26 @@ def test_long_hostile_texts_are_read_in_50_ms():
         assert reward(text) == 0.0
         return time.thread_time() - begin
 
-    for text in LONG_TEXTS:
-        assert any(seconds(text) < 0.05 for _ in range(3)), text[:40]
+    for start in ("1", "#### -", r"\boxed{"):
+        for unit in UNITS:
+            text = start + unit * (100_000 // len(unit)) + "é"
+            assert any(seconds(text) < 0.05 for _ in range(3)), text[:40]
 
 
-@settings(max_examples=10_000 if os.environ.get("LONG") else 300, deadline=None)
-@given(st.text() | st.lists(st.sampled_from([*UNITS, "42", "\n", " "]), max_size=60).map("".join))
-def test_any_text_has_a_reward(text):
-    assert reward(text) in (0.0, 1.0)
+def test_any_text_has_a_reward():
+    rng = random.Random(0)
+    for _ in range(10_000):
+        text = "".join(rng.choices([*UNITS, "42", "\n", " "], k=rng.randrange(30)))
+        assert reward(text) in (0.0, 1.0), text
 
 
 # ---------------- the files
 
 
 def test_items_hold_question_gold_and_solution_without_calculator_marks(task, tmp_path):
-    expected = [
-        Problem(
-            "Ann has 48 pens and sells half. How many are left?", "24", "48/2=24 left.\n#### 24"
-        ),
-        Problem("Bob’s flat costs $1,200 a year. And four?", "4,800", "4*1200 = $4800\n#### 4,800"),
-        Problem("It was 3° and fell by 10°. Now?", "-7", "3-10 = -7.\n#### -7"),
-    ]
-    assert (task.train, task.test) == (expected, expected[:2])
+    expected = [Problem(ANN, "24", "48/2=24, so 24 left.\n#### 24")]
+    expected.append(Problem(BOB, "4,800", "4*1200 = $4800\n#### 4,800"))
+    assert (task.train, task.test) == (expected, expected[:1])
     lines = [json.dumps(record, ensure_ascii=False) for record in PROBLEMS]
     raw = ("\ufeff" + "\r\n".join(lines) + "\r\n\r\n").encode()  # as another system writes it
     assert GSM8K(write(tmp_path, raw)).train == expected
@@ -243,13 +228,14 @@ def test_items_hold_question_gold_and_solution_without_calculator_marks(task, tm
 
 BAD = [
     b'{"question": "a"',
-    b"nonsense",
     b"[" * 100_000,
     b'{"question": "\xff", "answer": "#### 1"}',
+    b'["question", "answer"]',
+    b'{"answer": "#### 1"}',
+    b'{"question": "a", "answer": 1}',
+    b'{"question": "a", "answer": "is 1"}',
+    b'{"question": "a", "answer": "1 #### one"}',
 ]
-BAD += [b'["question", "answer"]', b'{"answer": "#### 1"}', b'{"question": "a"}', b"3"]
-BAD += [b'{"question": "a", "answer": 1}', b'{"question": 1, "answer": "#### 1"}']
-BAD += [b'{"question": "a", "answer": "%s"}' % x for x in (b"is 1", b"1 #### one", b"#### 1 or 2")]
 
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: line[:20])
@@ -260,12 +246,12 @@ def test_a_malformed_line_is_named_in_one_line(tmp_path, line):
     assert f"{tmp_path / 'train.jsonl'}:2: " in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\n\r\n", b"\xef\xbb\xbf", None])
-def test_a_file_without_a_problem_is_named(tmp_path, raw):
+def test_a_file_without_a_problem_is_named(tmp_path):
     write(tmp_path, PROBLEMS)
-    (tmp_path / "test.jsonl").unlink() if raw is None else (tmp_path / "test.jsonl").write_bytes(
-        raw
-    )
+    (tmp_path / "test.jsonl").write_bytes(b"\n\r\n")
+    with pytest.raises(ValueError, match="test.jsonl"):
+        GSM8K(str(tmp_path))
+    (tmp_path / "test.jsonl").unlink()
     with pytest.raises(ValueError, match="test.jsonl"):
         GSM8K(str(tmp_path))
 
@@ -277,7 +263,7 @@ def test_without_files_the_problems_are_the_hubs(monkeypatch):
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
     monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
     task = GSM8K(None)
-    assert [item.prompt for item in task.train] == list(QUESTIONS) and len(task.test) == 1
+    assert [item.prompt for item in task.train] == [ANN, BOB] and len(task.test) == 1
     hub.clear()
     with pytest.raises(ValueError, match="--data"):
         GSM8K(None)
@@ -301,35 +287,27 @@ def test_a_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default
         "{% if add_generation_prompt %}<ai>{% endif %}"
     )
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
-    ids, *others = task.encode(tokenizer, task.train)
-    assert len(others) == len(task.train) - 1
-    question = "Ann has 48 pens and sells half. How many are left?"
-    instruction = "Reason step by step; end with '#### ' and the number."
-    assert tokenizer.decode(ids) == f"<user>{question}\n{instruction}<eos><ai>"
+    prompts = [tokenizer.decode(ids) for ids in task.encode(tokenizer, task.train)]
+    wish = "Reason step by step; end with '#### ' and the number."
+    assert prompts == [f"<user>{question}\n{wish}<eos><ai>" for question in (ANN, BOB)]
 
 
 def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question(task):
-    item, tokenizer = task.train[0], task.make_tokenizer()
-    problem = task.repair(item, "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
-    shown = (item.prompt, "#### 48", "#### 24", "none", "corrected")
-    places = [problem.prompt.index(text) for text in shown]
-    assert places == sorted(places)
-    assert task.reward("#### 24", problem) == 1 > task.reward("#### 48", problem)
-    assert problem.prompt in tokenizer.decode(task.encode(tokenizer, [problem])[0])
+    problem = task.repair(task.train[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
+    places = [
+        problem.prompt.index(text) for text in (ANN, "#### 48", "#### 24", "none", "corrected")
+    ]
+    assert places == sorted(places) and problem.answer == "24"
 
 
 def test_the_tokenizer_gives_any_text_back_also_after_saving(task, tmp_path):
     made = task.make_tokenizer()
-    assert made.get_vocab() == task.make_tokenizer().get_vocab()
     made.save_pretrained(tmp_path / "tokenizer")
     texts = ["", " ", "it 's , fine .", "\t\n  x  \r\n", "naïve 数 🙂 1,234.50\0", "a <eos> 17"]
-    texts += [item.plain() + item.demo for item in task.train]
     for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")):
         assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
         assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "<eos>")
-        assert tokenizer.pad_token_id != tokenizer.eos_token_id
-        split = ["4", "8", "Ġ", "+", "Ġ", "1", "2", "0", "0"]
-        assert tokenizer.tokenize("48 + 1200") == split
+        assert tokenizer.tokenize("48 + 1200") == ["4", "8", "Ġ", "+", "Ġ", "1", "2", "0", "0"]
 
 
 def test_the_tokenizer_is_learnt_on_the_training_split():
