@@ -23,11 +23,10 @@ test: .venv/ready-dev
 exercise exercises: .venv/ready
 	@$(BIN)/python -m exercises.grader $(N) || [ $$? = 1 ]
 
-# The long ones: 50 kills, 10,000 texts for the verifier, the default run, every command of the READMEs in small, TRL on
-# two processes, the notebook.
+# The long ones: the default run, every command of the READMEs in small, TRL on two processes, the notebook.
 test-long: .venv/ready-dev
 	$(BIN)/python -m pip install -q $(PINS) -e '.[notebook]'
-	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,run tasks readme trl notebook)
+	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,run readme trl notebook)
 
 # Ten minutes on a machine with a GPU: tables to paste into an issue.
 gpu: .venv/ready-dev
