@@ -171,7 +171,7 @@ def token_mean(x: Tensor, batch: Batch) -> Tensor:
 def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
     """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T).
 
-    The min makes the gate depend on the sign of A.
+    The min takes the gradient of winners (A > 0) above the range, and of losers below it.
     """
     ratio = token_ratio(batch)
     return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
@@ -664,7 +664,7 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
 
 
 def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
-    """Any loss, with coefficients that add up to 0 wherever all who come by take one token.
+    """Any loss, with coefficients that add up to 0 where all with one history take one token.
 
     A token's history is its prompt and the tokens before it. The answers of a group that take a
     token there visit it. c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other

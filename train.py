@@ -91,7 +91,7 @@ class Config:
     repair_references: int = knob(1, "answers shown beside a wrong one (ibpo)")
 
     # The optimisation: what one step learns from that batch.
-    epochs: int = knob(1, "passes over a rollout batch")
+    epochs: int = knob(1, "how often a rollout batch is gone through")
     minibatches: int = knob(4, "optimiser steps per epoch, each on whole groups")
     micro_rows: int = knob(64, "answers in the model at once: changes the memory, not the result")
     lr: float = knob(1e-3, "learning rate of AdamW")
@@ -153,7 +153,8 @@ def check(config: Config):
     for name, value in vars(config).items():
         zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
         if type(value) in (int, float) and not (value > 0 or value == 0 and zero_is_fine):
-            refuse(f"--{name} {value}: must be above 0")  # a nan, too
+            least = "at least" if zero_is_fine else "above"
+            refuse(f"--{name} {value}: must be {least} 0")  # a nan, too
     if config.group_size < 2:
         refuse("--group-size must be at least 2: an answer is compared with others")
     if config.prompts % config.minibatches:
@@ -163,7 +164,7 @@ def check(config: Config):
     if config.method == "ibpo" and config.repair_references >= config.group_size:
         refuse("--repair-references: an answer has only --group-size - 1 siblings")
     if config.task not in ("arithmetic", "gsm8k") and not Path(config.task).is_file():
-        refuse(f"--task {config.task}: accepted: {tasks}")
+        refuse(f"--task {config.task}: no such file; accepted: {tasks}")
     if config.data and config.task != "gsm8k":
         refuse("--data is GSM8K's: it needs --task gsm8k")
     if config.out and Path(config.out).exists():
@@ -624,10 +625,8 @@ def take(record, rows: Tensor):
 def check_gap(gap: float, step: int, temperature: float, device: torch.device):
     """End where sampler and scorer disagree: they are one policy, and differ by rounding alone.
 
-    On a GPU bf16 rounds by the shape of a batch, so there only what is gross can be told apart. In
-    bf16 on a CPU, random models of 2 to 24 layers had gaps of 0.01 to 0.5 nats, and of 2 to 58 when
-    they were given a wrong cache on purpose. Log-probs at a low temperature are larger, and so is
-    their rounding.
+    On a GPU bf16 rounds by the shape of a batch, so there only what is gross can be told apart.
+    Log-probs at a low temperature are larger, and so is their rounding.
     """
     limit = (1e-3 if device.type == "cpu" else 3.0) / min(1.0, temperature)
     if not gap <= limit:  # a nan, too
@@ -636,7 +635,7 @@ def check_gap(gap: float, step: int, temperature: float, device: torch.device):
 
 
 def divergence(reference: Policy, scored: Scored, config: Config) -> float:
-    """KL(policy || reference) a token, estimated on a batch by k3, in nats."""
+    """KL(policy || reference) a token, in nats: k3 on a batch, of the policy that sampled it."""
     ref, _ = log_probs_in_pieces(reference, scored.answers, config)
     return (k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()).item()
 
@@ -934,7 +933,8 @@ def bind_flags(config: Config) -> Method:
         hyper = dict(text.partition("=")[::2] for text in config.hyper.split())
         method = bind(config.method, hyper)
     except ValueError as error:
-        refuse(f"--hyper {config.hyper!r}: {error} (such as 'eps_high=0.3 kl=0.04')")
+        comma = "; separate several by spaces" if "," in config.hyper else ""
+        refuse(f"--hyper {config.hyper!r}: {error}{comma}")
     if method.hyper.get("kl") and not config.reference:
         refuse("--hyper kl needs the start policy: leave out --no-reference")
     return method

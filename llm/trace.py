@@ -33,7 +33,7 @@ def show_group(policy, scored, updates, last: bool) -> bool:
     print(f"\nUpdate {number + 1} of step {answers.step}: a group of {G} answers to the prompt")
     print(f"    {answers.items[rows[0]].prompt}")
     if size < G:
-        print("In this step no group with different rewards shares its first token.")
+        print(f"{size} of them begin alike: no group that can learn has more in this step.")
     print("push c: how hard the loss lifts a token's log pi. before, after: log pi around this")
     print("update, which learns from other groups, too.\n")
     for i, row in enumerate(rows.tolist()):
