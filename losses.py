@@ -256,6 +256,7 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     The paper samples other prompts in place of groups with equal rewards. Here they are left out.
     Shared token: cancels inside the clip range only (C6).
     """
+    # A group whose rewards are equal has no advantage but 0.
     groups = (masked_adv(batch) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
@@ -267,7 +268,7 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
 
     J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P).
     The clip is made for long answers. ScaleRL (2510.13786) found this scale too small and 4e-3/5e-3
-    working (P). Tiny models want more.
+    working (P).
     Shared token: sum A_i s_i/T_i is left (C4, C8): ds_i/dlogp is s_i/T_i.
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
@@ -290,11 +291,11 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
 
 
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
-    """w~_i = min_j w_j: one weight for the whole group, so that any zero-sum subset cancels.
+    """w~_i = min_j w_j: one weight for the whole group.
 
-    That is so in every batch. The expected update changes, and can favour one of two equal choices
-    (tests/test_losses.py). Detached. `adv` is not used; it keeps the two transforms
-    interchangeable. DFPO Eq. 17 (S).
+    So any part of the group cancels whose advantages sum to 0. The expected update changes, and can
+    favour one of two equal choices (tests/test_losses.py). Detached. `adv` is not used; it keeps
+    the two transforms interchangeable. DFPO Eq. 17 (S).
     (P, G), (P, G) -> (P, G).
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
@@ -345,7 +346,7 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
 
 
 def recentred(batch: Batch, ratio: str = "product") -> Tensor:
-    """REINFORCE that compares every two answers of a group as the new policy would draw them.
+    """REINFORCE that compares every two answers of a group, weighted by both ratios.
 
     J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. Ours (D).
     The weight in brackets is s_i mean(s) (A_i - Ahat), Ahat = sum_j s_j A_j / sum_j s_j.
@@ -365,8 +366,7 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
 
     J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r, 1-e, 1+e) A).
     n is how many answers of the group, empty ones left out, have that sign; then a mean over
-    groups. Aimed at the tie of sign and length in a token mean. Balanced Aggregation (words P: its
-    abstract; formula S).
+    groups. Balanced Aggregation (words P: its abstract; formula S).
     Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left on-policy.
     """
     surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)
@@ -388,8 +388,7 @@ def off_policy_mask(
     d_i is the answer's mean log(pi_old / pi_theta). DeepSeek-V3.2 Eq. 9 (S: as theirs is
     transcribed by the libraries that have it).
     The paper prints no delta. With an eps of inf only the mask is left. The KL term is left out.
-    Shared token: as grpo. Where losers are masked, their share of the winners' push is left: the
-    purest case of a choice by the sign of A.
+    Shared token: as grpo. Where losers are masked, their share of the winners' push is left.
     """
     far = sequence_ratio(batch).log() < -delta  # (N,) the geometric mean, so a mean of logs
     masked = far & (trajectory_advantage(batch) < 0)
@@ -677,9 +676,9 @@ def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     - A_i = R_i - b with a fixed b,
     - answers are independent draws from pi_old, which can draw all that pi can,
     - theta does not depend on the batch: no earlier update has used it.
-    The group's mean for b holds the own reward, and then the update does move (C22c). Nothing is
-    promised for dfpo-min (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr, lopti and
-    ibpo.
+    In a run b is the group's mean, which holds the own reward, and the update does move (C22c).
+    Nothing is promised for dfpo-min (off-policy), dfpo-orthogonal, recentred, balanced, dapo, nthr,
+    lopti and ibpo.
 
     Off-policy it divides by the ratios of others, which are noisy, and gives a clipped token a push
     again. What that costs: python -m toy.reuse.

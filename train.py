@@ -68,7 +68,7 @@ class Config:
     # What to learn, and by which method.
     task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
     method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
-    hyper: str = knob("", "the method's hyperparameters, such as 'eps_high=0.3 kl=0.04'")
+    hyper: str = knob("", "its hyperparameters, as in 'eps_high=0.3 kl=0.04'; x=0 lists them")
     cancel: bool = knob(False, "make every batch cancel at shared tokens (cancel in losses.py)")
 
     # The model and the data.
@@ -97,7 +97,7 @@ class Config:
     lr: float = knob(1e-3, "learning rate of AdamW")
     schedule: str = knob("linear", "learning rate over the run", choices=["constant", "linear"])
     grad_clip: float = knob(1.0, "largest gradient norm")
-    reference: bool = knob(True, "keep the start policy, for the KL to it (memory: one more model)")
+    reference: bool = knob(True, "keep the start policy in memory, too: for the KL to it")
 
     # Evaluation, files, the machine.
     eval_every: int = knob(20, "steps between evaluations, each with a checkpoint")
@@ -108,7 +108,7 @@ class Config:
     fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
     trace: bool = knob(False, "print the first group that can learn, token by token")
     out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
-    resume: str = knob("", "a run directory to go on with; the other flags are those of the run")
+    resume: str = knob("", "a run directory to go on with; takes no other flag")
 
 
 # Where the defaults of GSM8K differ.
@@ -226,7 +226,7 @@ def run(config: Config, method: Method, task, folder: Path):
         t0 = time.perf_counter()
         # 1. G answers to each prompt. Only here the policy acts; what follows looks back at it.
         answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:
+        if method.repair:  # IBPO
             correct(policy, task, answers, config)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
@@ -245,7 +245,7 @@ def run(config: Config, method: Method, task, folder: Path):
             if reference:
                 metrics["kl_start"] = divergence(reference, scored, config)
             save_batch(policy, scored, config, folder)
-        record(metrics, folder)  # first: a checkpoint of step k needs the lines up to step k
+        record(metrics, folder)  # before save: `restore` cuts the lines at the checkpoint's step
         if due:
             save(policy, optimizer, step, folder)
     summarize(folder)
@@ -254,7 +254,7 @@ def run(config: Config, method: Method, task, folder: Path):
 def load_task(config: Config):
     """The task object: .train and .test items, .encode, .reward, .make_tokenizer, .repair.
 
-    The toy has .correction and .shares as well.
+    The toy, toy/arithmetic.py, is the example. It has .correction and .shares as well.
     """
     if config.task == "arithmetic":
         from toy.arithmetic import Arithmetic
@@ -454,7 +454,7 @@ def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator)
         refuse(f"{too_long} exceed the model's context of {limit}")
     prompts = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
     tokens, mask, logp = policy.sampler(policy, prompts, config.max_tokens, config.temperature, gen)
-    # The verifier reads the text without its EOS. Other special tokens stay visible to it.
+    # task.reward reads the text without its EOS. Other special tokens stay visible to it.
     shown = (mask & ~torch.isin(tokens, policy.eos)).cpu()
     ids = [row[keep].tolist() for row, keep in zip(tokens.cpu(), shown, strict=True)]
     texts = policy.tokenizer.batch_decode(ids)
@@ -511,7 +511,7 @@ def generate(
         if not alive.any():
             break
         inputs = token[:, None]
-        seen = torch.cat([seen, mask[-1][:, None]], 1)
+        seen = torch.cat([seen, mask[-1][:, None]], 1)  # the rows that were alive for this token
     return torch.stack(tokens, 1), torch.stack(mask, 1), torch.stack(logps, 1)
 
 
@@ -557,7 +557,7 @@ def score(
         ref, _ = log_probs_in_pieces(reference, answers, config)  # (N, T)
 
     rewards = answers.rewards
-    if method.repair:  # near misses count
+    if method.repair:  # IBPO: a wrong answer earns a part if its correction is right
         rewards = method.repair(rewards, answers.repaired)
     advantages = group_advantages(rewards, G, method.scale)  # (N,)
     # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
@@ -731,7 +731,7 @@ def update(policy: Policy, optimizer, loss_fn, part: Minibatch, config: Config) 
     if not math.isfinite(loss) or not math.isfinite(norm):
         what = f"loss {loss}, gradient norm {norm}; the update was not made"
         refuse(f"step {part.answers.step}: {what}; what is saved is intact")
-    if c.any():  # without a signal, the optimiser's momentum must not move the weights either
+    if c.any():  # else nothing is pushed, and momentum alone must not move the weights
         optimizer.step()
     after = log_probs_in_pieces(policy, part.answers, config)[0] if config.trace else None
     return Update(part.rows, batch, c, loss, grad_norm=norm, after=after)
@@ -756,7 +756,8 @@ def diagnose(
 ) -> dict:
     """A step's metrics, means over its updates; log-probs and entropy in nats.
 
-    clip_share is the share of tokens outside the clip range, as PPO implementations log it.
+    clip_share is the share of tokens outside the clip range, as PPO implementations log it; it is 0
+    in the first update.
     """
     answers, mask = scored.answers, scored.answers.mask
     rewards, tokens = answers.rewards, mask.sum()
@@ -876,10 +877,10 @@ def warm_start(policy: Policy, task, method: Method, config: Config):
 
 
 def bind(name: str, hyper: dict[str, object]) -> Method:
-    """METHODS[name] with its hyperparameters filled in; Method.hyper has all of them.
+    """METHODS[name] with its hyperparameters filled in, as in bind("grpo", {"kl": "0.04"}).
 
-    Values may be text, as on a command line. Raises ValueError, in one line, for an unknown method
-    or name, and for a value that the method does not take.
+    Method.hyper has all of them. Values may be text, as on a command line. Raises ValueError, in
+    one line, for an unknown method or name, and for a value that the method does not take.
     """
     if name not in METHODS:
         raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
