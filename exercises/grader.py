@@ -28,7 +28,7 @@ import textwrap
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,15 +118,25 @@ class Verdict:
     lines: list[str] = field(default_factory=list)
 
 
-def is_same(x, y, tolerance: float = 1e-9) -> bool:
+def compare(yours, right, place: str = "") -> Iterator[tuple[str, object, object]]:
+    """Every number beside the one that is expected, and its place."""
+    if isinstance(yours, list) and isinstance(right, list) and len(yours) == len(right):
+        for k, pair in enumerate(zip(yours, right, strict=True)):
+            yield from compare(*pair, f"{place}[{k}]")
+    else:
+        yield place, yours, right
+
+
+def is_same(yours, right, tolerance: float = 1e-9) -> bool:
     """Whether two plain values are the same up to rounding. A nan is the same as an inf."""
-    if isinstance(x, list) and isinstance(y, list):
-        return len(x) == len(y) and all(is_same(a, b, tolerance) for a, b in zip(x, y, strict=True))
-    if not {type(x), type(y)} <= {bool, float}:
-        return x == y
-    if not math.isfinite(y):
-        return not math.isfinite(x)
-    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+    for _, x, y in compare(yours, right):
+        same = x == y
+        if {type(x), type(y)} <= {bool, float}:
+            close = math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+            same = close if math.isfinite(y) else not math.isfinite(x)
+        if not same:
+            return False
+    return True
 
 
 def grade_file(path: Path, number: int) -> list[Verdict]:
@@ -138,8 +148,13 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
     questions, before = EXERCISES[number].questions, torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
     try:
-        student = load(path.read_bytes())
-        return [judge(question, student.get(question.function)) for question in questions]
+        student, verdicts = load(path.read_bytes()), []
+        for question in questions:
+            verdicts.append(judge(question, student.get(question.function)))
+            if question.right and verdicts[-1].state != "PASS":
+                # The next function may call this one, and is not to blame for it.
+                student[question.function] = make_mistakes(read_lessons()[question.function])
+        return verdicts
     except (Exception, SystemExit, Stopped) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
     finally:
@@ -150,11 +165,13 @@ def judge(question, function: Callable | None) -> Verdict:
     """The verdict on one function, from its answers to all inputs."""
     if function is None:
         return Verdict(question.function, "NOT YET", ["The file has no function of this name."])
-    lesson = read_lessons().get(question.function, Lesson(cases=[()]))
-    inputs = [*lesson.cases, *question.inputs]
+    lesson = read_lessons().get(question.function)
+    inputs = [*lesson.cases, *question.inputs] if lesson else [()]
     yours: list[Answer] = []
-    while len(yours) < len(inputs) and not (yours and isinstance(yours[-1].error, Stopped)):
-        yours.append(answer(question, function, inputs[len(yours)]))
+    for x in inputs:
+        yours.append(answer(question, function, x))
+        if isinstance(yours[-1].error, Stopped):
+            break
     error = yours[0].error
     if isinstance(error, NotImplementedError) and not error.args:  # torch's has a text
         return Verdict(question.function, "NOT YET (blank)")
@@ -170,12 +187,12 @@ def judge(question, function: Callable | None) -> Verdict:
     if not failing:
         return Verdict(question.function, "PASS")
     hints, k = find_hints(question, lesson, inputs, yours, right, failing)
-    shown = ", ".join(
-        f"{name} = {show(x)}" for name, x in zip(lesson.names, inputs[k], strict=True)
-    )
-    lines = [("with", shown), ("printed", yours[k].printed.strip())]
-    lines += [("yours", describe(yours[k].error) if yours[k].error else show(yours[k].value))]
-    lines += [("expected", show(right[k]))]
+    value, error = yours[k].value, yours[k].error
+    digits = 17 if show(value) == show(right[k]) else 9
+    named = [f"{name} = {show(x)}" for name, x in zip(lesson.inputs, inputs[k], strict=True)]
+    lines = [("with", ", ".join(named)), ("printed", yours[k].printed.strip())]
+    lines += [("yours", describe(error) if error else show(value, digits))]
+    lines += [("expected", show(right[k], digits))]
     return Verdict(question.function, "NOT YET", [show_line(*x) for x in lines if x[1]] + hints)
 
 
@@ -203,12 +220,12 @@ ERRORS = {  # what torch says: what a student may not know
 class Lesson:
     """What mistakes.txt says about a function."""
 
-    names: list[str] = field(default_factory=list)  # of the inputs
-    cases: list[tuple] = field(default_factory=list)
-    solution: str = ""
-    mistakes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # hint: its edits
-    where: dict[str, str] = field(default_factory=dict)  # hint: condition
-    answers: dict[str, list] = field(default_factory=dict)  # hint: what the mistake answers
+    solution: str
+    inputs: tuple[str, ...] = ()  # their names
+    cases: tuple[tuple, ...] = ()
+    mistakes: dict[str, str] = field(default_factory=dict)  # edits: hint
+    where: dict[str, str] = field(default_factory=dict)  # condition: hint
+    answers: dict[str, list] = field(default_factory=dict)  # edits: what this mistake answers
 
 
 @functools.cache
@@ -216,25 +233,19 @@ def read_lessons() -> dict[str, Lesson]:
     """The lesson of each function."""
     lessons = {}
     for block in (FOLDER / "mistakes.txt").read_text().split("\n===\n")[1:]:
-        solution, _, rest = block.partition("\n---\n")
-        names = re.search("^inputs: (.*)", rest, re.M)[1].split(", ")
-        cases = [eval(f"({case},)") for case in re.findall("^case: (.*)", rest, re.M)]
-        lesson = lessons[re.match(r"def (\w+)", solution)[1]] = Lesson(names, cases, solution)
-        for head, hint in re.findall(
-            r"((?:^(?!inputs: |case: | {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M
-        ):
-            hint = " ".join(hint.split())
-            if head.startswith("where: "):
-                lesson.where[hint] = head[7:]
-            else:
-                lesson.mistakes[hint] = re.findall("^(.*?) ->(?: (.*))?$", head, re.M)
+        solution, header, rest = block.split("\n---\n")
+        lesson = lessons[re.match(r"def (\w+)", solution)[1]] = Lesson(solution)
+        exec(header, {}, vars(lesson))  # sets inputs and cases
+        for head, hint in re.findall(r"((?:^(?! {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M):
+            notes = lesson.where if head.startswith("where: ") else lesson.mistakes
+            notes[head.removeprefix("where: ")] = " ".join(hint.split())
     return lessons
 
 
-def make_mistakes(lesson: Lesson, *hints: str) -> Callable | None:
-    """The solution with these mistakes. None if they do not go together."""
+def make_mistakes(lesson: Lesson, *edits: str) -> Callable | None:
+    """The solution with these edits. None if they do not go together."""
     source = lesson.solution
-    for old, new in (edit for hint in hints for edit in lesson.mistakes[hint]):
+    for old, new in re.findall("^(.*?) ->(?: (.*))?$", "".join(edits), re.M):
         if old not in source:
             return None
         source = source.replace(old, new)
@@ -246,55 +257,63 @@ def make_mistakes(lesson: Lesson, *hints: str) -> Callable | None:
 
 def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[str], int]:
     """What a student should look at, if somebody has foreseen it; and the case that shows it."""
-    errors = " ".join(str(y.error) for y in yours)
-    for words, hint in ERRORS.items():
-        if words in errors:
-            return [hint], failing[0]
-    if any(y.value is None and not y.error for y in yours):
-        return ["Your function returns nothing. Did you print?"], failing[0]
-
     # What the solution says with each mistake. The best one says what you say, in most of the cases
     # that either of you gets wrong: a mistake elsewhere, at the edge, does not hide it.
     theirs = lesson.answers
-    for hint in lesson.mistakes.keys() - theirs:
-        function = make_mistakes(lesson, hint)
-        theirs[hint] = [answer(question, function, x).value for x in inputs]
+    for edits in lesson.mistakes.keys() - theirs:
+        function = make_mistakes(lesson, edits)
+        theirs[edits] = [answer(question, function, x).value for x in inputs]
     wrong = {
-        hint: {k for k, x in enumerate(right) if not is_same(theirs[hint][k], x)}
-        for hint in lesson.mistakes
+        edits: {k for k, x in enumerate(right) if not is_same(theirs[edits][k], x)}
+        for edits in lesson.mistakes
     }
 
-    def agreement(hint: str) -> float:
-        either = wrong[hint].union(failing)
-        same = [k for k in either if agrees(yours[k].value, theirs[hint][k])]
-        return len(same) / len(either)
+    def agreement(edits: str) -> tuple[float, float]:
+        either = wrong[edits].union(failing)
+        same = [k for k in either if agrees(yours[k].value, theirs[edits][k])]
+        return len(same) / len(either), len(wrong[edits].intersection(failing)) / len(either)
 
-    def tell(hints: tuple[str, ...]) -> tuple[list[str], int]:
-        # The case that tells most: few of the known mistakes get it wrong. But small cases come
-        # first, and are easier to read. One place further weighs as much as six mistakes more.
-        cases = wrong[hints[0]].intersection(failing) or failing
-        return [*hints], min(cases, key=lambda k: sum(k in x for x in wrong.values()) + 6 * k)
+    def tell(*mistakes: str) -> tuple[list[str], int]:
+        hints = [lesson.mistakes[edits] for edits in mistakes]
+        return hints, min(wrong[mistakes[0]].intersection(failing) or failing)
 
     best = max(lesson.mistakes, key=agreement)
-    if agreement(best) > 2 / 3:
-        return tell((best,))
+    if agreement(best)[0] > 2 / 3:
+        return tell(best)
     for pair in itertools.combinations(lesson.mistakes, 2):
         function = make_mistakes(lesson, *pair)
-        some = failing[:12]
         if function and all(
-            agrees(yours[k].value, answer(question, function, inputs[k]).value) for k in some
+            agrees(yours[k].value, answer(question, function, inputs[k]).value)
+            for k in [*failing, *range(len(yours))]  # the sooner they differ the better
         ):
-            return tell(pair)
-    for hint, condition in lesson.where.items():
-        given = [dict(zip(lesson.names, x, strict=True)) for x in inputs[: len(yours)]]
+            return tell(*pair)
+    given = [dict(zip(lesson.inputs, x, strict=True)) for x in inputs[: len(yours)]]
+    for condition, hint in lesson.where.items():
         cases = {k for k, names in enumerate(given) if eval(condition, names)}
         if cases.issuperset(failing) and 2 * len(failing) > len(cases) < len(yours):
             return [hint], failing[0]
+    if any(y.value is None and not y.error for y in yours):
+        return ["Your function returns nothing. Did you print?"], failing[0]
+    errors = " ".join(str(y.error) for y in yours)
+    known = [hint for words, hint in ERRORS.items() if words in errors]
     pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
-    for i, name in enumerate(("first", "second")):
-        if all(isinstance(y, list) and len(y) == 2 and agrees(y[i], x[i]) for y, x in pairs):
-            return [f"The {name} result is right. The other one is not."], failing[0]
-    return [], failing[0]
+    return known[:1] or [*find_differences(pairs, failing[0])], failing[0]
+
+
+def find_differences(pairs: list[tuple], k: int) -> Iterator[str]:
+    """What can be said of a mistake that nobody has foreseen. Case k is shown."""
+    place, y, x = next(n for n in compare(*pairs[k]) if not is_same(*n[1:]))
+    numbers = [n for pair in pairs for n in compare(*pair)]
+    if place:
+        only = len({n[0][:3] for n in numbers if not is_same(*n[1:])}) == 1
+        also = f" Only result{place[:3]} is ever wrong." if only else ""
+        yield f"result{place} is {show(y)}, not {show(x)}.{also}"
+    if all(isinstance(y, float) and isinstance(x, float) for _, y, x in numbers):
+        factors = {round(y / x, 6) if x else y for _, y, x in numbers if x or y}
+        if len(factors) == 1:
+            yield f"In all cases it is {factors.pop():g} times what is expected."
+        elif all(is_same(*n[1:], 0.01) for n in numbers):
+            yield "It is nearly right. Is there a small number in a divisor, or a float32?"
 
 
 def agrees(yours, theirs) -> bool:
@@ -304,12 +323,12 @@ def agrees(yours, theirs) -> bool:
 # ---------------- showing
 
 
-def show(value) -> str:
+def show(value, digits: int = 9) -> str:
     """An input or an answer."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(show, value))}]"
+        return f"[{', '.join(show(x, digits) for x in value)}]"
     if isinstance(value, float):
-        return f"{value + 0.0:.9g}"  # + 0.0: no -0
+        return f"{value + 0.0:.{digits}g}"  # + 0.0: no -0
     return str(value)
 
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -45,55 +46,43 @@ class Exercise:
 RATIOS = (1.0, 1.5, 0.5, 1.3, 0.85, 0.7)
 
 
-def grow(*draws: Callable) -> tuple:
-    """Random inputs for groups of 2, 3, 4 and 5 answers."""
-    return tuple(
-        tuple(draw(random.Random(f"{k} {i}"), 2 + k // 6) for i, draw in enumerate(draws))
-        for k in range(24)
+def draw_group(k: int) -> SimpleNamespace:
+    """Random numbers of 2, 3, 4 or 5 answers. Every question takes some of them."""
+    rng, size = random.Random(k), 2 + k // 6
+    answers = range(size)
+
+    def draw_values() -> list[float]:
+        easy = [-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]
+        return [rng.choice(easy) if size < 4 else round(rng.gauss(0, 1), 2) for _ in answers]
+
+    def draw_probabilities() -> list[float]:
+        parts = [rng.randint(1, 5) for _ in answers]
+        return [x / sum(parts) for x in parts]
+
+    values, others = draw_values(), draw_values()
+    return SimpleNamespace(
+        size=size,
+        values=values,
+        others=others,
+        centred=[[*x[1:], -sum(x[1:])] for x in (values, others)],  # their sum is 0
+        ratios=rng.choices(RATIOS, k=size),
+        bounds=rng.choices([0.1, 0.2, 0.35, 0.4], k=2),  # of a clip: no ratio is at an edge
+        lengths=[rng.randint(1, size + 2) for _ in answers],
+        pi=draw_probabilities(),
+        pi_old=draw_probabilities(),
+        scale=rng.choice(["mean", "std"]),
+        # A ratio for every token. An answer may be empty: None is padding.
+        rows=[
+            [rng.choice(RATIOS) if t < length else None for t in range(size - 1)]
+            for length in rng.choices(range(size), k=size)
+        ],
+        nodes=[[2 * t + rng.choice([0, 1]) for t in range(size - 1)] for _ in answers],
+        some_zero=[rng.choice([0.0, x, x, x]) for x in values],
     )
 
 
-def draw_ratio(rng: random.Random, size: int) -> float:
-    return rng.choice(RATIOS)
-
-
-def draw_ratios(rng: random.Random, size: int) -> list[float]:
-    return rng.choices(RATIOS, k=size)
-
-
-def draw_bound(rng: random.Random, size: int) -> float:
-    """Of a clip. No ratio is at an edge."""
-    return rng.choice([0.1, 0.2, 0.35, 0.4])
-
-
-def draw_value(rng: random.Random, size: int) -> float:
-    """Easy to calculate with in small groups."""
-    return rng.choice([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]) if size < 4 else round(rng.gauss(0, 1), 2)
-
-
-def draw_values(rng: random.Random, size: int) -> list[float]:
-    return [draw_value(rng, size) for _ in range(size)]
-
-
-def draw_centred(rng: random.Random, size: int) -> list[float]:
-    """Advantages that sum to 0."""
-    first = draw_values(rng, size)[1:]
-    return [-sum(first), *first]
-
-
-def draw_lengths(rng: random.Random, size: int) -> list[int]:
-    return [rng.randint(1, size + 2) for _ in range(size)]
-
-
-def draw_probabilities(rng: random.Random, size: int) -> list[float]:
-    sizes = [rng.randint(1, 5) for _ in range(size)]
-    return [x / sum(sizes) for x in sizes]
-
-
-def draw_rows(rng: random.Random, size: int) -> list[list]:
-    """A ratio for every token of answers that may be empty. None is padding."""
-    lengths = [rng.randint(0, size - 1) for _ in range(size)]
-    return [[rng.choice(RATIOS) if t < n else None for t in range(size - 1)] for n in lengths]
+def grow(choose: Callable) -> tuple:
+    return tuple(choose(draw_group(k)) for k in range(24))
 
 
 def numbers(values) -> Tensor:
@@ -127,11 +116,7 @@ def first_coefficients(loss: Callable, batch: Batch, **options) -> Tensor:
 GROUP_ADVANTAGES = Question(
     "group_advantages",
     losses.group_advantages,
-    grow(
-        lambda rng, size: draw_values(rng, 2 * size),
-        lambda rng, size: size,
-        lambda rng, size: rng.choice(["mean", "std"]),
-    ),
+    grow(lambda x: (x.values + x.others, x.size, x.scale)),
     lambda function, rewards, *how: function(numbers(rewards), *how),
 )
 
@@ -145,7 +130,7 @@ def shared_token_gradient(rho: float, advantages: list[float]) -> float:
 
 
 SHARED_TOKEN = Question(
-    "shared_token_gradient", shared_token_gradient, grow(draw_ratio, draw_values)
+    "shared_token_gradient", shared_token_gradient, grow(lambda x: (x.ratios[0], x.values))
 )
 
 # ---------------- 3. the gate
@@ -160,12 +145,12 @@ def left_at_a_shared_token(rho, advantages, eps_low, eps_high) -> float:
 GATE = Question(
     "gate_is_open",
     lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
-    grow(draw_ratio, draw_value, draw_bound, draw_bound),
+    grow(lambda x: (x.ratios[0], x.values[0], *x.bounds)),
 )
 LEFT_BY_THE_GATE = Question(
     "left_at_a_shared_token",
     left_at_a_shared_token,
-    grow(draw_ratio, draw_centred, draw_bound, draw_bound),
+    grow(lambda x: (x.ratios[0], x.centred[0], *x.bounds)),
 )
 
 # ---------------- 4. symmetric clipping
@@ -187,13 +172,7 @@ def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high)
 SYMMETRIC = Question(
     "grpo_symmetric",
     losses.grpo_symmetric,
-    grow(
-        lambda rng, size: draw_rows(rng, 2 * (size // 2)),  # groups of two
-        lambda rng, size: draw_centred(rng, 2 * (size // 2)),
-        lambda rng, size: size,
-        draw_bound,
-        draw_bound,
-    ),
+    grow(lambda x: (x.rows + x.rows, x.centred[0] + x.centred[1], x.size, *x.bounds)),
     call_with_batch,
 )
 
@@ -208,6 +187,8 @@ def check_accident(answer) -> Iterator[str]:
         yield "A length is a whole number, at least 1. The lengths come first."
     if len(set(lengths)) == 1:
         yield "All lengths are equal: then sum A/T is 0 because sum A is."
+    if any(adv) and min(adv) >= 0:
+        yield "No advantage is below 0, so they cannot sum to 0. Are they rewards?"
     if not all(abs(a) >= 0.1 for a in adv):
         yield "Every |A| must be at least 0.1."
     if abs(sum(adv)) > 1e-9:
@@ -220,21 +201,18 @@ def check_accident(answer) -> Iterator[str]:
 LEFT_BY_LENGTH = Question(
     "left_by_the_length",
     lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
-    grow(draw_lengths, draw_values),
+    grow(lambda x: (x.lengths, x.values)),
 )
 
 # ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
 
 
-def call_with_weights(function: Callable, w: list, adv: list) -> tuple:
+def call_with_weights(function: Callable, w: list, adv: list):
     weights = function(numbers(w).requires_grad_(), numbers(adv))
-    return weights, "with a gradient" if weights.requires_grad else "detached"
+    return (weights, "with a gradient") if weights.requires_grad else weights
 
 
-WEIGHTS = grow(
-    lambda rng, size: [draw_values(rng, size), draw_values(rng, size)],
-    lambda rng, size: [draw_centred(rng, size), draw_centred(rng, size)],
-)
+WEIGHTS = grow(lambda x: ([x.others, x.values], x.centred))
 MIN_REPLACE = Question("min_replace", losses.min_replace, WEIGHTS, call_with_weights)
 
 
@@ -251,11 +229,11 @@ def check_blind_spot(answer) -> Iterator[str]:
         yield f"The pair's advantages sum to {adv[i] + adv[j]:g}, not to 0."
     new = losses.adv_orthogonal(numbers([w]), numbers([adv]))[0]
     left = float((new * numbers(adv))[[i, j]].sum())
+    if not any(a for k, a in enumerate(adv) if k not in (i, j)):
+        yield "All of A.w is the pair's own, and is taken away. Give the others an A, too."
     if not abs(left) > 0.1:
-        said = (
-            f"Here w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, which is left with {left:.3g}"
-        )
-        yield f"{said}: more than 0.1 is asked for. Make the pair's two weights more different."
+        said = f"w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, and leaves {left:.3g} there"
+        yield f"{said}: more than 0.1 is asked for. Make one of these two weights much larger."
 
 
 ADV_ORTHOGONAL = Question("adv_orthogonal", losses.adv_orthogonal, WEIGHTS, call_with_weights)
@@ -271,13 +249,7 @@ def call_with_nodes(function: Callable, coefficients: list, advantages: list, no
 LEARNING_TAX = Question(
     "learning_tax",
     losses.learning_tax,
-    grow(
-        draw_rows,
-        lambda rng, size: [rng.choice([0.0, x, x, x]) for x in draw_values(rng, size)],
-        lambda rng, size: [
-            [2 * t + rng.choice([0, 1]) for t in range(size - 1)] for _ in range(size)
-        ],
-    ),
+    grow(lambda x: (x.rows, x.some_zero, x.nodes)),
     call_with_nodes,
 )
 
@@ -298,7 +270,7 @@ def check_counterexample(p) -> Iterator[str]:
 LOG_ODDS = Question(
     "change_of_log_odds",
     lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
-    grow(draw_value, draw_value, draw_ratio, draw_ratio, draw_value),
+    grow(lambda x: (*x.values[:2], *x.ratios[:2], x.others[0])),
 )
 
 # ---------------- 10. a weight of your own
@@ -340,10 +312,14 @@ def check_weight(answer) -> Iterator[str]:
     worlds, w = load_worlds(), numbers(answer)
     if w.shape != worlds.adv.shape:
         yield f"Your weights have shape {tuple(w.shape)}, and s has {tuple(worlds.adv.shape)}."
+    if not w.isfinite().all():
+        yield "A weight is nan or inf. In some groups all A are 0. Or is it a product of all rows?"
     tax = ((w - w.roll(1, 1)) * (worlds.adv - worlds.adv.roll(1, 1))).abs().max() / 2  # of a pair
     if not tax < 1e-9:
         yield f"Two answers that share a token leave {tax:.3g} there: their weights differ."
     cosine, bound = (worlds.measure(x)[0] for x in (w, losses.min_replace(worlds.s, worlds.adv)))
+    if not (w - w[0]).any():
+        yield f"All groups have the same weights: the cosine is {cosine:.4f}. Take dim=1."
     if not cosine > bound + 1e-6:
         yield f"Shared tokens cancel. But the cosine is {cosine:.4f}: at most {bound:.4f} so far."
 
@@ -379,12 +355,14 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
 
 
 GRPO_ON_POLICY = Question(
-    "grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), grow(draw_values, draw_lengths)
+    "grpo_on_policy",
+    lambda *x: on_policy(losses.grpo, *x),
+    grow(lambda x: (x.values, x.lengths)),
 )
 DR_GRPO_ON_POLICY = Question(
     "dr_grpo_on_policy",
     lambda *x: on_policy(losses.dr_grpo, *x),
-    grow(draw_values, draw_lengths, lambda rng, size: size + 2),
+    grow(lambda x: (x.values, x.lengths, x.size + 2)),
 )
 NOTHING_IS_LEARNED = Question(
     "nothing_is_learned",
@@ -407,11 +385,11 @@ def expect_without_cancelling(pi, pi_old, c) -> tuple[Tensor, float]:
     return push - numbers(pi) * push.sum(), 0.0
 
 
-CANCEL = Question("cancel", cancelled, grow(draw_values, draw_ratios))
+CANCEL = Question("cancel", cancelled, grow(lambda x: (x.values, x.ratios)))
 OVER_ALL_PAIRS = Question(
     "over_all_pairs",
     expect_without_cancelling,
-    grow(draw_probabilities, draw_probabilities, draw_values),
+    grow(lambda x: (x.pi, x.pi_old, x.values)),
 )
 
 
