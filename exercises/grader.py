@@ -84,8 +84,8 @@ def answer(question, function: Callable, inputs: tuple) -> Answer:
             value = to_plain(question.call(function, *copy.deepcopy(inputs)))
         return Answer(value, None, printed.getvalue())
     except (Exception, SystemExit, Stopped) as error:
-        # With tensors a division by 0 would be a nan.
-        return Answer(math.nan if isinstance(error, ZeroDivisionError) else None, error)
+        # With tensors a division by 0 would be a nan. Another error is the same as no answer.
+        return Answer(math.nan if isinstance(error, ZeroDivisionError) else error, error)
 
 
 def load(source: str | bytes) -> dict:
@@ -166,7 +166,7 @@ def judge(question, function: Callable | None) -> Verdict:
     if function is None:
         return Verdict(question.function, "NOT YET", ["The file has no function of this name."])
     lesson = read_lessons().get(question.function)
-    inputs = [*lesson.cases, *question.inputs] if lesson else [()]
+    inputs = lesson.cases if lesson else [()]
     yours: list[Answer] = []
     for x in inputs:
         yours.append(answer(question, function, x))
@@ -179,14 +179,13 @@ def judge(question, function: Callable | None) -> Verdict:
         problem = [describe(error)] if error else find_problem(question, yours[0].value)
         if problem:
             return Verdict(question.function, "NOT YET", problem)
-        praise = question.praise(yours[0].value) if question.praise else []
-        return Verdict(question.function, "PASS", [*praise])
+        return Verdict(question.function, "PASS", [*question.praise(yours[0].value)])
 
     right = [answer(question, question.right, x).value for x in inputs[: len(yours)]]
     failing = [k for k, y in enumerate(yours) if y.error or not is_same(y.value, right[k])]
     if not failing:
         return Verdict(question.function, "PASS")
-    hints, k = find_hints(question, lesson, inputs, yours, right, failing)
+    hints, k = find_hints(question, function, lesson, yours, right, failing)
     value, error = yours[k].value, yours[k].error
     digits = 17 if show(value) == show(right[k]) else 9
     named = [f"{name} = {show(x)}" for name, x in zip(lesson.inputs, inputs[k], strict=True)]
@@ -199,14 +198,18 @@ def judge(question, function: Callable | None) -> Verdict:
 def find_problem(question, value) -> list[str]:
     """What an answer lacks, of which many are right. Empty if nothing."""
     try:
-        problem = [*itertools.islice(question.check(value), 1)]
+        problem = next(question.check(value), None)
     except (TypeError, ValueError, IndexError, RuntimeError):
-        problem = ["Your answer has another form than the exercise asks for."]
-    return [show_line("yours", show(value)[:90]), *problem] if problem else []
+        problem = "Your answer has another form than the exercise asks for."
+    return [show_line("yours", show(value)[:90]), problem] if problem else []
 
 
 # ---------------- hints
 
+CHANGES = (
+    "-x abs(x) x**2 x**0.5 1/x x+1 x-1 2*x x/2 0*x x*(x>0) x*(x<0) sorted(x) x[:1] x[::-1]".split()
+)
+OUTCOMES = {1: "what it was", 2: "twice as large", 0.5: "half as large", -1: "its negative"}
 ERRORS = {  # what torch says: what a student may not know
     "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
     "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
@@ -249,20 +252,40 @@ def make_mistakes(lesson: Lesson, *edits: str) -> Callable | None:
         if old not in source:
             return None
         source = source.replace(old, new)
+    return define(source)
+
+
+def define(source: str) -> Callable | None:
+    """The function with this source. None if it has none."""
     with contextlib.suppress(SyntaxError):
         *_, function = load(f"import math, torch\n{source}").values()
         return function
     return None
 
 
-def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[str], int]:
+def change_words(solution: str) -> Iterator[tuple[Callable | None, str]]:
+    """The solution with a word or a call changed, once or everywhere; and what to say."""
+    head, body = solution.split("\n", 1)
+    for pattern in (r"\w+", r"\w+\([^()]*\)"):
+        for found in re.finditer(pattern, body):
+            before, word, after = body[: found.start()], found[0], body[found.end() :]
+            for change in CHANGES:
+                new = f"({change.replace('x', word)})"
+                for changed in (f"{before}{new}{after}", re.sub(rf"\b{word}\b", new, body)):
+                    yield (
+                        define(f"{head}\n{changed}"),
+                        f"Have you {new[1:-1]} where {word} belongs?",
+                    )
+
+
+def find_hints(question, function, lesson, yours, right, failing) -> tuple[list[str], int]:
     """What a student should look at, if somebody has foreseen it; and the case that shows it."""
     # What the solution says with each mistake. The best one says what you say, in most of the cases
     # that either of you gets wrong: a mistake elsewhere, at the edge, does not hide it.
     theirs = lesson.answers
     for edits in lesson.mistakes.keys() - theirs:
-        function = make_mistakes(lesson, edits)
-        theirs[edits] = [answer(question, function, x).value for x in inputs]
+        mistaken = make_mistakes(lesson, edits)
+        theirs[edits] = [answer(question, mistaken, x).value for x in lesson.cases]
     wrong = {
         edits: {k for k, x in enumerate(right) if not is_same(theirs[edits][k], x)}
         for edits in lesson.mistakes
@@ -270,34 +293,74 @@ def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[st
 
     def agreement(edits: str) -> tuple[float, float]:
         either = wrong[edits].union(failing)
-        same = [k for k in either if agrees(yours[k].value, theirs[edits][k])]
+        same = [k for k in either if is_same(yours[k].value, theirs[edits][k], 1e-6)]
         return len(same) / len(either), len(wrong[edits].intersection(failing)) / len(either)
 
     def tell(*mistakes: str) -> tuple[list[str], int]:
         hints = [lesson.mistakes[edits] for edits in mistakes]
         return hints, min(wrong[mistakes[0]].intersection(failing) or failing)
 
+    passing = [k for k in range(len(yours)) if k not in failing]
+
+    def answers_alike(mistaken: Callable | None) -> bool:
+        order = [*failing[:12], *passing]  # the sooner they differ the better
+        return mistaken is not None and all(
+            is_same(yours[k].value, answer(question, mistaken, lesson.cases[k]).value, 1e-6)
+            for k in order
+        )
+
     best = max(lesson.mistakes, key=agreement)
     if agreement(best)[0] > 2 / 3:
         return tell(best)
     for pair in itertools.combinations(lesson.mistakes, 2):
-        function = make_mistakes(lesson, *pair)
-        if function and all(
-            agrees(yours[k].value, answer(question, function, inputs[k]).value)
-            for k in [*failing, *range(len(yours))]  # the sooner they differ the better
-        ):
+        if answers_alike(make_mistakes(lesson, *pair)):
             return tell(*pair)
-    given = [dict(zip(lesson.inputs, x, strict=True)) for x in inputs[: len(yours)]]
+    for mistaken, hint in change_words(lesson.solution):
+        if answers_alike(mistaken):
+            return [hint], failing[0]
+    if any(y.value is None for y in yours):
+        return ["Your function returns nothing. Did you print?"], failing[0]
+    if not any(y.error for y in yours):
+        for rule in find_broken_rules(question, function, lesson):
+            return [rule], failing[0]
+    given = [dict(zip(lesson.inputs, x, strict=True)) for x in lesson.cases[: len(yours)]]
+    part = {}  # hint: how many of the cases that it names are wrong, if all the wrong ones are
     for condition, hint in lesson.where.items():
         cases = {k for k, names in enumerate(given) if eval(condition, names)}
-        if cases.issuperset(failing) and 2 * len(failing) > len(cases) < len(yours):
-            return [hint], failing[0]
-    if any(y.value is None and not y.error for y in yours):
-        return ["Your function returns nothing. Did you print?"], failing[0]
+        if cases.issuperset(failing) and len(cases) < len(yours):
+            part[hint] = len(failing) / len(cases)
+    hint = max(part, key=part.get, default=None)
+    if hint and part[hint] > 2 / 3:
+        return [hint], failing[0]
     errors = " ".join(str(y.error) for y in yours)
     known = [hint for words, hint in ERRORS.items() if words in errors]
     pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
     return known[:1] or [*find_differences(pairs, failing[0])], failing[0]
+
+
+def find_broken_rules(question, function: Callable, lesson: Lesson) -> Iterator[str]:
+    """What happens to the right answers if an input is doubled or negated, and not to yours."""
+    solution = define(lesson.solution)
+
+    def find_outcome(function: Callable) -> float | None:
+        before, after = (
+            [answer(question, function, x).value for x in cases]
+            for cases in (lesson.cases, changed)
+        )
+        return next((x for x in OUTCOMES if is_same(after, scale(before, x), 1e-6)), None)
+
+    for i, name in enumerate(lesson.inputs):
+        for factor, change in ((2, f"twice the {name}"), (-1, f"the opposite sign of {name}")):
+            changed = [(*x[:i], scale(x[i], factor), *x[i + 1 :]) for x in lesson.cases]
+            outcome = find_outcome(question.right)
+            if outcome and outcome == find_outcome(solution) != find_outcome(function):
+                yield f"With {change} the answer should be {OUTCOMES[outcome]}. Yours is not."
+
+
+def scale(value, factor: float):
+    if isinstance(value, list):
+        return [scale(x, factor) for x in value]
+    return value * factor if type(value) in (int, float) else value
 
 
 def find_differences(pairs: list[tuple], k: int) -> Iterator[str]:
@@ -314,10 +377,6 @@ def find_differences(pairs: list[tuple], k: int) -> Iterator[str]:
             yield f"In all cases it is {factors.pop():g} times what is expected."
         elif all(is_same(*n[1:], 0.01) for n in numbers):
             yield "It is nearly right. Is there a small number in a divisor, or a float32?"
-
-
-def agrees(yours, theirs) -> bool:
-    return yours is not None and is_same(yours, theirs, 1e-6)
 
 
 # ---------------- showing
@@ -356,7 +415,8 @@ def show_exercise(number: int, verdicts: list[Verdict], titles: dict) -> None:
     print()
     if any(verdict.state != "PASS" for verdict in verdicts):
         return
-    print(f"Why it is so: {EXERCISES[number].why}")
+    print(textwrap.fill(f"Why it is so: {EXERCISES[number].why}", 96))
+    print(f"More: {EXERCISES[number].more}")
     if number + 1 in titles:
         path, title = titles[number + 1]
         print(f"Next: {number + 1}. {title}, in exercises/{path.name}")

@@ -1,16 +1,14 @@
-"""What each exercise asks for: the right answer, from losses.py, and random inputs.
+"""What each exercise asks for: the right answer, from losses.py, and what to say after a PASS.
 
-The small cases, which come first, are in mistakes.txt, with the likely mistakes and their hints.
+The inputs are in mistakes.txt, with the likely mistakes and their hints.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -19,70 +17,25 @@ import losses
 from losses import Batch, token_coefficients
 
 
-def call_as_it_is(function: Callable, *inputs):
-    return function(*inputs)
-
-
 @dataclass(frozen=True)
 class Question:
     """A function that an exercise asks for. Exactly one of `right` and `check` decides."""
 
     function: str
     right: Callable | None = None
-    inputs: tuple[tuple, ...] = ()  # random ones, after the small cases of mistakes.txt
-    call: Callable = call_as_it_is  # with a function and plain inputs
+    call: Callable = lambda function, *inputs: function(*inputs)  # the inputs are plain lists
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
-    praise: Callable | None = None  # an answer that passes -> what there is to say about it
+    praise: Callable = lambda value: ()  # an answer that passes -> what there is to say about it
 
 
 @dataclass(frozen=True)
 class Exercise:
-    why: str  # where its solution is explained
+    why: str
+    more: str  # where its solution is explained
     questions: tuple[Question, ...]
 
 
 # ---------------- inputs
-
-RATIOS = (1.0, 1.5, 0.5, 1.3, 0.85, 0.7)
-
-
-def draw_group(k: int) -> SimpleNamespace:
-    """Random numbers of 2, 3, 4 or 5 answers. Every question takes some of them."""
-    rng, size = random.Random(k), 2 + k // 6
-    answers = range(size)
-
-    def draw_values() -> list[float]:
-        easy = [-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]
-        return [rng.choice(easy) if size < 4 else round(rng.gauss(0, 1), 2) for _ in answers]
-
-    def draw_probabilities() -> list[float]:
-        parts = [rng.randint(1, 5) for _ in answers]
-        return [x / sum(parts) for x in parts]
-
-    values, others = draw_values(), draw_values()
-    return SimpleNamespace(
-        size=size,
-        values=values,
-        others=others,
-        centred=[[*x[1:], -sum(x[1:])] for x in (values, others)],  # their sum is 0
-        ratios=rng.choices(RATIOS, k=size),
-        bounds=rng.choices([0.1, 0.2, 0.35, 0.4], k=2),  # of a clip: no ratio is at an edge
-        lengths=[rng.randint(1, size + 2) for _ in answers],
-        pi=draw_probabilities(),
-        pi_old=draw_probabilities(),
-        scale=rng.choice(["mean", "std"]),
-        # A ratio for every token. An answer may be empty: None is padding.
-        rows=[
-            [rng.choice(RATIOS) if t < length else None for t in range(size - 1)]
-            for length in rng.choices(range(size), k=size)
-        ],
-        nodes=[[2 * t + rng.choice([0, 1]) for t in range(size - 1)] for _ in answers],
-        some_zero=[rng.choice([0.0, x, x, x]) for x in values],
-    )
-
-
-def grow(choose: Callable) -> tuple:
-    return tuple(choose(draw_group(k)) for k in range(24))
 
 
 def numbers(values) -> Tensor:
@@ -111,15 +64,6 @@ def first_coefficients(loss: Callable, batch: Batch, **options) -> Tensor:
     return token_coefficients(loss(batch, **options), batch.logp)[:, 0]
 
 
-# ---------------- 1. group advantages
-
-GROUP_ADVANTAGES = Question(
-    "group_advantages",
-    losses.group_advantages,
-    grow(lambda x: (x.values + x.others, x.size, x.scale)),
-    lambda function, rewards, *how: function(numbers(rewards), *how),
-)
-
 # ---------------- 2. the cancellation by hand
 
 
@@ -129,10 +73,6 @@ def shared_token_gradient(rho: float, advantages: list[float]) -> float:
     return float(c.mean())
 
 
-SHARED_TOKEN = Question(
-    "shared_token_gradient", shared_token_gradient, grow(lambda x: (x.ratios[0], x.values))
-)
-
 # ---------------- 3. the gate
 
 
@@ -141,17 +81,6 @@ def left_at_a_shared_token(rho, advantages, eps_low, eps_high) -> float:
     c = first_coefficients(losses.dr_grpo, batch, eps_low=eps_low, eps_high=eps_high)
     return float(c.sum())
 
-
-GATE = Question(
-    "gate_is_open",
-    lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
-    grow(lambda x: (x.ratios[0], x.values[0], *x.bounds)),
-)
-LEFT_BY_THE_GATE = Question(
-    "left_at_a_shared_token",
-    left_at_a_shared_token,
-    grow(lambda x: (x.ratios[0], x.centred[0], *x.bounds)),
-)
 
 # ---------------- 4. symmetric clipping
 
@@ -168,13 +97,6 @@ def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high)
         raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
     return loss, token_coefficients(loss, batch.logp)
 
-
-SYMMETRIC = Question(
-    "grpo_symmetric",
-    losses.grpo_symmetric,
-    grow(lambda x: (x.rows + x.rows, x.centred[0] + x.centred[1], x.size, *x.bounds)),
-    call_with_batch,
-)
 
 # ---------------- 5. length
 
@@ -198,22 +120,12 @@ def check_accident(answer) -> Iterator[str]:
         yield f"What is left, sum A/T, is {left:g}, not 0. Think of pairs of equal length."
 
 
-LEFT_BY_LENGTH = Question(
-    "left_by_the_length",
-    lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
-    grow(lambda x: (x.lengths, x.values)),
-)
-
 # ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
 
 
 def call_with_weights(function: Callable, w: list, adv: list):
     weights = function(numbers(w).requires_grad_(), numbers(adv))
     return (weights, "with a gradient") if weights.requires_grad else weights
-
-
-WEIGHTS = grow(lambda x: ([x.others, x.values], x.centred))
-MIN_REPLACE = Question("min_replace", losses.min_replace, WEIGHTS, call_with_weights)
 
 
 def check_blind_spot(answer) -> Iterator[str]:
@@ -236,8 +148,6 @@ def check_blind_spot(answer) -> Iterator[str]:
         yield f"{said}: more than 0.1 is asked for. Make one of these two weights much larger."
 
 
-ADV_ORTHOGONAL = Question("adv_orthogonal", losses.adv_orthogonal, WEIGHTS, call_with_weights)
-
 # ---------------- 8. the learning tax
 
 
@@ -245,13 +155,6 @@ def call_with_nodes(function: Callable, coefficients: list, advantages: list, no
     c, mask = read_rows(coefficients)
     return function(c, numbers(advantages), torch.tensor(nodes), mask)
 
-
-LEARNING_TAX = Question(
-    "learning_tax",
-    losses.learning_tax,
-    grow(lambda x: (x.rows, x.some_zero, x.nodes)),
-    call_with_nodes,
-)
 
 # ---------------- 9. what the corollary lacks
 
@@ -266,12 +169,6 @@ def check_counterexample(p) -> Iterator[str]:
     if not abs(change) > 0.1:
         yield f"Here the log-odds change by {change:.3g} per eta: more than 0.1 is asked for."
 
-
-LOG_ODDS = Question(
-    "change_of_log_odds",
-    lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
-    grow(lambda x: (*x.values[:2], *x.ratios[:2], x.others[0])),
-)
 
 # ---------------- 10. a weight of your own
 
@@ -338,13 +235,6 @@ def praise_weight(answer) -> Iterator[str]:
     yield "One weight for a whole group cancels. Which one has a better cosine and less noise?"
 
 
-WEIGHT = Question(
-    "weight",
-    call=lambda function: function(load_worlds().s.clone(), load_worlds().adv.clone()),
-    check=check_weight,
-    praise=praise_weight,
-)
-
 # ---------------- 11. why is the loss 0
 
 
@@ -353,21 +243,6 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
     batch = start_alike(1.0, advantages, lengths, budget)
     return loss(batch).item(), float(first_coefficients(loss, batch).sum())
 
-
-GRPO_ON_POLICY = Question(
-    "grpo_on_policy",
-    lambda *x: on_policy(losses.grpo, *x),
-    grow(lambda x: (x.values, x.lengths)),
-)
-DR_GRPO_ON_POLICY = Question(
-    "dr_grpo_on_policy",
-    lambda *x: on_policy(losses.dr_grpo, *x),
-    grow(lambda x: (x.values, x.lengths, x.size + 2)),
-)
-NOTHING_IS_LEARNED = Question(
-    "nothing_is_learned",
-    lambda rewards: not losses.group_advantages(numbers(rewards), len(rewards)).any(),
-)
 
 # ---------------- 12. cancel a loss
 
@@ -385,29 +260,116 @@ def expect_without_cancelling(pi, pi_old, c) -> tuple[Tensor, float]:
     return push - numbers(pi) * push.sum(), 0.0
 
 
-CANCEL = Question("cancel", cancelled, grow(lambda x: (x.values, x.ratios)))
-OVER_ALL_PAIRS = Question(
-    "over_all_pairs",
-    expect_without_cancelling,
-    grow(lambda x: (x.pi, x.pi_old, x.values)),
-)
+# ---------------- all twelve
 
-
-EXPLAIN = "python verify.py --explain"
-AN_ACCIDENT = Question("an_accident", check=check_accident)
-BLIND_SPOT = Question("blind_spot", check=check_blind_spot)
-COUNTEREXAMPLE = Question("counterexample", check=check_counterexample)
 EXERCISES = {
-    1: Exercise("the docstring of group_advantages in losses.py", (GROUP_ADVANTAGES,)),
-    2: Exercise(f"{EXPLAIN} C2", (SHARED_TOKEN,)),
-    3: Exercise(f"{EXPLAIN} C6", (GATE, LEFT_BY_THE_GATE)),
-    4: Exercise(f"{EXPLAIN} C7", (SYMMETRIC,)),
-    5: Exercise(f"{EXPLAIN} C8", (LEFT_BY_LENGTH, AN_ACCIDENT)),
-    6: Exercise(f"{EXPLAIN} C9", (MIN_REPLACE,)),
-    7: Exercise(f"{EXPLAIN} C10", (ADV_ORTHOGONAL, BLIND_SPOT)),
-    8: Exercise(f"{EXPLAIN} C15", (LEARNING_TAX,)),
-    9: Exercise(f"{EXPLAIN} C14", (COUNTEREXAMPLE, LOG_ODDS)),
-    10: Exercise(f"{EXPLAIN} C16 C21", (WEIGHT,)),
-    11: Exercise(f"{EXPLAIN} loss", (GRPO_ON_POLICY, DR_GRPO_ON_POLICY, NOTHING_IS_LEARNED)),
-    12: Exercise(f"{EXPLAIN} C22 C23", (CANCEL, OVER_ALL_PAIRS)),
+    1: Exercise(
+        "An advantage is what an answer has above the others. Equal rewards have nothing to say.",
+        "the docstring of group_advantages in losses.py",
+        (
+            Question(
+                "group_advantages",
+                losses.group_advantages,
+                lambda function, rewards, *how: function(numbers(rewards), *how),
+            ),
+        ),
+    ),
+    2: Exercise(
+        "Every answer pushes the token by rho A_i / G. Nothing is left where the A sum to 0.",
+        "python verify.py --explain C2",
+        (Question("shared_token_gradient", shared_token_gradient),),
+    ),
+    3: Exercise(
+        "Above the range winners are stopped, and losers push the token down. Below it losers are "
+        "stopped, and winners push it up.",
+        "python verify.py --explain C6",
+        (
+            Question(
+                "gate_is_open",
+                lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
+            ),
+            Question("left_at_a_shared_token", left_at_a_shared_token),
+        ),
+    ),
+    4: Exercise(
+        "A clip without the min asks how far r is from 1, and not who won.",
+        "python verify.py --explain C7",
+        (Question("grpo_symmetric", losses.grpo_symmetric, call_with_batch),),
+    ),
+    5: Exercise(
+        "1/T_i weighs each A. In two pairs, each of one length, the weighted A cancel, too. An "
+        "accident: nothing makes answers come in such pairs.",
+        "python verify.py --explain C8",
+        (
+            Question(
+                "left_by_the_length",
+                lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
+            ),
+            Question("an_accident", check=check_accident),
+        ),
+    ),
+    6: Exercise(
+        "With one weight w for the group the push is w sum A, and sum A is 0.",
+        "python verify.py --explain C9",
+        (Question("min_replace", losses.min_replace, call_with_weights),),
+    ),
+    7: Exercise(
+        "The sum of w~ A is 0 over the whole group. Nothing says that it is 0 over a part of it.",
+        "python verify.py --explain C10",
+        (
+            Question("adv_orthogonal", losses.adv_orthogonal, call_with_weights),
+            Question("blind_spot", check=check_blind_spot),
+        ),
+    ),
+    8: Exercise(
+        "tax_v is the number of visitors times the covariance of their w and A. Equal w: no tax.",
+        "python verify.py --explain C15",
+        (Question("learning_tax", losses.learning_tax, call_with_nodes),),
+    ),
+    9: Exercise(
+        "The change is k_a (n_a - x) - k_b (n_b - x). So Eq. 5 is right if n_a = n_b. And in a), "
+        "if the k of all three answers sum to 0, it is k_a - k_b: the best case.",
+        "python verify.py --explain C14",
+        (
+            Question("counterexample", check=check_counterexample),
+            Question(
+                "change_of_log_odds",
+                lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
+            ),
+        ),
+    ),
+    10: Exercise(
+        "One weight for a whole group has no covariance with A, whoever shares a token.",
+        "python verify.py --explain C16 C21",
+        (
+            Question(
+                "weight",
+                call=lambda function: function(load_worlds().s.clone(), load_worlds().adv.clone()),
+                check=check_weight,
+                praise=praise_weight,
+            ),
+        ),
+    ),
+    11: Exercise(
+        "In the example GRPO's loss is 0, and its sum of c is 0.108. Dr. GRPO's loss is 0.5/L, and "
+        "its sum of c is 0. The value of a loss does not say what is learned.",
+        "python verify.py --explain loss",
+        (
+            Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x)),
+            Question("dr_grpo_on_policy", lambda *x: on_policy(losses.dr_grpo, *x)),
+            Question(
+                "nothing_is_learned",
+                lambda rewards: not losses.group_advantages(numbers(rewards), len(rewards)).any(),
+            ),
+        ),
+    ),
+    12: Exercise(
+        "What is taken away has the mean 0: the other answers are drawn without looking at this "
+        "one, and r grad log pi has the mean 0. The noise changes, and the expected push does not.",
+        "python verify.py --explain C22 C23",
+        (
+            Question("cancel", cancelled),
+            Question("over_all_pairs", expect_without_cancelling),
+        ),
+    ),
 }

@@ -80,8 +80,8 @@ def test_solutions_pass_and_blanks_do_not(number, grade):
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_known_mistake_gets_its_hint(name, float64):
-    for hint in LESSONS[name].mistakes:
-        verdict = grader.judge(QUESTIONS[name], grader.make_mistakes(LESSONS[name], hint))
+    for edits, hint in LESSONS[name].mistakes.items():
+        verdict = grader.judge(QUESTIONS[name], grader.make_mistakes(LESSONS[name], edits))
         assert verdict.state == "NOT YET" and hint in verdict.lines, hint
 
 
@@ -105,14 +105,17 @@ def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
     "name, source, line",
     [
         ("an_accident", "(): return [2] * 4, [1, -1, 1, -1]", "All lengths are equal"),
+        ("an_accident", "(): return [2, 2, 3, 3], [1, 0, 1, 0]", "Are they rewards?"),
         ("an_accident", "(): return [2, 2, 3, 3], [1, -1, 2, -1]", "sum to 1, not to 0."),
         ("an_accident", "(): return [1, 2, 3, 3], [1, -1, 1, -1]", "sum A/T, is 0.5, not 0."),
-        ("blind_spot", "(): return [1] * 4, [1, 1, -1, -1], (0, 2)", "is left with 0"),
+        ("blind_spot", "(): return [1] * 4, [1, 1, -1, -1], (0, 2)", "leaves 0 there"),
         ("blind_spot", "(): return [3, 1, 1, 1], [1, 1, -1, -1], (1, 4)", "from 0 to 3"),
+        ("blind_spot", "(): return [3, 1, 1, 1], [1, -1, 0, 0], (0, 1)", "Give the others an A"),
         ("counterexample", "(): return [0.4, 0.4, 0.2]", "change by 0 per eta"),
         ("counterexample", "(): return [0.5, 0.2, 0.2]", "sum to 0.9, not 1."),
         ("weight", "(s, adv): return s", "share a token leave 57.7"),
-        ("weight", "(s, adv): return torch.ones_like(s)", "the cosine is 0.9008"),
+        ("weight", "(s, adv): return torch.ones_like(s)", "the same weights: the cosine is 0.9008"),
+        ("weight", "(s, adv): return s / adv", "nan or inf"),
         ("min_replace", "(w, adv): return w.detach().min(1).expand_as(w)", "Try amin."),
         ("cancel", "(c, r): c.clear(); return c", "c = [3, 1], r = [1, 1]"),
     ],
@@ -129,8 +132,7 @@ def test_a_mistake_in_the_last_case_only_is_found(name, float64):
 
     def late(*inputs):
         calls.append(inputs)
-        cases = len(LESSONS[name].cases) + len(QUESTIONS[name].inputs)
-        return right(*inputs) if len(calls) < cases else "late"
+        return right(*inputs) if len(calls) < len(LESSONS[name].cases) else "late"
 
     assert grader.judge(QUESTIONS[name], late).state == "NOT YET"
 
