@@ -303,11 +303,12 @@ def find_hints(question, function, lesson, yours, right, failing) -> tuple[list[
     passing = [k for k in range(len(yours)) if k not in failing]
 
     def answers_alike(mistaken: Callable | None) -> bool:
-        order = [*failing[:12], *passing]  # the sooner they differ the better
-        return mistaken is not None and all(
-            is_same(yours[k].value, answer(question, mistaken, lesson.cases[k]).value, 1e-6)
-            for k in order
-        )
+        def is_alike(k: int) -> bool:
+            return is_same(yours[k].value, answer(question, mistaken, lesson.cases[k]).value, 1e-6)
+
+        if mistaken is None or not all(map(is_alike, failing[:12])):
+            return False
+        return sum(map(is_alike, passing)) >= len(passing) - 1
 
     best = max(lesson.mistakes, key=agreement)
     if agreement(best)[0] > 2 / 3:
@@ -320,6 +321,9 @@ def find_hints(question, function, lesson, yours, right, failing) -> tuple[list[
             return [hint], failing[0]
     if any(y.value is None for y in yours):
         return ["Your function returns nothing. Did you print?"], failing[0]
+    pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
+    if all(is_same(*pair, 0.01) for pair in pairs):
+        return ["It is nearly right. Is there a small number in a divisor, or float32?"], failing[0]
     if not any(y.error for y in yours):
         for rule in find_broken_rules(question, function, lesson):
             return [rule], failing[0]
@@ -334,7 +338,6 @@ def find_hints(question, function, lesson, yours, right, failing) -> tuple[list[
         return [hint], failing[0]
     errors = " ".join(str(y.error) for y in yours)
     known = [hint for words, hint in ERRORS.items() if words in errors]
-    pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
     return known[:1] or [*find_differences(pairs, failing[0])], failing[0]
 
 
@@ -368,15 +371,11 @@ def find_differences(pairs: list[tuple], k: int) -> Iterator[str]:
     place, y, x = next(n for n in compare(*pairs[k]) if not is_same(*n[1:]))
     numbers = [n for pair in pairs for n in compare(*pair)]
     if place:
-        only = len({n[0][:3] for n in numbers if not is_same(*n[1:])}) == 1
-        also = f" Only result{place[:3]} is ever wrong." if only else ""
-        yield f"result{place} is {show(y)}, not {show(x)}.{also}"
+        yield f"result{place} is {show(y)}, not {show(x)}."
     if all(isinstance(y, float) and isinstance(x, float) for _, y, x in numbers):
         factors = {round(y / x, 6) if x else y for _, y, x in numbers if x or y}
         if len(factors) == 1:
             yield f"In all cases it is {factors.pop():g} times what is expected."
-        elif all(is_same(*n[1:], 0.01) for n in numbers):
-            yield "It is nearly right. Is there a small number in a divisor, or a float32?"
 
 
 # ---------------- showing

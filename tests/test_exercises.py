@@ -118,6 +118,23 @@ def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
         ("weight", "(s, adv): return s / adv", "nan or inf"),
         ("min_replace", "(w, adv): return w.detach().min(1).expand_as(w)", "Try amin."),
         ("cancel", "(c, r): c.clear(); return c", "c = [3, 1], r = [1, 1]"),
+        ("min_replace", "(w, adv): return w.detach().flip(0)", "result[0][1] is 2, not 0.5."),
+        (
+            "change_of_log_odds",
+            "(k, l, n, m, x): return 3 * (k * (n - x) - l * (m - x))",
+            "3 times",
+        ),
+        ("left_by_the_length", "(T, A): return sum(A) and A[0] * T[0]", "With twice the lengths"),
+        (
+            "shared_token_gradient",
+            "(r, A): return r * sum(A) / (len(A) + 1e-3)",
+            "It is nearly right.",
+        ),
+        (
+            "shared_token_gradient",
+            "(r, A): return r**0.5 * sum(A) / len(A)",
+            "Have you rho**0.5 where rho",
+        ),
     ],
 )
 def test_another_wrong_answer_is_told_what_it_lacks(name, source, line, float64):
@@ -163,6 +180,14 @@ def test_trouble_is_one_clear_line_and_the_other_function_is_graded(
     code, out = grade(12, f"{source}\n\n{LESSONS['over_all_pairs'].solution}")
     assert code == 1 and line in out
     assert "over_all_pairs  PASS" in out or out.count(line) == 2  # the file itself is broken
+
+
+def test_a_wrong_function_is_not_held_against_the_next(grade):
+    wrong = "def cancel(c, r):\n    return [0 * x for x in c]\n\n"
+    solution = LESSONS["over_all_pairs"].solution
+    calls = re.sub(r"x, y = .*", "x, y = cancel([c[a], c[b]], [r[a], r[b]])", solution)
+    _, out = grade(12, wrong + calls)
+    assert "cancel  NOT YET" in out and "over_all_pairs  PASS" in out
 
 
 def test_the_command_says_what_the_readme_shows(tmp_path):
