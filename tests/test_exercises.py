@@ -190,6 +190,13 @@ def test_a_wrong_function_is_not_held_against_the_next(grade):
     assert "cancel  NOT YET" in out and "over_all_pairs  PASS" in out
 
 
+def test_a_tensor_of_an_answers_own_loses_no_digit(grade):
+    mine = "import torch\ndef left_by_the_length(T, A):\n    "
+    mine += "return (torch.tensor(A) / torch.tensor(T)).mean()"
+    assert "left_by_the_length  PASS" in grade(5, mine)[1]
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_the_command_says_what_the_readme_shows(tmp_path):
     wrong = "def min_replace(w, adv):\n    return w.sort(1)[0][:, :1].expand_as(w)"
     (tmp_path / "mine.py").write_text(wrong)
