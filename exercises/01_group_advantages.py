@@ -8,7 +8,8 @@ only. What is good is decided by the G answers to the same prompt.
     A_i = R_i - mean(R)                            scale "mean" (Dr. GRPO)
     A_i = (R_i - mean(R)) / (std(R) + 1e-4)        scale "std" (GRPO); the unbiased std, over G - 1
 
-`rewards` is (N,), and so is the result. The G answers of a group are neighbours.
+`rewards` is (N,): one number for each of the N answers of the batch. The result is (N,), too. The
+G = `group_size` answers of a group are neighbours.
 
 A group whose rewards are all equal gets exactly 0. Take care: three rewards of 0.1 have a float
 mean that is not 0.1, and 1e-17 / 1e-4 is not 0.

@@ -4,17 +4,17 @@
 
 **Aim:** see with your own eyes when a token that all answers share learns nothing.
 
-G answers begin with the same token. Its importance ratio is rho = pi(a|h) / pi_old(a|h). That is
-the same number for all of them, because the history is the same. The token-factorised objective
-without length normaliser and clip is
+G answers begin with the same token a. The history h is what stands before it: here the prompt. So
+the token's importance ratio, rho = pi(a|h) / pi_old(a|h), is the same number for all of them. The
+token-factorised objective without length normaliser and clip is
 
-    J = (1/G) sum_i sum_t r_{i,t} A_i
+    J = (1/G) sum_i sum_t r_{i,t} A_i        r_{i,t}: the ratio of token t of answer i
 
 What factor stands before grad log pi(a|h) of the shared token in grad J? Write it for any
-advantages, also for some that do not sum to 0. When is it 0?
+advantages, also for some that do not sum to 0. When is it 0? (After a PASS you can compare.)
 
-**Hint:** only the terms of that token have this gradient; add up its G visitors. And grad r =
-r grad log pi.
+**Hint:** only the terms of that token have this gradient: one for each of the G answers. Add them
+up. And grad r = r grad log pi.
 
 **Grade it:** `make exercise N=2`
 """

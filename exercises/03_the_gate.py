@@ -4,13 +4,14 @@
 
 **Aim:** see that clipping does not merely stop an update. Whom it stops depends on who won.
 
-    J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
+    J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)        of one token; no 1/G here
 
 **a)** For which (r, A) does a token still have a gradient? Draw the four cases: winner or loser, r
 too large or too small. (r is never exactly at an edge here, and A is never 0.)
 
 **b)** A winner and a loser share a token with r = 1.5. What is left of the sum of their two
-dJ / dlog pi? Write it for a group of any size. The advantages of the group sum to 0.
+dJ / dlog pi? Write it for a group of any size, as a sum without 1/G. The advantages of the group
+sum to 0.
 
 **Hint:** a min takes the smaller of two lines. Where it takes the flat one, the gradient is 0. And
 dr / dlog pi = r.

@@ -9,15 +9,23 @@ Write GRPO without it:
 
     J = (1/(N L)) sum_i sum_t clip(r_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}
 
+N is the number of all answers, and L the largest number of tokens that an answer may have.
+
 A loss is something to minimise: return -J, a tensor that can be differentiated by `batch.logp`.
 
 A Batch has `logp`, `logp_old`, `adv` (all (N, T)), `mask` (N, T) bool, `group_size`, and
-`max_tokens`, which is L. Every tensor holds garbage where the mask is False. So mask the log-ratio
-*before* exp: otherwise a padded 1e4 becomes inf, and 0 * inf is nan in the backward pass.
+`max_tokens`, which is L. T is the width of these tensors: the length of the longest answer. Every
+tensor holds garbage where the mask is False. So mask the log-ratio *before* exp: otherwise a padded
+1e4 becomes inf, and 0 * inf is nan in the backward pass.
 
 A batch may have no token at all. Its loss is a tensor, too: 0, with the gradient 0.
 
 You are graded on the loss, and on its coefficients c = -N dLoss/dlogp at every token.
+
+To try it on two answers of one token, with the ratios 1.5 and 0.5:
+
+    from exercises.questions import start_alike
+    print(grpo_symmetric(start_alike([1.5, 0.5], [1, -1])))
 
 **Hint:** `from losses import budget_mean, token_ratio` works here, but try without.
 

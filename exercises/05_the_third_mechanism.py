@@ -5,7 +5,9 @@
 **Aim:** see what GRPO's average over the tokens of each answer does. It alone breaks the
 cancellation, fully on-policy: nothing is clipped, and every ratio is 1.
 
-    J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})
+    J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})        T_i: the length of answer i
+
+(At r = 1 this has the gradient of r A: grad r = r grad log pi = grad log pi.)
 
 **a)** What is left at a token that all G answers share, as the factor before grad log pi? Write it
 for any advantages, also for some that do not sum to 0.
@@ -14,7 +16,8 @@ for any advantages, also for some that do not sum to 0.
 group of four with nothing left: sum A = 0, lengths not all equal, and every |A| at least 0.1. (It
 is an accident: why?)
 
-**Hint:** two pairs for b).
+**Hint** for b): take two answers of one length, and two of another. When do two of one length
+cancel?
 
 **Grade it:** `make exercise N=5`
 """

@@ -2,15 +2,15 @@
 """
 # 6. Min-Replace (10 minutes)
 
-**Aim:** repair what a sequence ratio breaks. s_i gives each answer its own weight, and shared
-tokens no longer cancel. DFPO's first repair gives the whole group one weight, the smallest
-(Eq. 17):
+**Aim:** repair what a sequence ratio breaks. Every answer has its own weight w_i: in GSPO the
+sequence ratio s_i. Then shared tokens no longer cancel. The first repair of the paper DFPO (its
+Eq. 17) gives the whole group one weight, the smallest:
 
     w~_i = min_j w_j
 
-`w` and `adv` are (P, G), a row per group, and so is the result. It is a stop-gradient weight: return
-it detached. Otherwise the loss would also learn to lower the smallest ratio, and the shared token
-would get a gradient again.
+`w` and `adv` are (P, G), a row per group, and so is the result. It is a stop-gradient weight:
+return it detached. Otherwise the loss would also learn to lower the smallest ratio, and the shared
+token would get a gradient again.
 
 **Hint:** one line. `adv` is there so that the two transforms can be exchanged.
 

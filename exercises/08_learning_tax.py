@@ -5,8 +5,9 @@
 **Aim:** measure what a loss does to shared tokens, for any loss and any model, from token ids and
 d loss / d logp alone.
 
-A node is a prefix of a group's answers. Its visitors S_v are the answers that begin with it. With
-w_i = c_i / A_i, and wbar its mean over S_v, the node gets
+A node v is a place in the tree of a group's answers: the tokens up to and with this one. Its
+visitors S_v are the answers that begin with these tokens. c_i is what the loss pushes that last
+token with, in answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the node gets
 
     sum_{S_v} c_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax
 
@@ -14,8 +15,8 @@ The result is
 
     sum_v |tax_v| / sum_v sum_{S_v} |c_i|        over the nodes v with at least two visitors
 
-It is 0.0 where the divisor is 0, for example if there are no such nodes. An answer with A_i = 0 has
-no w: it is no visitor, of any node.
+It may be larger than 1. It is 0.0 where the divisor is 0, for example if there are no such nodes.
+An answer with A_i = 0 has no w: it is no visitor, of any node.
 
 `coefficients` is (N, T), `advantages` (N,). `nodes` (N, T) has the same number where answers are at
 the same node. Where `mask` (N, T) is False there is no token.

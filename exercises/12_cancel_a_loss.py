@@ -14,10 +14,10 @@ An answer that is alone keeps its c. `c` and `r` are lists of n numbers, and so 
 on paper: if all n take the same token, their r are one number, and the c' sum to 0.
 
 **b)** Now take all groups of two answers. An answer is one token out of K, drawn from `pi_old`.
-Token a has the coefficient c[a]. That is any loss in which c depends on the own answer alone: for
-example r (R - b), clipped or not, divided by a length or not, with a fixed baseline b. (The group's
-mean is no fixed baseline: it holds the rewards of the others.) A group (a_1, a_2) pushes the K
-logits by
+Token a has the coefficient c[a]: all that the loss pushes it with, its ratio r included. That is
+any loss in which c depends on the own answer alone: for example r (R - b), clipped or not, divided
+by a length or not, with a fixed baseline b. (The group's mean is no fixed baseline: it holds the
+rewards of the others.) A group (a_1, a_2) pushes the K logits by
 
     1/2 sum_i c'_i grad log pi(a_i),    grad log pi(a) = e_a - pi
 

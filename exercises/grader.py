@@ -28,7 +28,7 @@ import textwrap
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,8 +84,8 @@ def answer(question, function: Callable, inputs: tuple) -> Answer:
             value = to_plain(question.call(function, *copy.deepcopy(inputs)))
         return Answer(value, None, printed.getvalue())
     except (Exception, SystemExit, Stopped) as error:
-        # With tensors a division by 0 would be a nan.
-        return Answer(math.nan if isinstance(error, ZeroDivisionError) else None, error)
+        # With tensors a division by 0 would be a nan. Another error is the same as no answer.
+        return Answer(math.nan if isinstance(error, ZeroDivisionError) else error, error)
 
 
 def load(source: str | bytes) -> dict:
@@ -118,15 +118,25 @@ class Verdict:
     lines: list[str] = field(default_factory=list)
 
 
-def is_same(x, y, tolerance: float = 1e-9) -> bool:
+def compare(yours, right, place: str = "") -> Iterator[tuple[str, object, object]]:
+    """Every number beside the one that is expected, and its place."""
+    if isinstance(yours, list) and isinstance(right, list) and len(yours) == len(right):
+        for k, pair in enumerate(zip(yours, right, strict=True)):
+            yield from compare(*pair, f"{place}[{k}]")
+    else:
+        yield place, yours, right
+
+
+def is_same(yours, right, tolerance: float = 1e-9) -> bool:
     """Whether two plain values are the same up to rounding. A nan is the same as an inf."""
-    if isinstance(x, list) and isinstance(y, list):
-        return len(x) == len(y) and all(is_same(a, b, tolerance) for a, b in zip(x, y, strict=True))
-    if not {type(x), type(y)} <= {bool, float}:
-        return x == y
-    if not math.isfinite(y):
-        return not math.isfinite(x)
-    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+    for _, x, y in compare(yours, right):
+        same = x == y
+        if {type(x), type(y)} <= {bool, float}:
+            close = math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+            same = close if math.isfinite(y) else not math.isfinite(x)
+        if not same:
+            return False
+    return True
 
 
 def grade_file(path: Path, number: int) -> list[Verdict]:
@@ -138,8 +148,13 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
     questions, before = EXERCISES[number].questions, torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
     try:
-        student = load(path.read_bytes())
-        return [judge(question, student.get(question.function)) for question in questions]
+        student, verdicts = load(path.read_bytes()), []
+        for question in questions:
+            verdicts.append(judge(question, student.get(question.function)))
+            if question.right and verdicts[-1].state != "PASS":
+                # The next function may call this one, and is not to blame for it.
+                student[question.function] = make_mistakes(read_lessons()[question.function])
+        return verdicts
     except (Exception, SystemExit, Stopped) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
     finally:
@@ -150,11 +165,13 @@ def judge(question, function: Callable | None) -> Verdict:
     """The verdict on one function, from its answers to all inputs."""
     if function is None:
         return Verdict(question.function, "NOT YET", ["The file has no function of this name."])
-    lesson = read_lessons().get(question.function, Lesson(cases=[()]))
-    inputs = [*lesson.cases, *question.inputs]
+    lesson = read_lessons().get(question.function)
+    inputs = lesson.cases if lesson else [()]
     yours: list[Answer] = []
-    while len(yours) < len(inputs) and not (yours and isinstance(yours[-1].error, Stopped)):
-        yours.append(answer(question, function, inputs[len(yours)]))
+    for x in inputs:
+        yours.append(answer(question, function, x))
+        if isinstance(yours[-1].error, Stopped):
+            break
     error = yours[0].error
     if isinstance(error, NotImplementedError) and not error.args:  # torch's has a text
         return Verdict(question.function, "NOT YET (blank)")
@@ -162,34 +179,37 @@ def judge(question, function: Callable | None) -> Verdict:
         problem = [describe(error)] if error else find_problem(question, yours[0].value)
         if problem:
             return Verdict(question.function, "NOT YET", problem)
-        praise = question.praise(yours[0].value) if question.praise else []
-        return Verdict(question.function, "PASS", [*praise])
+        return Verdict(question.function, "PASS", [*question.praise(yours[0].value)])
 
     right = [answer(question, question.right, x).value for x in inputs[: len(yours)]]
     failing = [k for k, y in enumerate(yours) if y.error or not is_same(y.value, right[k])]
     if not failing:
         return Verdict(question.function, "PASS")
-    hints, k = find_hints(question, lesson, inputs, yours, right, failing)
-    shown = ", ".join(
-        f"{name} = {show(x)}" for name, x in zip(lesson.names, inputs[k], strict=True)
-    )
-    lines = [("with", shown), ("printed", yours[k].printed.strip())]
-    lines += [("yours", describe(yours[k].error) if yours[k].error else show(yours[k].value))]
-    lines += [("expected", show(right[k]))]
+    hints, k = find_hints(question, function, lesson, yours, right, failing)
+    value, error = yours[k].value, yours[k].error
+    digits = 17 if show(value) == show(right[k]) else 9
+    named = [f"{name} = {show(x)}" for name, x in zip(lesson.inputs, inputs[k], strict=True)]
+    lines = [("with", ", ".join(named)), ("printed", yours[k].printed.strip())]
+    lines += [("yours", describe(error) if error else show(value, digits))]
+    lines += [("expected", show(right[k], digits))]
     return Verdict(question.function, "NOT YET", [show_line(*x) for x in lines if x[1]] + hints)
 
 
 def find_problem(question, value) -> list[str]:
     """What an answer lacks, of which many are right. Empty if nothing."""
     try:
-        problem = [*itertools.islice(question.check(value), 1)]
+        problem = next(question.check(value), None)
     except (TypeError, ValueError, IndexError, RuntimeError):
-        problem = ["Your answer has another form than the exercise asks for."]
-    return [show_line("yours", show(value)[:90]), *problem] if problem else []
+        problem = "Your answer has another form than the exercise asks for."
+    return [show_line("yours", show(value)[:90]), problem] if problem else []
 
 
 # ---------------- hints
 
+CHANGES = (
+    "-x abs(x) x**2 x**0.5 1/x x+1 x-1 2*x x/2 0*x x*(x>0) x*(x<0) sorted(x) x[:1] x[::-1]".split()
+)
+OUTCOMES = {1: "what it was", 2: "twice as large", 0.5: "half as large", -1: "its negative"}
 ERRORS = {  # what torch says: what a student may not know
     "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
     "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
@@ -203,12 +223,12 @@ ERRORS = {  # what torch says: what a student may not know
 class Lesson:
     """What mistakes.txt says about a function."""
 
-    names: list[str] = field(default_factory=list)  # of the inputs
-    cases: list[tuple] = field(default_factory=list)
-    solution: str = ""
-    mistakes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # hint: its edits
-    where: dict[str, str] = field(default_factory=dict)  # hint: condition
-    answers: dict[str, list] = field(default_factory=dict)  # hint: what the mistake answers
+    solution: str
+    inputs: tuple[str, ...] = ()  # their names
+    cases: tuple[tuple, ...] = ()
+    mistakes: dict[str, str] = field(default_factory=dict)  # edits: hint
+    where: dict[str, str] = field(default_factory=dict)  # condition: hint
+    answers: dict[str, list] = field(default_factory=dict)  # edits: what this mistake answers
 
 
 @functools.cache
@@ -216,100 +236,157 @@ def read_lessons() -> dict[str, Lesson]:
     """The lesson of each function."""
     lessons = {}
     for block in (FOLDER / "mistakes.txt").read_text().split("\n===\n")[1:]:
-        solution, _, rest = block.partition("\n---\n")
-        names = re.search("^inputs: (.*)", rest, re.M)[1].split(", ")
-        cases = [eval(f"({case},)") for case in re.findall("^case: (.*)", rest, re.M)]
-        lesson = lessons[re.match(r"def (\w+)", solution)[1]] = Lesson(names, cases, solution)
-        for head, hint in re.findall(
-            r"((?:^(?!inputs: |case: | {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M
-        ):
-            hint = " ".join(hint.split())
-            if head.startswith("where: "):
-                lesson.where[hint] = head[7:]
-            else:
-                lesson.mistakes[hint] = re.findall("^(.*?) ->(?: (.*))?$", head, re.M)
+        solution, header, rest = block.split("\n---\n")
+        lesson = lessons[re.match(r"def (\w+)", solution)[1]] = Lesson(solution)
+        exec(header, {}, vars(lesson))  # sets inputs and cases
+        for head, hint in re.findall(r"((?:^(?! {4}).+\n)+)((?:^ {4}.+\n?)+)", rest, re.M):
+            notes = lesson.where if head.startswith("where: ") else lesson.mistakes
+            notes[head.removeprefix("where: ")] = " ".join(hint.split())
     return lessons
 
 
-def make_mistakes(lesson: Lesson, *hints: str) -> Callable | None:
-    """The solution with these mistakes. None if they do not go together."""
+def make_mistakes(lesson: Lesson, *edits: str) -> Callable | None:
+    """The solution with these edits. None if they do not go together."""
     source = lesson.solution
-    for old, new in (edit for hint in hints for edit in lesson.mistakes[hint]):
+    for old, new in re.findall("^(.*?) ->(?: (.*))?$", "".join(edits), re.M):
         if old not in source:
             return None
         source = source.replace(old, new)
+    return define(source)
+
+
+def define(source: str) -> Callable | None:
+    """The function with this source. None if it has none."""
     with contextlib.suppress(SyntaxError):
         *_, function = load(f"import math, torch\n{source}").values()
         return function
     return None
 
 
-def find_hints(question, lesson, inputs, yours, right, failing) -> tuple[list[str], int]:
-    """What a student should look at, if somebody has foreseen it; and the case that shows it."""
-    errors = " ".join(str(y.error) for y in yours)
-    for words, hint in ERRORS.items():
-        if words in errors:
-            return [hint], failing[0]
-    if any(y.value is None and not y.error for y in yours):
-        return ["Your function returns nothing. Did you print?"], failing[0]
+def change_words(solution: str) -> Iterator[tuple[Callable | None, str]]:
+    """The solution with a word or a call changed, once or everywhere; and what to say."""
+    head, body = solution.split("\n", 1)
+    for pattern in (r"\w+", r"\w+\([^()]*\)"):
+        for found in re.finditer(pattern, body):
+            before, word, after = body[: found.start()], found[0], body[found.end() :]
+            for change in CHANGES:
+                new = f"({change.replace('x', word)})"
+                for changed in (f"{before}{new}{after}", re.sub(rf"\b{word}\b", new, body)):
+                    yield (
+                        define(f"{head}\n{changed}"),
+                        f"Have you {new[1:-1]} where {word} belongs?",
+                    )
 
+
+def find_hints(question, function, lesson, yours, right, failing) -> tuple[list[str], int]:
+    """What a student should look at, if somebody has foreseen it; and the case that shows it."""
     # What the solution says with each mistake. The best one says what you say, in most of the cases
     # that either of you gets wrong: a mistake elsewhere, at the edge, does not hide it.
     theirs = lesson.answers
-    for hint in lesson.mistakes.keys() - theirs:
-        function = make_mistakes(lesson, hint)
-        theirs[hint] = [answer(question, function, x).value for x in inputs]
+    for edits in lesson.mistakes.keys() - theirs:
+        mistaken = make_mistakes(lesson, edits)
+        theirs[edits] = [answer(question, mistaken, x).value for x in lesson.cases]
     wrong = {
-        hint: {k for k, x in enumerate(right) if not is_same(theirs[hint][k], x)}
-        for hint in lesson.mistakes
+        edits: {k for k, x in enumerate(right) if not is_same(theirs[edits][k], x)}
+        for edits in lesson.mistakes
     }
 
-    def agreement(hint: str) -> float:
-        either = wrong[hint].union(failing)
-        same = [k for k in either if agrees(yours[k].value, theirs[hint][k])]
-        return len(same) / len(either)
+    def agreement(edits: str) -> tuple[float, float]:
+        either = wrong[edits].union(failing)
+        same = [k for k in either if is_same(yours[k].value, theirs[edits][k], 1e-6)]
+        return len(same) / len(either), len(wrong[edits].intersection(failing)) / len(either)
 
-    def tell(hints: tuple[str, ...]) -> tuple[list[str], int]:
-        # The case that tells most: few of the known mistakes get it wrong. But small cases come
-        # first, and are easier to read. One place further weighs as much as six mistakes more.
-        cases = wrong[hints[0]].intersection(failing) or failing
-        return [*hints], min(cases, key=lambda k: sum(k in x for x in wrong.values()) + 6 * k)
+    def tell(*mistakes: str) -> tuple[list[str], int]:
+        hints = [lesson.mistakes[edits] for edits in mistakes]
+        return hints, min(wrong[mistakes[0]].intersection(failing) or failing)
+
+    passing = [k for k in range(len(yours)) if k not in failing]
+
+    def answers_alike(mistaken: Callable | None) -> bool:
+        def is_alike(k: int) -> bool:
+            return is_same(yours[k].value, answer(question, mistaken, lesson.cases[k]).value, 1e-6)
+
+        if mistaken is None or not all(map(is_alike, failing[:12])):
+            return False
+        return sum(map(is_alike, passing)) >= len(passing) - 1
 
     best = max(lesson.mistakes, key=agreement)
-    if agreement(best) > 2 / 3:
-        return tell((best,))
+    if agreement(best)[0] > 2 / 3:
+        return tell(best)
     for pair in itertools.combinations(lesson.mistakes, 2):
-        function = make_mistakes(lesson, *pair)
-        some = failing[:12]
-        if function and all(
-            agrees(yours[k].value, answer(question, function, inputs[k]).value) for k in some
-        ):
-            return tell(pair)
-    for hint, condition in lesson.where.items():
-        given = [dict(zip(lesson.names, x, strict=True)) for x in inputs[: len(yours)]]
-        cases = {k for k, names in enumerate(given) if eval(condition, names)}
-        if cases.issuperset(failing) and 2 * len(failing) > len(cases) < len(yours):
+        if answers_alike(make_mistakes(lesson, *pair)):
+            return tell(*pair)
+    for mistaken, hint in change_words(lesson.solution):
+        if answers_alike(mistaken):
             return [hint], failing[0]
+    if any(y.value is None for y in yours):
+        return ["Your function returns nothing. Did you print?"], failing[0]
     pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
-    for i, name in enumerate(("first", "second")):
-        if all(isinstance(y, list) and len(y) == 2 and agrees(y[i], x[i]) for y, x in pairs):
-            return [f"The {name} result is right. The other one is not."], failing[0]
-    return [], failing[0]
+    if all(is_same(*pair, 0.01) for pair in pairs):
+        return ["It is nearly right. Is there a small number in a divisor, or float32?"], failing[0]
+    if not any(y.error for y in yours):
+        for rule in find_broken_rules(question, function, lesson):
+            return [rule], failing[0]
+    given = [dict(zip(lesson.inputs, x, strict=True)) for x in lesson.cases[: len(yours)]]
+    part = {}  # hint: how many of the cases that it names are wrong, if all the wrong ones are
+    for condition, hint in lesson.where.items():
+        cases = {k for k, names in enumerate(given) if eval(condition, names)}
+        if cases.issuperset(failing) and len(cases) < len(yours):
+            part[hint] = len(failing) / len(cases)
+    hint = max(part, key=part.get, default=None)
+    if hint and part[hint] > 2 / 3:
+        return [hint], failing[0]
+    errors = " ".join(str(y.error) for y in yours)
+    known = [hint for words, hint in ERRORS.items() if words in errors]
+    return known[:1] or [*find_differences(pairs, failing[0])], failing[0]
 
 
-def agrees(yours, theirs) -> bool:
-    return yours is not None and is_same(yours, theirs, 1e-6)
+def find_broken_rules(question, function: Callable, lesson: Lesson) -> Iterator[str]:
+    """What happens to the right answers if an input is doubled or negated, and not to yours."""
+    solution = define(lesson.solution)
+
+    def find_outcome(function: Callable) -> float | None:
+        before, after = (
+            [answer(question, function, x).value for x in cases]
+            for cases in (lesson.cases, changed)
+        )
+        return next((x for x in OUTCOMES if is_same(after, scale(before, x), 1e-6)), None)
+
+    for i, name in enumerate(lesson.inputs):
+        for factor, change in ((2, f"twice the {name}"), (-1, f"the opposite sign of {name}")):
+            changed = [(*x[:i], scale(x[i], factor), *x[i + 1 :]) for x in lesson.cases]
+            outcome = find_outcome(question.right)
+            if outcome and outcome == find_outcome(solution) != find_outcome(function):
+                yield f"With {change} the answer should be {OUTCOMES[outcome]}. Yours is not."
+
+
+def scale(value, factor: float):
+    if isinstance(value, list):
+        return [scale(x, factor) for x in value]
+    return value * factor if type(value) in (int, float) else value
+
+
+def find_differences(pairs: list[tuple], k: int) -> Iterator[str]:
+    """What can be said of a mistake that nobody has foreseen. Case k is shown."""
+    place, y, x = next(n for n in compare(*pairs[k]) if not is_same(*n[1:]))
+    numbers = [n for pair in pairs for n in compare(*pair)]
+    if place:
+        yield f"result{place} is {show(y)}, not {show(x)}."
+    if all(isinstance(y, float) and isinstance(x, float) for _, y, x in numbers):
+        factors = {round(y / x, 6) if x else y for _, y, x in numbers if x or y}
+        if len(factors) == 1:
+            yield f"In all cases it is {factors.pop():g} times what is expected."
 
 
 # ---------------- showing
 
 
-def show(value) -> str:
+def show(value, digits: int = 9) -> str:
     """An input or an answer."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(show, value))}]"
+        return f"[{', '.join(show(x, digits) for x in value)}]"
     if isinstance(value, float):
-        return f"{value + 0.0:.9g}"  # + 0.0: no -0
+        return f"{value + 0.0:.{digits}g}"  # + 0.0: no -0
     return str(value)
 
 
@@ -337,7 +414,8 @@ def show_exercise(number: int, verdicts: list[Verdict], titles: dict) -> None:
     print()
     if any(verdict.state != "PASS" for verdict in verdicts):
         return
-    print(f"Why it is so: {EXERCISES[number].why}")
+    print(textwrap.fill(f"Why it is so: {EXERCISES[number].why}", 96))
+    print(f"More: {EXERCISES[number].more}")
     if number + 1 in titles:
         path, title = titles[number + 1]
         print(f"Next: {number + 1}. {title}, in exercises/{path.name}")

@@ -1,12 +1,11 @@
-"""What each exercise asks for: the right answer, from losses.py, and random inputs.
+"""What each exercise asks for: the right answer, from losses.py, and what to say after a PASS.
 
-The small cases, which come first, are in mistakes.txt, with the likely mistakes and their hints.
+The inputs are in mistakes.txt, with the likely mistakes and their hints.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,82 +17,25 @@ import losses
 from losses import Batch, token_coefficients
 
 
-def call_as_it_is(function: Callable, *inputs):
-    return function(*inputs)
-
-
 @dataclass(frozen=True)
 class Question:
     """A function that an exercise asks for. Exactly one of `right` and `check` decides."""
 
     function: str
     right: Callable | None = None
-    inputs: tuple[tuple, ...] = ()  # random ones, after the small cases of mistakes.txt
-    call: Callable = call_as_it_is  # with a function and plain inputs
+    call: Callable = lambda function, *inputs: function(*inputs)  # the inputs are plain lists
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
-    praise: Callable | None = None  # an answer that passes -> what there is to say about it
+    praise: Callable = lambda value: ()  # an answer that passes -> what there is to say about it
 
 
 @dataclass(frozen=True)
 class Exercise:
-    why: str  # where its solution is explained
+    why: str
+    more: str  # where its solution is explained
     questions: tuple[Question, ...]
 
 
 # ---------------- inputs
-
-RATIOS = (1.0, 1.5, 0.5, 1.3, 0.85, 0.7)
-
-
-def grow(*draws: Callable) -> tuple:
-    """Random inputs for groups of 2, 3, 4 and 5 answers."""
-    return tuple(
-        tuple(draw(random.Random(f"{k} {i}"), 2 + k // 6) for i, draw in enumerate(draws))
-        for k in range(24)
-    )
-
-
-def draw_ratio(rng: random.Random, size: int) -> float:
-    return rng.choice(RATIOS)
-
-
-def draw_ratios(rng: random.Random, size: int) -> list[float]:
-    return rng.choices(RATIOS, k=size)
-
-
-def draw_bound(rng: random.Random, size: int) -> float:
-    """Of a clip. No ratio is at an edge."""
-    return rng.choice([0.1, 0.2, 0.35, 0.4])
-
-
-def draw_value(rng: random.Random, size: int) -> float:
-    """Easy to calculate with in small groups."""
-    return rng.choice([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]) if size < 4 else round(rng.gauss(0, 1), 2)
-
-
-def draw_values(rng: random.Random, size: int) -> list[float]:
-    return [draw_value(rng, size) for _ in range(size)]
-
-
-def draw_centred(rng: random.Random, size: int) -> list[float]:
-    """Advantages that sum to 0."""
-    first = draw_values(rng, size)[1:]
-    return [-sum(first), *first]
-
-
-def draw_lengths(rng: random.Random, size: int) -> list[int]:
-    return [rng.randint(1, size + 2) for _ in range(size)]
-
-
-def draw_probabilities(rng: random.Random, size: int) -> list[float]:
-    sizes = [rng.randint(1, 5) for _ in range(size)]
-    return [x / sum(sizes) for x in sizes]
-
-
-def draw_rows(rng: random.Random, size: int) -> list[list]:
-    """A ratio for every token of answers that may be empty. None is padding."""
-    lengths = [rng.randint(0, size - 1) for _ in range(size)]
-    return [[rng.choice(RATIOS) if t < n else None for t in range(size - 1)] for n in lengths]
 
 
 def numbers(values) -> Tensor:
@@ -122,19 +64,6 @@ def first_coefficients(loss: Callable, batch: Batch, **options) -> Tensor:
     return token_coefficients(loss(batch, **options), batch.logp)[:, 0]
 
 
-# ---------------- 1. group advantages
-
-GROUP_ADVANTAGES = Question(
-    "group_advantages",
-    losses.group_advantages,
-    grow(
-        lambda rng, size: draw_values(rng, 2 * size),
-        lambda rng, size: size,
-        lambda rng, size: rng.choice(["mean", "std"]),
-    ),
-    lambda function, rewards, *how: function(numbers(rewards), *how),
-)
-
 # ---------------- 2. the cancellation by hand
 
 
@@ -144,10 +73,6 @@ def shared_token_gradient(rho: float, advantages: list[float]) -> float:
     return float(c.mean())
 
 
-SHARED_TOKEN = Question(
-    "shared_token_gradient", shared_token_gradient, grow(draw_ratio, draw_values)
-)
-
 # ---------------- 3. the gate
 
 
@@ -156,17 +81,6 @@ def left_at_a_shared_token(rho, advantages, eps_low, eps_high) -> float:
     c = first_coefficients(losses.dr_grpo, batch, eps_low=eps_low, eps_high=eps_high)
     return float(c.sum())
 
-
-GATE = Question(
-    "gate_is_open",
-    lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
-    grow(draw_ratio, draw_value, draw_bound, draw_bound),
-)
-LEFT_BY_THE_GATE = Question(
-    "left_at_a_shared_token",
-    left_at_a_shared_token,
-    grow(draw_ratio, draw_centred, draw_bound, draw_bound),
-)
 
 # ---------------- 4. symmetric clipping
 
@@ -184,19 +98,6 @@ def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high)
     return loss, token_coefficients(loss, batch.logp)
 
 
-SYMMETRIC = Question(
-    "grpo_symmetric",
-    losses.grpo_symmetric,
-    grow(
-        lambda rng, size: draw_rows(rng, 2 * (size // 2)),  # groups of two
-        lambda rng, size: draw_centred(rng, 2 * (size // 2)),
-        lambda rng, size: size,
-        draw_bound,
-        draw_bound,
-    ),
-    call_with_batch,
-)
-
 # ---------------- 5. length
 
 
@@ -208,6 +109,8 @@ def check_accident(answer) -> Iterator[str]:
         yield "A length is a whole number, at least 1. The lengths come first."
     if len(set(lengths)) == 1:
         yield "All lengths are equal: then sum A/T is 0 because sum A is."
+    if any(adv) and min(adv) >= 0:
+        yield "No advantage is below 0, so they cannot sum to 0. Are they rewards?"
     if not all(abs(a) >= 0.1 for a in adv):
         yield "Every |A| must be at least 0.1."
     if abs(sum(adv)) > 1e-9:
@@ -217,25 +120,12 @@ def check_accident(answer) -> Iterator[str]:
         yield f"What is left, sum A/T, is {left:g}, not 0. Think of pairs of equal length."
 
 
-LEFT_BY_LENGTH = Question(
-    "left_by_the_length",
-    lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
-    grow(draw_lengths, draw_values),
-)
-
 # ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
 
 
-def call_with_weights(function: Callable, w: list, adv: list) -> tuple:
+def call_with_weights(function: Callable, w: list, adv: list):
     weights = function(numbers(w).requires_grad_(), numbers(adv))
-    return weights, "with a gradient" if weights.requires_grad else "detached"
-
-
-WEIGHTS = grow(
-    lambda rng, size: [draw_values(rng, size), draw_values(rng, size)],
-    lambda rng, size: [draw_centred(rng, size), draw_centred(rng, size)],
-)
-MIN_REPLACE = Question("min_replace", losses.min_replace, WEIGHTS, call_with_weights)
+    return (weights, "with a gradient") if weights.requires_grad else weights
 
 
 def check_blind_spot(answer) -> Iterator[str]:
@@ -251,14 +141,12 @@ def check_blind_spot(answer) -> Iterator[str]:
         yield f"The pair's advantages sum to {adv[i] + adv[j]:g}, not to 0."
     new = losses.adv_orthogonal(numbers([w]), numbers([adv]))[0]
     left = float((new * numbers(adv))[[i, j]].sum())
+    if not any(a for k, a in enumerate(adv) if k not in (i, j)):
+        yield "All of A.w is the pair's own, and is taken away. Give the others an A, too."
     if not abs(left) > 0.1:
-        said = (
-            f"Here w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, which is left with {left:.3g}"
-        )
-        yield f"{said}: more than 0.1 is asked for. Make the pair's two weights more different."
+        said = f"w~ is {new[i]:.3g} and {new[j]:.3g} at the pair, and leaves {left:.3g} there"
+        yield f"{said}: more than 0.1 is asked for. Make one of these two weights much larger."
 
-
-ADV_ORTHOGONAL = Question("adv_orthogonal", losses.adv_orthogonal, WEIGHTS, call_with_weights)
 
 # ---------------- 8. the learning tax
 
@@ -267,19 +155,6 @@ def call_with_nodes(function: Callable, coefficients: list, advantages: list, no
     c, mask = read_rows(coefficients)
     return function(c, numbers(advantages), torch.tensor(nodes), mask)
 
-
-LEARNING_TAX = Question(
-    "learning_tax",
-    losses.learning_tax,
-    grow(
-        draw_rows,
-        lambda rng, size: [rng.choice([0.0, x, x, x]) for x in draw_values(rng, size)],
-        lambda rng, size: [
-            [2 * t + rng.choice([0, 1]) for t in range(size - 1)] for _ in range(size)
-        ],
-    ),
-    call_with_nodes,
-)
 
 # ---------------- 9. what the corollary lacks
 
@@ -294,12 +169,6 @@ def check_counterexample(p) -> Iterator[str]:
     if not abs(change) > 0.1:
         yield f"Here the log-odds change by {change:.3g} per eta: more than 0.1 is asked for."
 
-
-LOG_ODDS = Question(
-    "change_of_log_odds",
-    lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
-    grow(draw_value, draw_value, draw_ratio, draw_ratio, draw_value),
-)
 
 # ---------------- 10. a weight of your own
 
@@ -340,10 +209,14 @@ def check_weight(answer) -> Iterator[str]:
     worlds, w = load_worlds(), numbers(answer)
     if w.shape != worlds.adv.shape:
         yield f"Your weights have shape {tuple(w.shape)}, and s has {tuple(worlds.adv.shape)}."
+    if not w.isfinite().all():
+        yield "A weight is nan or inf. In some groups all A are 0. Or is it a product of all rows?"
     tax = ((w - w.roll(1, 1)) * (worlds.adv - worlds.adv.roll(1, 1))).abs().max() / 2  # of a pair
     if not tax < 1e-9:
         yield f"Two answers that share a token leave {tax:.3g} there: their weights differ."
     cosine, bound = (worlds.measure(x)[0] for x in (w, losses.min_replace(worlds.s, worlds.adv)))
+    if not (w - w[0]).any():
+        yield f"All groups have the same weights: the cosine is {cosine:.4f}. Take dim=1."
     if not cosine > bound + 1e-6:
         yield f"Shared tokens cancel. But the cosine is {cosine:.4f}: at most {bound:.4f} so far."
 
@@ -362,13 +235,6 @@ def praise_weight(answer) -> Iterator[str]:
     yield "One weight for a whole group cancels. Which one has a better cosine and less noise?"
 
 
-WEIGHT = Question(
-    "weight",
-    call=lambda function: function(load_worlds().s.clone(), load_worlds().adv.clone()),
-    check=check_weight,
-    praise=praise_weight,
-)
-
 # ---------------- 11. why is the loss 0
 
 
@@ -377,19 +243,6 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
     batch = start_alike(1.0, advantages, lengths, budget)
     return loss(batch).item(), float(first_coefficients(loss, batch).sum())
 
-
-GRPO_ON_POLICY = Question(
-    "grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), grow(draw_values, draw_lengths)
-)
-DR_GRPO_ON_POLICY = Question(
-    "dr_grpo_on_policy",
-    lambda *x: on_policy(losses.dr_grpo, *x),
-    grow(draw_values, draw_lengths, lambda rng, size: size + 2),
-)
-NOTHING_IS_LEARNED = Question(
-    "nothing_is_learned",
-    lambda rewards: not losses.group_advantages(numbers(rewards), len(rewards)).any(),
-)
 
 # ---------------- 12. cancel a loss
 
@@ -407,29 +260,116 @@ def expect_without_cancelling(pi, pi_old, c) -> tuple[Tensor, float]:
     return push - numbers(pi) * push.sum(), 0.0
 
 
-CANCEL = Question("cancel", cancelled, grow(draw_values, draw_ratios))
-OVER_ALL_PAIRS = Question(
-    "over_all_pairs",
-    expect_without_cancelling,
-    grow(draw_probabilities, draw_probabilities, draw_values),
-)
+# ---------------- all twelve
 
-
-EXPLAIN = "python verify.py --explain"
-AN_ACCIDENT = Question("an_accident", check=check_accident)
-BLIND_SPOT = Question("blind_spot", check=check_blind_spot)
-COUNTEREXAMPLE = Question("counterexample", check=check_counterexample)
 EXERCISES = {
-    1: Exercise("the docstring of group_advantages in losses.py", (GROUP_ADVANTAGES,)),
-    2: Exercise(f"{EXPLAIN} C2", (SHARED_TOKEN,)),
-    3: Exercise(f"{EXPLAIN} C6", (GATE, LEFT_BY_THE_GATE)),
-    4: Exercise(f"{EXPLAIN} C7", (SYMMETRIC,)),
-    5: Exercise(f"{EXPLAIN} C8", (LEFT_BY_LENGTH, AN_ACCIDENT)),
-    6: Exercise(f"{EXPLAIN} C9", (MIN_REPLACE,)),
-    7: Exercise(f"{EXPLAIN} C10", (ADV_ORTHOGONAL, BLIND_SPOT)),
-    8: Exercise(f"{EXPLAIN} C15", (LEARNING_TAX,)),
-    9: Exercise(f"{EXPLAIN} C14", (COUNTEREXAMPLE, LOG_ODDS)),
-    10: Exercise(f"{EXPLAIN} C16 C21", (WEIGHT,)),
-    11: Exercise(f"{EXPLAIN} loss", (GRPO_ON_POLICY, DR_GRPO_ON_POLICY, NOTHING_IS_LEARNED)),
-    12: Exercise(f"{EXPLAIN} C22 C23", (CANCEL, OVER_ALL_PAIRS)),
+    1: Exercise(
+        "An advantage is what an answer has above the others. Equal rewards have nothing to say.",
+        "the docstring of group_advantages in losses.py",
+        (
+            Question(
+                "group_advantages",
+                losses.group_advantages,
+                lambda function, rewards, *how: function(numbers(rewards), *how),
+            ),
+        ),
+    ),
+    2: Exercise(
+        "Every answer pushes the token by rho A_i / G. Nothing is left where the A sum to 0.",
+        "python verify.py --explain C2",
+        (Question("shared_token_gradient", shared_token_gradient),),
+    ),
+    3: Exercise(
+        "Above the range winners are stopped, and losers push the token down. Below it losers are "
+        "stopped, and winners push it up.",
+        "python verify.py --explain C6",
+        (
+            Question(
+                "gate_is_open",
+                lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
+            ),
+            Question("left_at_a_shared_token", left_at_a_shared_token),
+        ),
+    ),
+    4: Exercise(
+        "A clip without the min asks how far r is from 1, and not who won.",
+        "python verify.py --explain C7",
+        (Question("grpo_symmetric", losses.grpo_symmetric, call_with_batch),),
+    ),
+    5: Exercise(
+        "1/T_i weighs each A. In two pairs, each of one length, the weighted A cancel, too. An "
+        "accident: nothing makes answers come in such pairs.",
+        "python verify.py --explain C8",
+        (
+            Question(
+                "left_by_the_length",
+                lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
+            ),
+            Question("an_accident", check=check_accident),
+        ),
+    ),
+    6: Exercise(
+        "With one weight w for the group the push is w sum A, and sum A is 0.",
+        "python verify.py --explain C9",
+        (Question("min_replace", losses.min_replace, call_with_weights),),
+    ),
+    7: Exercise(
+        "The sum of w~ A is 0 over the whole group. Nothing says that it is 0 over a part of it.",
+        "python verify.py --explain C10",
+        (
+            Question("adv_orthogonal", losses.adv_orthogonal, call_with_weights),
+            Question("blind_spot", check=check_blind_spot),
+        ),
+    ),
+    8: Exercise(
+        "tax_v is the number of visitors times the covariance of their w and A. Equal w: no tax.",
+        "python verify.py --explain C15",
+        (Question("learning_tax", losses.learning_tax, call_with_nodes),),
+    ),
+    9: Exercise(
+        "The change is k_a (n_a - x) - k_b (n_b - x). So Eq. 5 is right if n_a = n_b. And in a), "
+        "if the k of all three answers sum to 0, it is k_a - k_b: the best case.",
+        "python verify.py --explain C14",
+        (
+            Question("counterexample", check=check_counterexample),
+            Question(
+                "change_of_log_odds",
+                lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
+            ),
+        ),
+    ),
+    10: Exercise(
+        "One weight for a whole group has no covariance with A, whoever shares a token.",
+        "python verify.py --explain C16 C21",
+        (
+            Question(
+                "weight",
+                call=lambda function: function(load_worlds().s.clone(), load_worlds().adv.clone()),
+                check=check_weight,
+                praise=praise_weight,
+            ),
+        ),
+    ),
+    11: Exercise(
+        "In the example GRPO's loss is 0, and its sum of c is 0.108. Dr. GRPO's loss is 0.5/L, and "
+        "its sum of c is 0. The value of a loss does not say what is learned.",
+        "python verify.py --explain loss",
+        (
+            Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x)),
+            Question("dr_grpo_on_policy", lambda *x: on_policy(losses.dr_grpo, *x)),
+            Question(
+                "nothing_is_learned",
+                lambda rewards: not losses.group_advantages(numbers(rewards), len(rewards)).any(),
+            ),
+        ),
+    ),
+    12: Exercise(
+        "What is taken away has the mean 0: the other answers are drawn without looking at this "
+        "one, and r grad log pi has the mean 0. The noise changes, and the expected push does not.",
+        "python verify.py --explain C22 C23",
+        (
+            Question("cancel", cancelled),
+            Question("over_all_pairs", expect_without_cancelling),
+        ),
+    ),
 }

@@ -80,8 +80,8 @@ def test_solutions_pass_and_blanks_do_not(number, grade):
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_known_mistake_gets_its_hint(name, float64):
-    for hint in LESSONS[name].mistakes:
-        verdict = grader.judge(QUESTIONS[name], grader.make_mistakes(LESSONS[name], hint))
+    for edits, hint in LESSONS[name].mistakes.items():
+        verdict = grader.judge(QUESTIONS[name], grader.make_mistakes(LESSONS[name], edits))
         assert verdict.state == "NOT YET" and hint in verdict.lines, hint
 
 
@@ -105,16 +105,36 @@ def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
     "name, source, line",
     [
         ("an_accident", "(): return [2] * 4, [1, -1, 1, -1]", "All lengths are equal"),
+        ("an_accident", "(): return [2, 2, 3, 3], [1, 0, 1, 0]", "Are they rewards?"),
         ("an_accident", "(): return [2, 2, 3, 3], [1, -1, 2, -1]", "sum to 1, not to 0."),
         ("an_accident", "(): return [1, 2, 3, 3], [1, -1, 1, -1]", "sum A/T, is 0.5, not 0."),
-        ("blind_spot", "(): return [1] * 4, [1, 1, -1, -1], (0, 2)", "is left with 0"),
+        ("blind_spot", "(): return [1] * 4, [1, 1, -1, -1], (0, 2)", "leaves 0 there"),
         ("blind_spot", "(): return [3, 1, 1, 1], [1, 1, -1, -1], (1, 4)", "from 0 to 3"),
+        ("blind_spot", "(): return [3, 1, 1, 1], [1, -1, 0, 0], (0, 1)", "Give the others an A"),
         ("counterexample", "(): return [0.4, 0.4, 0.2]", "change by 0 per eta"),
         ("counterexample", "(): return [0.5, 0.2, 0.2]", "sum to 0.9, not 1."),
         ("weight", "(s, adv): return s", "share a token leave 57.7"),
-        ("weight", "(s, adv): return torch.ones_like(s)", "the cosine is 0.9008"),
+        ("weight", "(s, adv): return torch.ones_like(s)", "the same weights: the cosine is 0.9008"),
+        ("weight", "(s, adv): return s / adv", "nan or inf"),
         ("min_replace", "(w, adv): return w.detach().min(1).expand_as(w)", "Try amin."),
         ("cancel", "(c, r): c.clear(); return c", "c = [3, 1], r = [1, 1]"),
+        ("min_replace", "(w, adv): return w.detach().flip(0)", "result[0][1] is 2, not 0.5."),
+        (
+            "change_of_log_odds",
+            "(k, l, n, m, x): return 3 * (k * (n - x) - l * (m - x))",
+            "3 times",
+        ),
+        ("left_by_the_length", "(T, A): return sum(A) and A[0] * T[0]", "With twice the lengths"),
+        (
+            "shared_token_gradient",
+            "(r, A): return r * sum(A) / (len(A) + 1e-3)",
+            "It is nearly right.",
+        ),
+        (
+            "shared_token_gradient",
+            "(r, A): return r**0.5 * sum(A) / len(A)",
+            "Have you rho**0.5 where rho",
+        ),
     ],
 )
 def test_another_wrong_answer_is_told_what_it_lacks(name, source, line, float64):
@@ -129,8 +149,7 @@ def test_a_mistake_in_the_last_case_only_is_found(name, float64):
 
     def late(*inputs):
         calls.append(inputs)
-        cases = len(LESSONS[name].cases) + len(QUESTIONS[name].inputs)
-        return right(*inputs) if len(calls) < cases else "late"
+        return right(*inputs) if len(calls) < len(LESSONS[name].cases) else "late"
 
     assert grader.judge(QUESTIONS[name], late).state == "NOT YET"
 
@@ -161,6 +180,21 @@ def test_trouble_is_one_clear_line_and_the_other_function_is_graded(
     code, out = grade(12, f"{source}\n\n{LESSONS['over_all_pairs'].solution}")
     assert code == 1 and line in out
     assert "over_all_pairs  PASS" in out or out.count(line) == 2  # the file itself is broken
+
+
+def test_a_wrong_function_is_not_held_against_the_next(grade):
+    wrong = "def cancel(c, r):\n    return [0 * x for x in c]\n\n"
+    solution = LESSONS["over_all_pairs"].solution
+    calls = re.sub(r"x, y = .*", "x, y = cancel([c[a], c[b]], [r[a], r[b]])", solution)
+    _, out = grade(12, wrong + calls)
+    assert "cancel  NOT YET" in out and "over_all_pairs  PASS" in out
+
+
+def test_a_tensor_of_an_answers_own_loses_no_digit(grade):
+    mine = "import torch\ndef left_by_the_length(T, A):\n    "
+    mine += "return (torch.tensor(A) / torch.tensor(T)).mean()"
+    assert "left_by_the_length  PASS" in grade(5, mine)[1]
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_the_command_says_what_the_readme_shows(tmp_path):
