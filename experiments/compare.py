@@ -260,8 +260,7 @@ def draw(frame: pd.DataFrame):
     }
     rewards = compute_outcomes(frame)["reward"].groupby("method", sort=False).mean()
     finding = f"{rewards.idxmax()} has the highest reward: {rewards.max():.3f}, mean of all steps"
-    note = "Lines: means over seeds. Bands: their 95 % intervals, from three seeds on."
-    figure = make_figure(finding, 6.2, note)
+    figure = make_figure(finding, 6.2)
     styles = style_lines([*rewards.index])
     for axis, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         values = frame[["method", "seed", "step", key]].dropna()
@@ -279,7 +278,9 @@ def draw(frame: pd.DataFrame):
             ends = mean[method] - half[method], mean[method] + half[method]
             axis.fill_between(mean.index, *ends, alpha=0.15, color=styles[method]["color"])
         axis.set(title=title, xlabel="step", ylim=(low, high))
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    note = "lines: means over seeds; bands: their 95 % intervals, from three seeds on"
+    lines = axis.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=3, title=note)
     return figure
 
 
