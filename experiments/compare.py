@@ -48,7 +48,7 @@ import torch
 from transformers import HfArgumentParser
 
 import train
-from toy.figure import interval
+from toy.figure import COLORS, interval, make_figure
 from train import knob
 
 # Flags that do not make a run another experiment.
@@ -235,17 +235,33 @@ def make_tables(outcomes: pd.DataFrame) -> str:
     return f"{table(outcomes)}\n\nminus {first}, paired by seed:\n{table(gaps)}"
 
 
-def draw(frame: pd.DataFrame):
-    """A matplotlib Figure: means over seeds, and bands of their 95 % intervals."""
-    from matplotlib.figure import Figure
+DASHES = ("-", "--", ":", "-.")
 
+
+def style_lines(labels: list[str]) -> dict[str, dict]:
+    """A method has its colour of toy/figure.py, or one that is left. Its variants have dashes."""
+    names = ["cancel" if "+cancel" in label else label.split(",")[0] for label in labels]
+    left = [color for name, color in COLORS.items() if name not in names] + ["#777777"]
+    others = itertools.cycle(left)
+    color_of = {name: COLORS.get(name) or next(others) for name in dict.fromkeys(names)}
+    colors = [color_of[name] for name in names]
+    dashes = [DASHES[colors[:k].count(color) % 4] for k, color in enumerate(colors)]
+    styles = [dict(color=c, linestyle=d, marker="") for c, d in zip(colors, dashes, strict=True)]
+    return dict(zip(labels, styles, strict=True))
+
+
+def draw(frame: pd.DataFrame):
+    """A matplotlib Figure: means over seeds, and with three seeds bands of their 95 % intervals."""
     panels = {
         "reward": "reward on training prompts, mean of 5 steps",
         "greedy": "greedy accuracy on held-out problems",
         "tax": "learning tax, mean of 5 steps",
         "entropy": "entropy of the next token, nats",
     }
-    figure = Figure(figsize=(8.3, 6), layout="constrained")
+    rewards = compute_outcomes(frame)["reward"].groupby("method", sort=False).mean()
+    finding = f"{rewards.idxmax()} has the highest reward: {rewards.max():.3f}, mean of all steps"
+    figure = make_figure(finding, 6.2)
+    styles = style_lines([*rewards.index])
     for axis, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         values = frame[["method", "seed", "step", key]].dropna()
         if "mean of 5" in title:
@@ -254,11 +270,17 @@ def draw(frame: pd.DataFrame):
         points = dict(values=key, index="step", columns="method", sort=False)
         mean = values.pivot_table(**points)
         half = values.pivot_table(**points, aggfunc=half_interval).reindex_like(mean)
-        mean.plot(ax=axis, title=title, legend=False)
+        half = half.where(values.pivot_table(**points, aggfunc="count") >= 3)
+        for method, curve in mean.items():
+            axis.plot(curve.dropna(), label=method, **styles[method])
+        low, high = (0, 1) if key in ("reward", "greedy") else axis.get_ylim()
         for method in mean:
-            low, high = mean[method] - half[method], mean[method] + half[method]
-            axis.fill_between(mean.index, low, high, alpha=0.2)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+            ends = mean[method] - half[method], mean[method] + half[method]
+            axis.fill_between(mean.index, *ends, alpha=0.15, color=styles[method]["color"])
+        axis.set(title=title, xlabel="step", ylim=(low, high))
+    note = "lines: means over seeds; bands: their 95 % intervals, from three seeds on"
+    lines = axis.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=3, title=note)
     return figure
 
 

@@ -1,5 +1,6 @@
 """To whoever compares methods: runs become the numbers that a hand computes, trained only once."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_tables_have_students_interval_and_differences_paired_by_seed(tmp_path, 
     assert "Steps(0.8) never never in 5 of 6" in methods
     assert f"final 0.100 +- {2.776 * 0.0158114 / 5**0.5:.3f} " in gaps
     assert "seeds 5 " in gaps and "Steps(0.8) never " in gaps
+
+
+def test_the_picture_tells_methods_apart_and_has_bands_from_three_seeds_on(tmp_path):
+    variants = [("grpo", 0.1), ("cispo", 0.1), ("cispo", 1)]
+    for seeds in (2, 3):
+        folders = []
+        for seed, (k, (method, lr)) in itertools.product(range(seeds), enumerate(variants)):
+            folder = tmp_path / f"{seeds}-{seed}-{k}"
+            folders.append(make_run(folder, [0.5 + k / 10] * 9, seed, method, lr=lr))
+        figure = compare.draw(compare.read_runs(folders))
+        reward = figure.axes[0]
+        assert [len(band.get_paths()) for band in reward.collections] == [seeds == 3] * 3
+    styles = {(line.get_color(), line.get_linestyle()) for line in reward.get_lines()}
+    assert len(styles) == 3 and reward.get_ylim() == (0, 1)
+    assert figure.get_suptitle().startswith("cispo, lr 1 has the highest reward: 0.700")
 
 
 def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, monkeypatch, capsys):

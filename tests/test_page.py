@@ -42,6 +42,7 @@ PRESS = """<script type="module">
       bars: all("#tree .track").map((bar) => sign(bar) * bar.style.getPropertyValue("--v")),
       labels: texts(".line small"), title: document.title, verdicts: texts("#tree .verdict"),
       leaves: texts("#tree .leaf").join(), about: all("#tree .chip").map((chip) => chip.title),
+      said: texts("#say").join(),
     };
   }));
 </script></html>"""
@@ -118,7 +119,10 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
         group = tree.toy_group(chosen["lengths"], chosen["won"])
         state = tree.MOVED.index(chosen["moved"]) * 2 + [*tree.SPREAD].index(chosen["spread"])
         check(shown, expect(group, state, methods[chosen["method"]], chosen["cancel"]))
-    steps = seen[: 3 * len(STORY) : 3]
+    steps, pressed = seen[: 3 * len(STORY) : 3], seen[1 : 3 * len(STORY) : 3]
+    for shown, then in zip(steps, pressed, strict=True):
+        assert then["said"].replace("At the start of this step: ", "") == shown["said"]
+        assert then["said"] != shown["said"]
     # The tax of "so", and the push on 7+8=15, which answers 1 and 2 share.
     taxed = [abs(shown["numbers"][6]) > 1e-3 for shown in steps]
     assert taxed == [False, False, True, True, True, False, False, False]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from toy import drift, gate, ibpo, lopti, nthr, reuse, tax
+from toy.figure import COLORS
 
 
 def published(*values, places=3):
@@ -47,8 +48,8 @@ def test_gate_grpos_min_costs_a_token_with_and_without_cancelling():
     torch.testing.assert_close(alone, both[:, 1:])
     found = {name: float(gate.sweep(gate.METHODS[name], 2, rates).max()) for name in best}
     assert found == pytest.approx(best, abs=1.1e-3)
-    (_, _, first), (winners, losers, _) = gate.sum_by_sign(gate.METHODS["grpo"])
-    assert [first, losers] == published(0.0176, -0.1097, places=4) and winners == 0
+    (_, _, first), (winners, losers, _) = gate.sum_by_sign(gate.METHODS[tax.EXACT])
+    assert [first, losers] == published(0.0125, -0.0713, places=4) and winners == 0
 
 
 def test_drift_on_one_batch_is_a_push_and_over_fresh_ones_a_walk_as_wide_as_predicted():
@@ -59,6 +60,7 @@ def test_drift_on_one_batch_is_a_push_and_over_fresh_ones_a_walk_as_wide_as_pred
         "pos-only": (0.882, 0.517, 0.456),
         "dfpo-min, eps 0.2": (0, 0.502, 0.453),
         "dfpo-min": (0, 0.071, 0.937),
+        "reinforce": (0, 0.018, 0.993),
     }
     for name, values in ends.items():
         runs = [drift.repeat(drift.METHODS[name], seed)[-1] for seed in range(drift.SEEDS)]
@@ -86,7 +88,7 @@ def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
 
 
 def test_reuse_many_policies_at_once_learn_what_each_learns_alone():
-    """grpo with the baseline J and cancel, one answer after another; a group is a pair."""
+    """grpo with a fixed baseline and cancel, one answer after another; a group is a pair."""
     world, gen = reuse.World(2, (3, 2), shared=0.5), torch.Generator().manual_seed(0)
     start = torch.randn(3, 4, 2, generator=gen, dtype=torch.float64)
     draws = torch.rand(3, 8, 3, generator=gen, dtype=torch.float64)
@@ -162,11 +164,12 @@ def test_pictures_call_everything_by_its_name():
     _, second, third, _, fifth = tax.SETTINGS
     for axis, setting in zip(panels, (second, third, fifth), strict=True):
         assert read_off(axis) == {name: value[setting, name] for name in tax.LINES}
-    assert [axis.get_title() for axis in panels[1:]] == [
-        "wrong answers of A are short",
-        "right answers of B are short",
+    assert [axis.get_title("left") for axis in panels[1:]] == [
+        "better way:\nwrong answers are short",
+        "worse way:\nright answers are short",
     ]
-    assert len({line.get_color() for line in panels[0].get_lines()}) == len(tax.LINES)
+    drawn = {(line.get_color(), line.get_linestyle()) for line in panels[0].get_lines()}
+    assert len(drawn) == len(tax.LINES) and len(set(COLORS.values())) == len(COLORS)
 
     rewards = {name: torch.full((41,), k) for k, name in enumerate(gate.METHODS)}
     bars, ends = map(read_off, gate.plot(rewards, [(1, 2, 3), (4, 5, 6)]).axes)
@@ -176,12 +179,12 @@ def test_pictures_call_everything_by_its_name():
     curves = {name: torch.arange(3).expand(33, 3) + 10 * k for k, name in enumerate(drift.METHODS)}
     walks = {name: torch.zeros(101, 40) for name in (tax.EXACT, tax.CANCELLED)}
     for axis in drift.plot(curves, walks).axes[:2]:
-        shown, k = read_off(axis), drift.MEASURES.index(axis.get_title())
+        shown, k = read_off(axis), drift.MEASURES.index(axis.get_title("left"))
         assert shown["dfpo-min with a clip"] == curves["dfpo-min, eps 0.2"][0, k]
         assert shown["dfpo-min (no clip)"] == curves["dfpo-min"][0, k]
 
     costs = {name: [[k, k]] * 5 for k, name in enumerate(ibpo.METHODS)}
-    assert read_off(ibpo.plot(costs).axes[0])["ibpo: three siblings"] == 2
+    assert read_off(ibpo.plot(costs).axes[0])["ibpo at temperature 0.7"] == 5
     deltas = {(kind, name): 4.0**k for kind in nthr.RATES for k, name in enumerate(nthr.METHODS)}
     left, _ = nthr.plot({key: torch.full((6, 8), x) for key, x in deltas.items()}).axes
     labels = [label.get_text() for label in left.get_yticklabels()]

@@ -4,8 +4,8 @@
     python -m toy.drift --plot toy/drift.png   and the picture (needs matplotlib)
 
 An answer begins with one of two openers, which earn nothing: what follows is alike after both.
-Then comes solution A or B, of equal reward and different length, or a guess, which is never right.
-A solution may slip. The policy has a logit for every choice.
+Then comes a short or a long solution, of equal reward, or a guess, which is never right. A solution
+may slip. The policy has a logit for every choice.
 
 One batch, used 32 times: 8 groups of 8 answers. All of them have the first opener, so a method that
 cancels at shared tokens leaves it where it is. Fresh batches: 100 of one group each, answers have
@@ -27,9 +27,11 @@ from toy.figure import format_interval, line_style, make_figure, parse_plot, pri
 from toy.tax import CANCELLED, EXACT, ROWS, Row, compute_push
 
 G = 8
-# The tokens: openers 0 and 1; A 2, B 3, guess 4; on A right 5 or slip 6, on B right 7 or slip 8.
+# The tokens: openers 0 and 1; short 2, long 3, guess 4; after short right 5 or slip 6, after long
+# right 7 or slip 8.
 FILLER = 9  # gives an answer its length
-# What follows an opener, and an answer's length: A right, A slip, B right, B slip, guess.
+# What follows an opener, and an answer's length: short right, short slip, long right, long slip,
+# guess.
 ENDINGS = (((2, 5), 6), ((2, 6), 6), ((3, 7), 12), ((3, 8), 12), ((4,), 3))
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
 LENGTHS = torch.tensor([length for _, length in ENDINGS])
@@ -40,8 +42,8 @@ for i, (choices, _) in enumerate(ENDINGS):
 
 
 def log_table(w: Tensor) -> Tensor:
-    """log pi of every token where it may come. Six logits: the opener, A, B, guess, right (on A, on
-    B) -> (10,)."""
+    """log pi of every token where it may come. Six logits: the opener, short, long, guess, right
+    (after short, after long) -> (10,)."""
     pairs = logsigmoid(torch.stack([w, -w], 1))  # a choice of two has one logit
     branches = w[1:4].log_softmax(0)
     return torch.cat([pairs[0], branches, pairs[4], pairs[5], w.new_zeros(1)])
@@ -61,6 +63,7 @@ METHODS = {
     "grpo, cancel": ROWS["grpo, cancel"],
     # Its own clip range is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)),
+    "reinforce": Row(losses.reinforce),
     "dfpo-min": ROWS["dfpo-min"],
     "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
     "pos-only": Row(losses.pos_only),
@@ -70,13 +73,14 @@ LINES = {  # of the picture, and their labels
     "grpo, cancel": "grpo, cancel",
     "dfpo-min, eps 0.2": "dfpo-min with a clip",
     "dfpo-min": "dfpo-min (no clip)",
+    "reinforce": "reinforce (no clip)",
 }
-MEASURES = ("drift of the opener's log-odds", "entropy of A and B (nats)", "expected reward")
+MEASURES = ("drift of the opener's log-odds", "entropy of the solutions (nats)", "expected reward")
 
 
 def measure(w: Tensor, start: Tensor) -> Tensor:
     """MEASURES. (3,)."""
-    right = (chances(w) * REWARDS)[[0, 2]]  # on A, on B
+    right = (chances(w) * REWARDS)[[0, 2]]  # short, long
     shares = right / right.sum()
     return torch.stack([(w - start)[0].abs(), -(shares * shares.log()).sum(), right.sum()])
 
@@ -146,12 +150,14 @@ def wander(row: Row, runs: int = RUNS) -> Tensor:
 
 def plot(curves: dict[str, Tensor], walks: dict[str, Tensor]):
     figure = make_figure(
-        "One batch used 32 times: GRPO pushes a token that earns nothing. Cancelling stops it\n"
-        "and earns no more; dfpo-min wins, having no clip. Fresh batches: it wanders either way.",
-        3.7,
+        "On one batch used 32 times, GRPO pushes a token that earns nothing. Cancelling stops the\n"
+        "push and earns no more. What earns here is having no clip: plain REINFORCE earns most.\n"
+        "Over fresh batches the token wanders, with and without cancelling.",
+        4.2,
         "The token is an opener: what follows does not depend on it. One batch: 8 groups of 8 "
-        "answers, mean of 5 starts. Fresh batches:\n8 answers each; twice the deviation, lines "
-        "predicted, dots measured in 4,000 runs. Baseline J: the policy's expected reward.",
+        "answers, mean of 5 starts. A fresh batch:\none group of 8, with a fixed baseline, which "
+        "is the policy's expected reward. The curves are at twice the predicted deviation,\n"
+        "the dots at twice that of 4,000 runs.",
     )
     drift, reward, fresh = figure.subplots(1, 3)
     for axis, k in ((drift, 0), (reward, 2)):
@@ -160,17 +166,18 @@ def plot(curves: dict[str, Tensor], walks: dict[str, Tensor]):
             axis.plot(curves[name][:, k], label=label, **style)
         axis.set_title(MEASURES[k])
         axis.set_xlabel("steps on the same batch")
-    drift.legend(loc=(0.26, 0.18))  # where no line is
+    drift.legend(loc=(0.26, 0.12))  # where no line is
     batches = torch.arange(BATCHES + 1)
-    fresh.plot(walks[EXACT][:, :: RUNS // 20], color="#BBBBBB", linewidth=0.6, marker="")
-    for name in (EXACT, CANCELLED):
+    runs = fresh.plot(walks[EXACT][:, :: RUNS // 20], color="#BBBBBB", linewidth=0.6, marker="")
+    runs[0].set_label("20 runs of grpo")
+    for name, label in ((EXACT, "grpo"), (CANCELLED, "grpo, cancel")):
         width, style = predict_deviation(ROWS[name].cancels)[0] * batches**0.5, line_style(name)
-        fresh.plot(batches, 2 * width, label=name, **style)
+        fresh.plot(batches, 2 * width, label=label, **style)
         fresh.plot(batches, -2 * width, **style)
         fresh.plot(batches[::10], 2 * walks[name].std(1)[::10], "o", color=style["color"])
-    fresh.set_title("the opener's log-odds, 20 runs")
+    fresh.set_title("the opener's log-odds")
     fresh.set_xlabel("fresh batches")
-    fresh.set_ylim(-0.6, 0.35)  # there is room for the legend
+    fresh.set_ylim(-0.7, 0.35)  # there is room for the legend
     fresh.legend(loc="lower left")
     return figure
 

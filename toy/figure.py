@@ -12,15 +12,19 @@ import pandas as pd
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
-# Okabe and Ito's colours, safe for the colour-blind. A method has one colour in all pictures.
+# A method has one colour in all pictures: those of Okabe and Ito, safe for the colour-blind, and
+# three more.
 COLORS = {
+    "cancel": "#000000",  # any method with it
     "grpo": "#D55E00",
     "gspo": "#CC79A7",
     "dr-grpo": "#009E73",
-    "grpo-symmetric": "#009E73",
+    "grpo-symmetric": "#332288",
     "balanced": "#56B4E9",
+    "cispo": "#999933",
     "dfpo-min": "#0072B2",
-    "ibpo": "#0072B2",
+    "reinforce": "#E69F00",
+    "ibpo": "#882255",
 }
 WIDTH = 8.3  # inches; README shows a picture about 830 pixels wide
 STYLE = {
@@ -47,9 +51,7 @@ def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
     path = parser.parse_args(argv).plot
     if path:
-        import matplotlib  # if it is missing, nothing is computed first
-
-        matplotlib.rcParams.update(STYLE)
+        import matplotlib  # noqa: F401  if it is missing, nothing is computed first
     return path
 
 
@@ -74,8 +76,10 @@ def format_interval(values: list[float], form: str = ".3f") -> str:
 
 def make_figure(finding: str, height: float, note: str = ""):
     """An empty figure of README's width. Its title is what it shows, the note what words mean."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams.update(STYLE)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     figure.suptitle(finding, x=0.01, ha="left", fontsize=11, fontweight="bold")
     figure.supxlabel(note, x=0.01, ha="left", fontsize=9)
@@ -85,7 +89,7 @@ def make_figure(finding: str, height: float, note: str = ""):
 def line_style(name: str) -> dict:
     """Of a method; with `cancel` thin, black and dashed, so that it is seen on another line."""
     if "cancel" in name:
-        return dict(color="#000000", linestyle="--", linewidth=1.2, marker="", zorder=3)
+        return dict(color=COLORS["cancel"], linestyle="--", linewidth=1.2, marker="", zorder=3)
     plain = re.split("[ ,]", name)[0]
     return dict(color=COLORS[plain], linewidth=2, marker="")
 

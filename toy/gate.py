@@ -110,21 +110,26 @@ def plot(rewards: dict[str, Tensor], sums: list[tuple[float, float, float]]):
         "GRPO's min undoes a first update. With or without cancel, no rate teaches both tokens.\n"
         "A clip that does not look at the sign of A teaches both, at a high enough rate.",
         3.9,
-        "An answer is two tokens. Each good one makes a right answer likelier. Winners and losers: "
-        "answers with A above and below 0.\nBaseline J: the policy's expected reward. "
-        "grpo-symmetric: its clip stops winners and losers alike.",
+        "An answer is two tokens. Each good one makes a right answer likelier; good token 2 is "
+        "rare. Winners and losers: answers with A\nabove and below 0. Fixed baseline: the "
+        "policy's expected reward. grpo-symmetric: its clip stops winners and losers alike.",
     )
     bars, ends = figure.subplots(1, 2, width_ratios=(3, 4))
-    colors = {"winners": "#56B4E9", "losers": "#CC79A7", "their sum": "#000000"}
+    colors = {"winners": "#0072B2", "losers": "#D55E00", "their sum": "#000000"}  # the tree page's
     for k, (name, color) in enumerate(colors.items()):
         places = [0.25 * (k - 1), 1 + 0.25 * (k - 1)]
         bars.bar(places, [row[k] for row in sums], 0.25, label=name, color=color)
+    bars.text(0.75, 0.002, "0", ha="center")  # no winner pushes in the second update
     bars.axhline(0, color="#999999", linewidth=0.8)
     bars.set_xticks([0, 1], ["first update", "second update"])
-    bars.set_title(f"grpo's push on the good first token, rate {TOO_LARGE:g}")
-    bars.set_ylabel("sum of the coefficients (up: it grows)")
+    bars.set_title(f"grpo's push on the good token 1, rate {TOO_LARGE:g}")
+    bars.set_ylabel("sum of the pushes (up: it grows)")
     bars.legend()
     ends.set_xscale("log")
+    ends.axvline(TOO_LARGE, color="#999999", linewidth=0.8)
+    ends.text(TOO_LARGE, 0.515, " rate of the left panel", fontsize=8)
+    for rate in (1.5, 170):  # where GRPO's two plateaus begin
+        ends.text(rate, 0.385, "token 1", fontsize=9)
     for name in LINES:
         ends.plot(RATES, rewards[name], label=name, **line_style(name))
     ends.set_yticks([0.3, 0.4, 0.5], ["no token\nlearned: 0.3", "one: 0.4", "both: 0.5"])
@@ -146,7 +151,7 @@ def main(argv: list[str] | None = None):
     print(f"The best reward of {len(RATES)} rates; in brackets, how many end above .49\n")
     print_table(rows, ["M = 1", "M = 2"])
     if path:
-        save(plot(rewards, sum_by_sign(METHODS["grpo"])), path)
+        save(plot(rewards, sum_by_sign(METHODS[EXACT])), path)
 
 
 if __name__ == "__main__":

@@ -145,12 +145,12 @@ def show(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 def plot(deltas: dict[tuple[str, str], Tensor]):
     """Differences of Delta, paired, by optimiser."""
     figure = make_figure(
-        "Where steps are equal, ignoring wrong answers (pos-only) lifts right ones most.\n"
-        "NTHR beats GRPO, too, but beats tokens drawn at random only where steps are unequal.",
+        "With AdamW, pos-only, which ignores wrong answers, lifts right ones most, then NTHR.\n"
+        "NTHR beats tokens drawn at random only with SGD, where steps differ in length.",
         2.8,
         "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less. "
-        "random: as many, drawn at random.\nPaired differences of the gain in log pi of the "
-        "right answers: means and 95 % intervals of 6 starts.",
+        "random: as many, drawn at random.\nPaired differences: means and 95 % intervals of 6 "
+        "starts.",
     )
     titles = ("SGD: a step is as long as its gradient", "AdamW: all steps are about equally long")
     pairs = (("pos-only", "grpo"), ("nthr", "grpo"), ("nthr", "random"))
@@ -162,7 +162,7 @@ def plot(deltas: dict[tuple[str, str], Tensor]):
         }
         draw_differences(axis, shown)
         axis.set_title(title)
-        axis.set_xlabel("difference (nats)")
+        axis.set_xlabel("how much more right answers gain (log pi, nats)")
     return figure
 
 

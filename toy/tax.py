@@ -3,10 +3,11 @@
     python -m toy.tax                      the table: one minute
     python -m toy.tax --plot toy/tax.png   and the picture (needs matplotlib)
 
-An answer takes way A or way B. On A it then makes a good or a bad plan. With a good plan it is
-right with probability 0.6, with a bad one never. On B it is right with a fixed probability, at most
-0.2. Filler without any choice follows and gives the answer its length. The policy has one logit for
-the way, 2 at the start, and one for the plan, 0 at the start.
+An answer takes the better or the worse of two ways. On the better way it then makes a good or a
+bad plan. With a good plan it is right with probability 0.6, with a bad one never. On the worse way
+it is right with a fixed probability, at most 0.2. Filler without any choice follows and gives the
+answer its length. The policy has one logit for the way, 2 at the start, and one for the plan, 0 at
+the start.
 
 Nothing is sampled. All groups of 4 answers are enumerated, and each counts with its probability
 under the policy that began the batch. So an update is an expectation. The schedule is 120 batches
@@ -40,18 +41,19 @@ class Row(NamedTuple):
 
 
 G, BATCHES, UPDATES = 4, 120, 8
-START = (2.0, 0.0)  # the logits of way A and of a good plan
+START = (2.0, 0.0)  # the logits of the better way and of a good plan
 SIZE = 0.1  # the length of the first update
 RIGHT = 0.6  # with a good plan
-# lengths of right and wrong answers on A; chance to be right on B, and lengths there
+# lengths of right and wrong answers on the better way; chance to be right on the worse way, and
+# lengths there
 SETTINGS = {
     "1: all lengths equal": ((16, 16), 0.0, (16, 16)),
-    "2: A wrong is long": ((6, 24), 0.0, (32, 32)),
-    "3: A wrong is short": ((24, 6), 0.0, (32, 32)),
-    "4: as 3, B is shorter": ((24, 6), 0.0, (4, 4)),
-    "5: B right is short": ((16, 16), 0.2, (4, 24)),
+    "2: better way, wrong is long": ((6, 24), 0.0, (32, 32)),
+    "3: better way, wrong is short": ((24, 6), 0.0, (32, 32)),
+    "4: as 3, worse way is shorter": ((24, 6), 0.0, (4, 4)),
+    "5: worse way, right is short": ((16, 16), 0.2, (4, 24)),
 }
-EXACT, CANCELLED = "grpo, baseline J", "grpo, baseline J, cancel"
+EXACT, CANCELLED = "grpo, fixed baseline", "grpo, fixed baseline, cancel"
 ROWS = {
     "grpo": Row(losses.grpo),
     EXACT: Row(losses.grpo, "exact"),
@@ -65,22 +67,22 @@ ROWS = {
     "dfpo-min": Row(losses.dfpo_min),
     "recentred": Row(losses.recentred, "mean"),
 }
-LINES = (EXACT, CANCELLED, "gspo", "balanced", "dr-grpo")  # of the picture
+LINES = (EXACT, CANCELLED, "grpo, cancel", "gspo", "balanced", "dr-grpo")  # of the picture
 PANELS = {
-    "2: A wrong is long": "wrong answers of A are long",
-    "3: A wrong is short": "wrong answers of A are short",
-    "5: B right is short": "right answers of B are short",
+    "2: better way, wrong is long": "better way:\nwrong answers are long",
+    "3: better way, wrong is short": "better way:\nwrong answers are short",
+    "5: worse way, right is short": "worse way:\nright answers are short",
 }
 
 
 def make_groups(setting: str) -> Groups:
-    (right, wrong), chance, (right_b, wrong_b) = SETTINGS[setting]
+    (right, wrong), chance, (worse_right, worse_wrong) = SETTINGS[setting]
     outcomes = [
         Outcome(0, RIGHT, 1.0, right, plan=0),
         Outcome(0, 1 - RIGHT, 0.0, wrong, plan=0),
         Outcome(0, 1.0, 0.0, wrong, plan=1),
-        Outcome(1, chance, 1.0, right_b),
-        Outcome(1, 1 - chance, 0.0, wrong_b),
+        Outcome(1, chance, 1.0, worse_right),
+        Outcome(1, 1 - chance, 0.0, worse_wrong),
     ]
     return Groups([outcome for outcome in outcomes if outcome.chance], G)
 
@@ -169,30 +171,33 @@ def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
 def plot(curves: dict[tuple[str, str], Tensor]):
     """Expected reward in three settings."""
     figure = make_figure(
-        "Cancelling does not save GRPO: with it and without it, it loses the same in two worlds.\n"
-        "One divisor for all lengths (dr-grpo) keeps the reward.",
-        3.7,
-        "Way A is right with chance 0.6 (after a good plan), way B never (third world: 0.2). So A "
-        "is better. Start: 88 % on A.\nBaseline J: the policy's expected reward, in place of the "
-        "group's mean.",
+        "With a fixed baseline, cancelling does not save GRPO: in two worlds it loses the same "
+        "with it\nand without it. One divisor for all lengths (dr-grpo) keeps the reward.",
+        4.5,
+        "The better way is right with chance 0.6 after a good plan, the worse way never (third "
+        "world: 0.2). Start: 88 % on the better way.\n"
+        "Fixed baseline: the policy's expected reward. Dotted: the group's mean, with which cancel "
+        "adds a part of the true gradient.\n"
+        "balanced: one average over the tokens of all winners, and one over those of all losers.",
     )
     axes = figure.subplots(1, len(PANELS), sharey=True)
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, (setting, title) in zip(axes, PANELS.items(), strict=True):
         for name in LINES:
-            axis.plot(curves[setting, name], label=name, **line_style(name))
+            style = line_style(name) | ({"linestyle": ":"} if name == "grpo, cancel" else {})
+            axis.plot(curves[setting, name], label=name, **style)
         axis.set_title(title)
         axis.set_xlabel(f"batches of {UPDATES} updates")
-    axes[0].legend()
+    axes[0].legend(handlelength=1.5)
     return figure
 
 
 def main(argv: list[str] | None = None):
     path = parse_plot(__doc__, argv)
     torch.set_num_threads(1)
-    rows = {"lengths on A (right, wrong)": [str(A) for A, _, _ in SETTINGS.values()]}
-    rows["B is right"] = [str(chance) for _, chance, _ in SETTINGS.values()]
-    rows["lengths on B"] = [str(B) for _, _, B in SETTINGS.values()]
+    rows = {"better way, lengths (right, wrong)": [str(x) for x, _, _ in SETTINGS.values()]}
+    rows["worse way is right"] = [str(x) for _, x, _ in SETTINGS.values()]
+    rows["worse way, lengths"] = [str(x) for _, _, x in SETTINGS.values()]
     curves = {}
     for name, row in ROWS.items():
         rows[name] = []
