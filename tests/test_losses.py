@@ -4,6 +4,7 @@ Hostile padding, empty answers, overflow, ties, defaults, errors. That each loss
 claim M1, and that `cancel` is its own is C22; `formula_of` is the naive twin of the losses.
 """
 
+import inspect
 import itertools
 import math
 import random
@@ -26,7 +27,8 @@ from train import Answers, Config
 DRAW = Draw(0, 5)  # three groups of seven answers
 LOSSES = {f.__name__: f for method in METHODS.values() for f in method.passes}
 LOSSES["cancelled"] = lambda batch: cancel(losses.grpo(batch), batch, DRAW.nodes)
-MORE = {"kl": 0.3, "ratio": "product", "eps": 0.15, "delta": 0.0}  # what the defaults leave off
+# What the defaults leave off. On-policy a ratio is 1, and an eps of 0 leaves it inside.
+MORE = [("kl", 0.3), ("ratio", "product"), ("eps", 0.15), ("eps", 0.0), ("delta", 0.0)]
 GARBAGE = (1e4, -1e4, math.inf, -math.inf, math.nan)
 
 
@@ -60,7 +62,7 @@ def assert_same(pair, expected):
 def test_a_loss_is_its_formula_whatever_the_padding_holds(name, spread):
     b = make_batch(spread)
     known = defaults(LOSSES[name])
-    for options in [{}] + [{key: MORE[key]} for key in MORE if key in known]:
+    for options in [{}] + [{key: value} for key, value in MORE if key in known]:
         clean = loss_and_grad(name, b, **options)
         if name in FORMULAS:
             value, c = formula_of(name, b, **options)
@@ -89,6 +91,11 @@ def test_coefficients_stay_finite_where_ratios_do_not():
     batch = replace(batch, logp_old=40 * old)
     loss = cancel(losses.grpo(batch), batch, nodes=torch.zeros(3, 100).long())
     assert losses.token_coefficients(loss, logp).isfinite().all()
+    logp, old = torch.tensor([[[-9.0], [-1.0]], [[-1.0], [-1.0]]]).requires_grad_()
+    batch = Batch(logp, old.detach(), torch.tensor([[1.0], [-1.0]]), old == old, 2, 1)
+    loss = cancel(losses.reinforce(batch), batch, nodes=torch.tensor([[0], [1]]))
+    c = losses.token_coefficients(loss, logp)
+    torch.testing.assert_close(c[:, 0], torch.tensor([1 + math.exp(-8), -1 - math.exp(8)]))
 
 
 def test_min_replace_cancels_and_its_expected_push_favours_one_of_two_equal_ways():
@@ -164,7 +171,8 @@ def test_every_method_is_printed_with_its_formulas(capsys):
     runpy.run_path(losses.__file__, run_name="__main__")
     said = capsys.readouterr().out
     for name, method in METHODS.items():
-        assert f"{name}: " in said and method.passes[0].__name__ in said
+        functions = filter(None, (method.repair, method.credit, *method.passes))
+        assert f"{name}: " in said and all(f.__name__ in said for f in functions)
 
 
 # ---------------- errors. What a hyperparameter may be: test_run.py
@@ -236,6 +244,15 @@ def test_empty_answers_have_no_scores(empty):
         assert x.isfinite().all() and not x[~mask].any()
 
 
+def test_scores_of_a_bf16_model_are_fp32_and_on_the_ids_that_occur():
+    readout = Readout(Draw(0, 4, group_size=4))
+    facts = {k: x.float() if k == "logp" else x for k, x in readout.facts.items()}
+    reading = {k: x.bfloat16() if torch.is_tensor(x) else x for k, x in readout.reading.items()}
+    for x in nthr_scores(**facts | reading):
+        assert x.dtype == torch.float32
+    assert not inspect.signature(nthr_scores).parameters["full_vocab"].default
+
+
 def test_a_token_is_selected_above_tau_and_empty_answers_have_no_say():
     """Tau is 0.5 in the first group; in the second no right answer has a token."""
     nan, yes, no = math.nan, True, False
@@ -277,6 +294,8 @@ def test_kept_tokens_are_those_of_a_shortest_edit_of_rows_of_any_length():
         ):
             assert tuple(kept[mask].tolist()) in {way for _, way in shortest_edits(x, y)}
             assert not kept[~mask].any()
+    a, b = torch.tensor([[1, 2, 3, 4, 4, 4, 4]]), torch.tensor([[5, 5, 5, 5, 1, 2, 3]])
+    assert not kept_tokens(a, a > 0, b, b > 0).any()  # 7 edits keep nothing, 8 would keep three
 
 
 def test_a_correction_that_ends_with_another_eos_keeps_the_end():
@@ -288,3 +307,7 @@ def test_a_correction_that_ends_with_another_eos_keeps_the_end():
     task = SimpleNamespace(repair=lambda *shown: shown)
     correct(answers, task, Config(group_size=2), lambda problems: fixed, eos=torch.tensor([1, 2]))
     assert answers.kept_mask.tolist() == [[False, True, True], [False] * 3]
+    assert answers.repaired.tolist() == [True, False]
+    fixed.rewards = torch.tensor([0.5])  # a part of the reward is no repair
+    correct(answers, task, Config(group_size=2), lambda problems: fixed, eos=torch.tensor([1, 2]))
+    assert not answers.repaired.any()
