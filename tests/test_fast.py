@@ -197,6 +197,8 @@ def test_chunks_of_logits_change_nothing_and_are_not_kept(scratch, monkeypatch):
 )
 def test_the_check_sees_what_differs(quick, name, wrong):
     train.check_fast(quick, Letters(), train.Config())
+    cold = replace(quick, scorer=lambda *args: (quick.scorer(*args)[0] + 0.01, None))
+    train.check_fast(cold, Letters(), train.Config(temperature=0.05))  # rounding, there
     real = getattr(quick, name)
     broken = replace(quick, **{name: lambda *args: wrong(*real(*args))})
     assert "--fast" in refused(train.check_fast, broken, Letters(), train.Config())

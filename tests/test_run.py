@@ -44,7 +44,9 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     kept, threads, real = [], [], train.save_batch
     monkeypatch.setattr(train, "save_batch", lambda *args: kept.append(args[1]) or real(*args))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting --threads 3"
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(train, "time", clock)
+    flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting --threads 3 --trace"
     folder = run(tmp_path / "run", *flags.split())
     config = train.Config(**json.loads((folder / "config.json").read_text()))
     lines = metrics(folder)
@@ -62,6 +64,9 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
         assert evaluation == {key: line[key] for key in evaluation}
     said = capsys.readouterr().out
     assert said.count("\nstep ") == 3 and str(folder) in said
+    assert said.count("\nUpdate ") == 1  # the trace, of one group
+    raw = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    assert raw["tokens_per_s"] == raw["generated"]  # a step takes a second here
     assert f"greedy {lines[0]['greedy']:.3f} -> {lines[4]['greedy']:.3f}, sampled" in said
 
     scored, answers = kept[1], kept[1].answers
@@ -114,6 +119,7 @@ def test_every_use_of_chance_has_a_key_of_its_own(tmp_path, monkeypatch):
     run(tmp_path / "run", "--method", "ibpo")
     keys = [key for key in keys if "evaluate" not in key]  # each evaluation has the same numbers
     assert len({*keys}) == len(keys) and {"sample", "repair", "credit"} < {key[1] for key in keys}
+    assert real(0, "sample", 1).initial_seed() == 38554374430423128  # in every process
 
 
 OWN_TASK = """
@@ -128,11 +134,13 @@ class Task(Arithmetic):
 """
 
 
-def test_a_task_of_ones_own_is_a_file(tmp_path):
+def test_a_task_of_ones_own_is_a_file(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN_TASK)
     flags = "--warm-steps 150 --warm-lr 0.01 --max-tokens 8 --task".split()
-    folder = run(tmp_path / "run", *flags, tmp_path / "mine.py")
-    assert metrics(folder)[-1]["sampled"] > 0.5
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    folder = run(tmp_path / "run", "--threads", "0", *flags, tmp_path / "mine.py")
+    assert metrics(folder)[-1]["sampled"] > 0.5 and threads == [os.cpu_count()]
 
 
 def test_three_files_are_all_that_the_default_command_needs(tmp_path):
@@ -167,11 +175,12 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
     ids = scratch.tokenizer([*both, "so#", "so#", "so#"]).input_ids
     padded = torch.tensor([row + [-1] * (5 - len(row)) for row in ids])
     tokens, mask = padded.clamp(min=0), padded >= 0
-    A = torch.tensor([-1.0, 2.0, -1.0] * 2 + [0.0] * 3)
+    A = torch.tensor([-1.0, 1.0, 0.0] * 2 + [0.0] * 3)
     logp, c = -torch.arange(45.0).view(9, 5) / 8, (A / 4)[:, None].expand(9, 5)
     items = Arithmetic().train[:3]
     copies = [item for item in items for _ in range(3)]
-    answers = SimpleNamespace(step=1, items=copies, tokens=tokens, mask=mask, rewards=A)
+    rewards = torch.arange(9.0)
+    answers = SimpleNamespace(step=1, items=copies, tokens=tokens, mask=mask, rewards=rewards)
     rows = torch.tensor([6, 7, 8, 3, 4, 5, 0, 1, 2])  # the groups, as the update took them
     batch, nodes = SimpleNamespace(group_size=3, logp=logp[rows]), prefix_nodes(tokens, mask, 3)
     scored = SimpleNamespace(answers=answers, batch=batch, advantages=A, nodes=nodes)
@@ -182,11 +191,11 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
     assert "no group" in said  # not all three begin with one token
     for i, text in enumerate(texts):
         row = 3 * group + i
-        assert f"answer {i + 1}: reward {A[row]:g}, A {A[row]:+.3f}\n" in said
+        assert f"answer {i + 1}: reward {row}, A {A[row]:+.3f}\n" in said
         for name, x in (("push c", c[row]), ("before", logp[row]), ("after ", logp[row] - 1)):
             numbers = "".join(f"{y:8.4f}" for y in x[: len(text)].tolist())
             assert f"  {name} {numbers}\n" in said
-    assert said.endswith("what they share\n    1.000    0.2500  1 2: s o # 1\n\n")
+    assert said.endswith("what they share\n    0.000    0.0000  1 2: s o # 1\n\n")
     scored.advantages = torch.zeros(9)
     for last in (False, True):  # a step in which nothing is learnt, and a whole run
         assert not show_group(scratch, scored, [update], last)
@@ -240,7 +249,8 @@ MOMENTS = [  # a call of a function, and how many of six steps are left
 
 def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
     """And ends as the undisturbed run, bit for bit."""
-    flags, steps, real = "--steps 6 --eval-every 1 --eval-items 2".split(), [], train.sample
+    steps, real = [], train.sample
+    flags = "--steps 6 --eval-every 1 --eval-items 2 --seed 3".split()
     whole = run(tmp_path / "whole", *flags)
     monkeypatch.setattr(train, "sample", lambda *args: steps.append(args[3]) or real(*args))
     for i, (*moment, left) in enumerate(MOMENTS):
@@ -270,9 +280,11 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
 
     assert said_at(1) == "interrupted; nothing is saved"
     said, resume = said_at(4), ["--resume", str(tmp_path / "cut4")]
+    flags = (tmp_path / "cut4" / "config.json").read_text()
     assert " ".join(resume) in said and "\n" not in said
     assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
     train.main(resume)
+    assert (tmp_path / "cut4" / "config.json").read_text() == flags
     assert_same_run(tmp_path / "cut4", run(tmp_path / "whole"))
 
 
@@ -366,6 +378,8 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     assert policy.eos.tolist() == [1, 2, 3]  # of the tokenizer, and of the generation config
     assert not policy.model.generation_config.do_sample  # its sampler is not ours
+    train.write_model(policy, tmp_path / "saved")
+    assert load(tmp_path / "saved").eos.tolist() == [1, 2, 3]
     policy = load(build("gpt2", tmp_path))
     assert policy.eos.tolist() == [1] and not policy.model.training
     config = load("scratch", layers=3, width=24).model.config

@@ -261,7 +261,7 @@ def test_the_warm_start_is_the_naive_one(biased, method):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
     sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
-    config, task = train.Config(temperature=0.7, **sizes), Arithmetic()
+    config, task = train.Config(temperature=0.7, grad_clip=0.3, **sizes), Arithmetic()
     task.train = task.train[:20]
     ours, theirs = copy.deepcopy(biased[0]), copy.deepcopy(biased[0])
     train.warm_start(ours, task, train.bind(method, {}), config)

@@ -3,6 +3,7 @@
 The toy has what the papers speak of: fillers, three forms, imperfect demonstrations.
 """
 
+import copy
 import json
 import os
 import random
@@ -82,10 +83,10 @@ def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
 
 def test_shares_tell_openers_and_forms_apart():
     texts = ["so #85", "so #1", "ok 7+8=15,30+40=70,#85", "hm 30+1=2", "hm 7+9=16", "oh 37+48", ""]
-    assert TASK.shares([ITEM] * 7, texts) == {
-        **{"opener so": 2 / 7, "opener ok": 1 / 7, "opener hm": 2 / 7, "opener other": 2 / 7},
-        **{"form direct": 2 / 7, "form ones first": 2 / 7, "form tens first": 1 / 7},
-        "form other": pytest.approx(2 / 7),
+    assert TASK.shares([ITEM] * 8, [*texts, "so"]) == {
+        **{"opener so": 3 / 8, "opener ok": 1 / 8, "opener hm": 2 / 8, "opener other": 2 / 8},
+        **{"form direct": 2 / 8, "form ones first": 2 / 8, "form tens first": 1 / 8},
+        "form other": 3 / 8,
     }
 
 
@@ -97,6 +98,10 @@ def test_the_tokenizer_has_one_token_a_character_and_adds_none(tmp_path):
         assert len(ids) == len("hm 7+8=15,#85")
         assert not {made.pad_token_id, made.eos_token_id} & {*ids}
         assert made.decode([*ids, made.eos_token_id], skip_special_tokens=True) == "hm 7+8=15,#85"
+    own = copy.copy(TASK)  # with characters of its own, which have the same ids in every process
+    own.train = [Item("zebra?", "", "a quick fox!")]
+    ids = own.make_tokenizer().convert_tokens_to_ids([*"!?abcefiqruxz"])
+    assert ids == list(range(ids[0], ids[0] + 13)) and ids[0] > max(tokenizer.get_vocab().values())
 
 
 # ---------------- GSM8K

@@ -102,6 +102,10 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change(policy, bad
 def test_a_warm_start_that_diverges_is_one_line(policy):
     config, grpo = train.Config(warm_lr=1e30, warm_steps=30, warm_rows=2), train.bind("grpo", {})
     assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), grpo, config)
+    policy = load("scratch", layers=1, width=16)
+    next(policy.model.parameters()).register_hook(lambda grad: grad * math.inf)  # no nan
+    config.warm_lr = 1e-3
+    assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), grpo, config)
 
 
 def test_a_group_without_signal_is_one_whose_rewards_are_all_equal(policy):
@@ -139,5 +143,9 @@ def test_the_gap_between_sampler_and_scorer_is_that_of_the_worst_token(policy, g
     scored.answers.logp[0, 0] -= gap  # a single token
     assert "step 1" in refused(train.score, policy, scored.answers, method, config, None)
     train.check_gap(0.01, 1, 0.05, torch.device("cpu"))  # rounding is 20 times as large there
-    first = learn(scored)[0]
+    train.check_gap(8e-4, 1, 2.0, torch.device("cpu"))  # and as large here as at 1
+    config.trace = True
+    first, *_, last = learn(scored)
     assert torch.equal(first.batch.logp, old[first.rows])  # its ratios are exactly 1
+    now, _ = train.log_probs_in_pieces(policy, train.take(scored.answers, last.rows), config)
+    assert torch.equal(last.after, now)
