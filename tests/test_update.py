@@ -103,7 +103,7 @@ def test_a_warm_start_that_diverges_is_one_line(policy):
     config, grpo = train.Config(warm_lr=1e30, warm_steps=30, warm_rows=2), train.bind("grpo", {})
     assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), grpo, config)
     policy = load("scratch", layers=1, width=16)
-    next(policy.model.parameters()).register_hook(lambda grad: grad * math.inf)  # no nan
+    next(policy.model.parameters()).register_hook(lambda grad: grad * 1e30)  # its norm is inf
     config.warm_lr = 1e-3
     assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), grpo, config)
 
