@@ -641,8 +641,8 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
     Answers with A_i = 0 are left out.
 
-    It speaks of this batch, not of the expected push, and counts what cancels between sibling
-    nodes. Under `cancel` it need not be 0, because c is no longer in proportion to A.
+    It speaks of this batch, not of the expected push. Under `cancel` it says nothing, because c is
+    no longer in proportion to A.
     (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D); the paper has no
     such number.
     """

@@ -635,7 +635,7 @@ def check_gap(gap: float, step: int, temperature: float, device: torch.device):
 
 
 def divergence(reference: Policy, scored: Scored, config: Config) -> float:
-    """KL(policy || reference) a token, in nats: k3 on a batch, of the policy that sampled it."""
+    """KL(policy || reference) a token, in nats: k3 on a batch, of the policy before its step."""
     ref, _ = log_probs_in_pieces(reference, scored.answers, config)
     return (k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()).item()
 
@@ -756,8 +756,8 @@ def diagnose(
 ) -> dict:
     """A step's metrics, means over its updates; log-probs and entropy in nats.
 
-    clip_share is the share of tokens outside the clip range, as PPO implementations log it; it is 0
-    in the first update.
+    clip_share is the share of tokens outside the clip range, as PPO implementations log it. A first
+    update adds 0 to its mean.
     """
     answers, mask = scored.answers, scored.answers.mask
     rewards, tokens = answers.rewards, mask.sum()

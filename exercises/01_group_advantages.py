@@ -11,7 +11,7 @@ only. What is good is decided by the G answers to the same prompt.
 `rewards` is (N,): one number for each of the N answers of the batch. The result is (N,), too. The
 G = `group_size` answers of a group are neighbours.
 
-A group whose rewards are all equal gets exactly 0. Take care: three rewards of 0.1 have a float
+A group whose rewards are all equal gets exactly 0. Take care: three rewards of 0.1 have a float64
 mean that is not 0.1, and 1e-17 / 1e-4 is not 0.
 
 Checks of the input (G divides N, the scale is one of the two) are welcome. They are not graded.

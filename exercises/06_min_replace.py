@@ -9,7 +9,7 @@ Eq. 17) gives the whole group one weight, the smallest:
     w~_i = min_j w_j
 
 `w` and `adv` are (P, G), a row per group, and so is the result. It is a stop-gradient weight:
-return it detached. Otherwise the loss would also learn to lower the smallest ratio, and the shared
+return it detached. Otherwise the loss would also learn to move the smallest ratio, and the shared
 token would get a gradient again.
 
 **Hint:** one line. `adv` is there so that the two transforms can be exchanged.
