@@ -56,6 +56,7 @@ def test_drift_on_one_batch_is_a_push_and_over_fresh_ones_a_walk_as_wide_as_pred
     ends = {
         "grpo": (0.445, 0.541, 0.453),
         "grpo, cancel": (0, 0.539, 0.460),
+        "grpo, no clip": (2.397, 0.191, 0.949),
         "gspo": (1.731, 0.478, 0.843),
         "pos-only": (0.882, 0.517, 0.456),
         "dfpo-min, eps 0.2": (0, 0.502, 0.453),
@@ -188,5 +189,10 @@ def test_pictures_call_everything_by_its_name():
     deltas = {(kind, name): 4.0**k for kind in nthr.RATES for k, name in enumerate(nthr.METHODS)}
     left, _ = nthr.plot({key: torch.full((6, 8), x) for key, x in deltas.items()}).axes
     labels = [label.get_text() for label in left.get_yticklabels()]
-    assert labels == ["pos-only\nminus grpo", "nthr\nminus grpo", "nthr\nminus random"]
-    assert [drawn[0].get_xdata()[0] for drawn in left.containers] == [63, 3, -12]
+    assert labels == [
+        "pos-only\nminus grpo",
+        "nthr\nminus grpo",
+        "random\nminus grpo",
+        "nthr\nminus random",
+    ]
+    assert [drawn[0].get_xdata()[0] for drawn in left.containers] == [63, 3, 15, -12]

@@ -16,6 +16,7 @@ wanders. toy/README.md says what came out.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ SIZE = 0.6  # the length of the first step
 METHODS = {
     "grpo": ROWS["grpo"],
     "grpo, cancel": ROWS["grpo, cancel"],
+    "grpo, no clip": Row(functools.partial(losses.grpo, eps_low=math.inf, eps_high=math.inf)),
     # Its own clip range is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)),
     "reinforce": Row(losses.reinforce),
@@ -151,13 +153,14 @@ def wander(row: Row, runs: int = RUNS) -> Tensor:
 def plot(curves: dict[str, Tensor], walks: dict[str, Tensor]):
     figure = make_figure(
         "On one batch used 32 times, GRPO pushes a token that earns nothing. Cancelling stops the\n"
-        "push and earns no more. What earns here is having no clip: plain REINFORCE earns most.\n"
-        "Over fresh batches the token wanders, with and without cancelling.",
-        4.2,
-        "The token is an opener: what follows does not depend on it. One batch: 8 groups of 8 "
-        "answers, mean of 5 starts. A fresh batch:\none group of 8, with a fixed baseline, which "
-        "is the policy's expected reward. The curves are at twice the predicted deviation,\n"
-        "the dots at twice that of 4,000 runs.",
+        "push and earns no more. What costs reward here is GRPO's clip; plain REINFORCE, without\n"
+        "one, earns most. Over fresh batches the token wanders, with and without cancelling.",
+        4.4,
+        "The token is an opener: what follows does not depend on it. All answers of the one batch "
+        "begin with one opener: 8 groups of 8,\nmean of 5 starts. dfpo-min: one weight for the "
+        "whole group. A fresh batch: one group of 8, with a fixed baseline, which is the\n"
+        "policy's expected reward. The curves are at twice the predicted deviation, the dots at "
+        "twice that of 4,000 runs.",
     )
     drift, reward, fresh = figure.subplots(1, 3)
     for axis, k in ((drift, 0), (reward, 2)):

@@ -128,8 +128,9 @@ def plot(rewards: dict[str, Tensor], sums: list[tuple[float, float, float]]):
     ends.set_xscale("log")
     ends.axvline(TOO_LARGE, color="#999999", linewidth=0.8)
     ends.text(TOO_LARGE, 0.515, " rate of the left panel", fontsize=8)
-    for rate in (1.5, 170):  # where GRPO's two plateaus begin
-        ends.text(rate, 0.385, "token 1", fontsize=9)
+    ends.text(1.5, 0.385, "token 1", fontsize=9)  # under GRPO's two plateaus
+    why = "token 1, learnt in\none step: too near\nprobability 1 to be\npushed back"
+    ends.text(135, 0.392, why, fontsize=8, va="top")
     for name in LINES:
         ends.plot(RATES, rewards[name], label=name, **line_style(name))
     ends.set_yticks([0.3, 0.4, 0.5], ["no token\nlearned: 0.3", "one: 0.4", "both: 0.5"])

@@ -141,10 +141,12 @@ def plot(costs: dict[str, list[list[float]]]):
     figure = make_figure(
         "IBPO costs less than GRPO where right answers are rare. A lower temperature saves more:\n"
         "from K = 8 on, GRPO at temperature 0.7 costs least.",
-        3.8,
-        "A word of K letters is decoded; one slip spoils it. At the start an answer is right with "
-        "chance 0.63^K. ibpo corrects wrong answers,\neach beside one other answer to the word. "
-        "The tokens of corrections count. 0.5: the chance of a right answer at temperature 1.\n"
+        4.0,
+        "A word of K letters is decoded with a secret table, a digit for each letter; one slip "
+        "spoils it. At the start an answer is right with\nchance 0.63^K. The right digit is the "
+        "likeliest one from the start, so a low temperature helps. ibpo corrects wrong answers, "
+        "each\nbeside one other answer to the word. The tokens of corrections count. 0.5: the "
+        "chance of a right answer at temperature 1.\n"
         "Means and 95 % intervals of 24 seeds, each method at its best learning rate.",
     )
     axis = figure.subplots()

@@ -121,14 +121,17 @@ def print_intervals(rows: dict[str, Tensor], columns: Iterable[str]):
 
 
 def plot(quarters: Tensor, effects: dict[str, Tensor]):
+    columns = zip(RATES, effects["grpo twice"].T, strict=True)
+    twice = ", ".join(f"{values.mean():.3f} ({kind})" for kind, values in columns)
     figure = make_figure(
         "Improbable tokens are few, but have the longest gradient. Learning them first (Lopti)\n"
         "helps the probable ones no more than GRPO. With AdamW the reversed order beats Lopti's.",
-        3.8,
-        "p: a token's probability when it was sampled. GRPO twice: two steps with half the loss "
-        "in each, as Lopti, too, makes two.\nThe right way: up in answers that beat "
-        "their group's mean, down in the others. Means and 95 % intervals of 6 starts.\n"
-        "The lengths do not add up to 1: the gradients of the quarters have different directions.",
+        4.0,
+        "p: a token's probability when it was sampled. The right way: up in answers that beat "
+        "their group's mean, down in the others.\nGRPO twice: two steps with half the loss in "
+        f"each, as Lopti, too, makes two. Its share: {twice}:\nnear one half, a coin flip. Means "
+        "and 95 % intervals of 6 starts. The lengths do not add up to 1: the gradients\nof the "
+        "ranges of p have different directions.",
     )
     bars, differences = figure.subplots(1, 2)
     for k, (name, color) in enumerate(MEASURES.items()):

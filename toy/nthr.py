@@ -145,15 +145,15 @@ def show(deltas: dict[tuple[str, str], Tensor], gwhes: Tensor):
 def plot(deltas: dict[tuple[str, str], Tensor]):
     """Differences of Delta, paired, by optimiser."""
     figure = make_figure(
-        "With AdamW, pos-only, which ignores wrong answers, lifts right ones most, then NTHR.\n"
-        "NTHR beats tokens drawn at random only with SGD, where steps differ in length.",
-        2.8,
+        "With AdamW, pos-only, which ignores wrong answers, lifts right ones most. NTHR and\n"
+        "random tokens follow, alike. NTHR beats them only with SGD, where steps differ in length.",
+        3.4,
         "One step on a question's 8 answers. nthr: some tokens of wrong answers are blamed less. "
-        "random: as many, drawn at random.\nPaired differences: means and 95 % intervals of 6 "
-        "starts.",
+        "random: as many, drawn at random.\nThe policy was trained on worked solutions only. "
+        "Paired differences: means and 95 % intervals of 6 starts.",
     )
     titles = ("SGD: a step is as long as its gradient", "AdamW: all steps are about equally long")
-    pairs = (("pos-only", "grpo"), ("nthr", "grpo"), ("nthr", "random"))
+    pairs = (("pos-only", "grpo"), ("nthr", "grpo"), ("random", "grpo"), ("nthr", "random"))
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, kind, title in zip(axes, RATES, titles, strict=True):
         shown = {
