@@ -77,7 +77,7 @@ def audit(name, draws, evidence):
         left = []
         for draw in draws:
             if draw.equal_lengths == equal_lengths:
-                batch = draw.batch(losses, spread, offset)
+                batch = draw.batch(spread, offset)
                 left += draw.left_shared(coefficients(loss(batch, **fitting(loss)), batch))
         cells.append(sum(left) / max(1, len(left)))
         if what == "0":

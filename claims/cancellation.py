@@ -27,7 +27,7 @@ def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, 
     """At the K tokens that a whole group shares: their ratio, each A_i times a token's share of
     the average, (K, G) both, and the measured sum of the coefficients, (K,)."""
     adv = draw.adv if adv is None else adv
-    batch = draw.batch(losses, spread, adv=adv)
+    batch = draw.batch(spread, adv=adv)
     c = coefficients(getattr(losses, name)(batch, **hyper), batch)
     rho = draw.at_shared(draw.log_ratio(spread).exp())
     return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
@@ -128,7 +128,7 @@ def c4(name, draws, evidence):
             _, A, measured = push_shared(name, draw, 0.6, **UNCLIPPED)
             evidence.equal((draw.at_shared(geometric) * A).sum(1), measured)
             continue
-        batch = draw.batch(losses, 0.6)
+        batch = draw.batch(0.6)
         evidence.equal(geometric, losses.sequence_ratio(batch))
         evidence.equal(product, losses.sequence_ratio(batch, "product"))
         c = coefficients(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
@@ -343,7 +343,7 @@ def c11(name, draws, evidence):
     |c - A_i / L| once the ratios differ.
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
-        batch = draw.batch(losses, spread)
+        batch = draw.batch(spread)
         c = coefficients(getattr(losses, name)(batch), batch)
         plain = torch.where(draw.mask, draw.rows(draw.adv) / draw.max_tokens, 0)
         if spread:
@@ -375,7 +375,7 @@ def c12(name, draws, evidence):
     subgradient that is taken.
     """
     for draw in draws:
-        batch, known = draw.batch(losses, 0.6), draw.sequence_ratios(0.6)
+        batch, known = draw.batch(0.6), draw.sequence_ratios(0.6)
         l_ = torch.where(draw.mask, batch.logp, 0).sum(1)
         tensors = (draw.adv, losses.sequence_ratio(batch), known / torch.tensor(draw.T), l_)
         A, s, slope, l_ = (x.view(-1, draw.G) for x in tensors)  # slope: d s_j / dlogp_{j,t}

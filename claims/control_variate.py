@@ -152,7 +152,7 @@ def c22(name, draws, evidence):
     off-policy, against a loop over histories; the sums; and that the loss keeps its value.
     """
     for draw in draws:
-        batch = draw.batch(losses, 0.6)
+        batch = draw.batch(0.6)
         c, ratio = draw.randn(*draw.mask.shape), draw.log_ratio(0.6).exp()
         loss = -(c * batch.logp)[draw.mask].sum() / draw.N
         cancelled = losses.cancel(loss, batch, draw.nodes)

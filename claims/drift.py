@@ -43,7 +43,7 @@ def c13(name, draws, evidence):
     """
     remainder = {1e-3: 0.0, 5e-4: 0.0}
     for draw in draws[::3]:
-        g = draw.N * ascent(getattr(losses, name)(draw.batch(losses, 0.3, 0.35)), draw.policy.W)
+        g = draw.N * ascent(getattr(losses, name)(draw.batch(0.3, 0.35)), draw.policy.W)
         for p, y in draw.shared[:2]:
             h = (p, *y[:-1])
             F = draw.policy.fisher(h)
@@ -109,7 +109,7 @@ def c14(name, draws, evidence):
     is together; and the example, by autograd.
     """
     for draw in draws:
-        batch = draw.batch(losses, 0.6)
+        batch = draw.batch(0.6)
         loss = getattr(losses, name)(batch)
         c, g = coefficients(loss, batch), draw.N * ascent(loss, draw.policy.W)
         visits = defaultdict(list)  # of a history: the answer and the token that it takes there

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.nn.functional import pad as pad_columns
 
+from losses import Batch
 from toy.policy import EOS, Policy, pad, tabular
 
 DRAWS = 24  # ordinary random trees per claim
@@ -258,10 +259,10 @@ class Draw:
             spread = 5 * spread
         return spread * self.noise + offset * self.noise.sign()
 
-    def batch(self, module, spread: float = 0.0, offset: float = 0.0, adv=None):
-        """These answers as the Batch of a module; adv is (N,) or (N, T), the draw's own if None."""
+    def batch(self, spread: float = 0.0, offset: float = 0.0, adv=None) -> Batch:
+        """These answers as a Batch; adv is (N,) or (N, T), the draw's own if None."""
         adv = self.adv if adv is None else adv
-        return module.Batch(
+        return Batch(
             logp=self.fill(self.logp),
             logp_old=self.fill(self.logp.detach() - self.log_ratio(spread, offset), -GARBAGE),
             adv=self.fill(adv if adv.dim() == 2 else self.rows(adv)),

@@ -311,7 +311,7 @@ def m1(name, draws, evidence):
     cases += [(0.6, hyper) for hyper in variants if hyper.keys() <= known.keys()]
     for draw, (spread, hyper) in itertools.product(draws, cases):
         adv = draw.rows(draw.adv) * (1 + 0.5 * draw.noise)
-        batch = draw.batch(losses, spread, adv=adv)
+        batch = draw.batch(spread, adv=adv)
         loss = loss_fn(batch, **hyper)
         value, c = formula_of(name, batch, **hyper)
         evidence.equal(c, coefficients(loss, batch), what="a token's coefficient")
@@ -331,9 +331,9 @@ def m2(name, draws, evidence):
     ratios are not 1.
     """
     for draw in draws:
-        empty = draw.batch(losses, 0.6)
+        empty = draw.batch(0.6)
         empty.mask = torch.zeros_like(empty.mask)
-        equal = draw.batch(losses, 0.6, adv=0 * draw.adv)
+        equal = draw.batch(0.6, adv=0 * draw.adv)
         for batch in (empty, equal):
             loss = getattr(losses, name)(batch)
             evidence.equal(torch.zeros(draw.mask.shape), coefficients(loss, batch))

@@ -78,7 +78,7 @@ def i3(name, draws, evidence):
         R = torch.zeros(draw.N, dtype=torch.float64)
         facts = (draw.tokens, draw.mask, draw.logp.detach(), R, draw.G)
         old = losses.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        plain = draw.batch(losses, 0.6)
+        plain = draw.batch(0.6)
         grpo = coefficients(losses.grpo(plain), plain)
         adv = draw.rows(draw.adv)
         masks = {
@@ -87,6 +87,6 @@ def i3(name, draws, evidence):
             "none": draw.mask,
         }
         for reading, m in masks.items():
-            batch = draw.batch(losses, 0.6, adv=losses.ibpo(adv, old, reading))
+            batch = draw.batch(0.6, adv=losses.ibpo(adv, old, reading))
             predicted = torch.where(m | ~draw.rows(repaired), grpo, 0)
             evidence.equal(predicted, coefficients(losses.grpo(batch), batch))

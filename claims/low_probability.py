@@ -69,7 +69,7 @@ def a4(name, draws, evidence):
     0.2/0.24; and a KL term of weight 0.001. A negative eta reverses the order of the passes there.
     """
     for draw, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):
-        batch = draw.batch(losses, spread)
+        batch = draw.batch(spread)
         joint = coefficients(losses.token_grpo(batch), batch)
         low = coefficients(losses.lopti_low(batch, eta=eta), batch)
         high = coefficients(losses.lopti_high(batch, eta=eta), batch)

@@ -50,7 +50,7 @@ def q1(name, draws, evidence):
     narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))
     loss_fn = getattr(losses, name)
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
-        batch = draw.batch(losses, spread)
+        batch = draw.batch(spread)
         one, other = (coefficients(loss_fn(batch, **eps), batch) for eps in (narrow, wide))
         if spread:
             evidence.record_left((one - other)[draw.mask] / draw.size)

@@ -24,7 +24,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-import losses
 from claims.evidence import DRAWS, Draw
 from engines.shipped import Case, trl_rows, verl_rows
 from losses import Batch, histories, token_coefficients
@@ -35,7 +34,7 @@ GROUP_SIZE, DEVIATION = 8, 0.02
 
 def tree_case(draw: Draw, spread: float, offset: float, micro_batches: int) -> Case:
     """A tree's answers. |log ratio| of a token lies between offset and offset + spread."""
-    b = draw.batch(losses, spread, offset)
+    b = draw.batch(spread, offset)
     names = ("logp", "logp_old", "adv")  # with garbage on the padding
     clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
     clean["logp"].requires_grad_()

@@ -53,7 +53,7 @@ def test_the_random_trees_are_as_varied_as_verify_says():
         assert part.sum() > 5
     assert steep.tokens[steep.mask].max() == 151_999 and steep.log_ratio(0.6).max().exp() > 10
     for draw in draws:
-        batch = draw.batch(losses)
+        batch = draw.batch()
         for tensor in (batch.logp, batch.logp_old, batch.logp_ref, batch.adv):
             assert (tensor[~draw.mask].abs() >= 1e4).all() and not draw.mask.all()
 

@@ -119,7 +119,8 @@ def plot(rewards: dict[str, Tensor], sums: list[tuple[float, float, float]]):
     for k, (name, color) in enumerate(colors.items()):
         places = [0.25 * (k - 1), 1 + 0.25 * (k - 1)]
         bars.bar(places, [row[k] for row in sums], 0.25, label=name, color=color)
-    bars.text(0.75, 0.002, "0", ha="center")  # no winner pushes in the second update
+    # No winner pushes in the second update, so its bar has no height.
+    bars.text(0.75, 0.002, f"{sums[1][0]:g}", ha="center")
     bars.axhline(0, color="#999999", linewidth=0.8)
     bars.set_xticks([0, 1], ["first update", "second update"])
     bars.set_title(f"grpo's push on the good token 1, rate {TOO_LARGE:g}")
