@@ -50,13 +50,9 @@ TABLES = {  # claims with a table of their own: title, head
         "unbiased: cos 1, norm 0.667). Token means have the divisor of an infinite batch",
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
-    "C21": (
-        'What cancelling without bias costs, in groups of 3 (scale "mean")',
-        ["weight", "variance"],
-    ),
     "C22b": (
-        "`cancel`, off-policy, fixed baseline: what it leaves, and by how much the update moves",
-        ["method", "moves", "left before", "left after"],
+        "`cancel`, off-policy, fixed baseline: by how much the expected update moves",
+        ["method", "moves"],
     ),
     "C23": (
         "Variance with `cancel` over without, for n visitors: it pays only if t is above 1/n",
