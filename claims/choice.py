@@ -295,8 +295,8 @@ def c20(name, draws, evidence):
     tax, K q (1 - q) a visitor, differs between the ways. With the credit K q (q - b) it adds up to
     K q (1 - b), so it costs nothing.
 
-    Measured: the sign of the push on A, and the value of that for binary rewards with the same Q.
-    "left": the size of the push over reinforce's with the mean scale.
+    Measured: the push on A is down, and with binary rewards of the same Q it is up. "left": the
+    size of the push over reinforce's with the mean scale.
     """
     even = [Outcome(0, 0.5, 0.5, 1), Outcome(0, 0.5, 1.0, 1)]
     better, Q, scale = even, (0.75, 0.72), "std"
@@ -304,11 +304,8 @@ def c20(name, draws, evidence):
         better, Q, scale = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4), "mean"
     for G, share in itertools.product((4, 8), (0.05, 0.5, 0.95)):
         binary = binary_world(G, Q, share)
-        worse = [outcome for outcome in binary.outcomes if outcome.way == 1]
-        push = measure_push(name, World(G, better + worse, binary.shares), scale)[0]
-        evidence.equal(True, push < 0)
+        graded = World(G, better + binary.outcomes[2:], binary.shares)
+        push, push_binary = (measure_push(name, world, scale)[0] for world in (graded, binary))
+        evidence.equal([True, True], [push < 0, push_binary > 0])
         credit = share * (1 - share) * (Q[0] - Q[1])
         evidence.record_left(push / ((1 - 1 / G) * credit))
-        b = share * Q[0] + (1 - share) * Q[1]
-        predicted = factor(G, b, scale) * credit * (1 - b if name == "pos_only" else 1)
-        evidence.equal([predicted, -predicted], measure_push(name, binary, scale))

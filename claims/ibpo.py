@@ -48,9 +48,6 @@ def i1(name, draws, evidence):
         evidence.equal(p > weight * bonus / 2 * (1 - near_miss), new < old)
         if new > old:
             evidence.record_left((new - old) / old)
-    rewards = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
-    repaired = torch.tensor([True, True, True, False])
-    evidence.equal([0.2 * 0.7, 1, 0.5, 0], losses.shaped_rewards(rewards, repaired, 0.2, 0.7))
 
 
 @claim("I3", "ibpo")
