@@ -180,9 +180,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.explain:
         word = " ".join(options.explain).lower()
         known = set().union(*map(ids_of, CLAIMS))
-        found = [NOTATION] if word == "symbols" else []
-        if not found and word.upper() not in known:
-            found = look_up(word)
+        if word == "symbols":
+            found = [NOTATION]
+        else:
+            found = look_up(word) if word.upper() not in known else []
         if found:
             print("\n\n".join(found))
         else:
