@@ -1,7 +1,7 @@
 """Every claim about token gradient cancellation, checked to the last digit on a policy that is
 known exactly.
 
-    python verify.py                    all claims, the audit of all methods, what cancelling costs
+    python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
     python verify.py --explain C14      what a claim says, and its proof
     python verify.py --explain gspo     which claims speak of a method, and questions about it
