@@ -1,7 +1,7 @@
 """Every claim about token gradient cancellation, one function each, one file per theme:
 
     formulas.py         M1..M6     each loss is what its paper writes
-    cancellation.py     C1..C12    when a shared token cancels
+    cancellation.py     C2..C11    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
     choice.py           C18..C20   what a tax, the min and graded rewards cost

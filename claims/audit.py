@@ -40,7 +40,7 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
 def audit(name, draws, evidence):
     """What each method leaves at a token that the whole group shares, in four regimes.
 
-    Source: C2 to C12 together (D)
+    Source: C2 to C11 together (D)
 
     The table shows the mean over all draws of |sum_i c_i| / sum_i |c_i| at fully shared nodes: 0
     means that the answers cancel, 1 that all push the same way. The four regimes are: on-policy

@@ -185,13 +185,11 @@ def binary_world(G: int, q: tuple[float, float], share: float) -> World:
     return World(G, outcomes, [share, 1 - share])
 
 
-def push_off_policy(name: str, world: World, share: float, scale: str) -> Tensor:
-    """On both logits, from groups of the old policy, where way 0 has that share by now. (2,)."""
+def off_policy_batch(world: World, logits: Tensor, scale: str) -> losses.Batch:
+    """Groups of the old policy, which has the world's shares, where the ways have these logits by
+    now. All answers have one token."""
     old = world.expected_batch(world.logits(), scale)
-    logits = torch.tensor([share, 1 - share], dtype=torch.float64).log().requires_grad_()
-    logp = logits.log_softmax(0)[world.way][:, None]
-    hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
-    return ascent(getattr(losses, name)(replace(old, logp=logp), **hyper), logits)
+    return replace(old, logp=logits.log_softmax(0)[world.way][:, None])
 
 
 @claim(
@@ -245,6 +243,8 @@ def c19(name, draws, evidence):
     .95, for both scales of the advantage. "left": the size of the push over that of the credit,
     where both are outside.
     """
+    loss_fn = getattr(losses, name)
+    hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
     for k, draw in enumerate(draws[::2]):
         up, down = draw.randn(2).sigmoid().tolist()
         p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
@@ -262,8 +262,9 @@ def c19(name, draws, evidence):
             if name in MIN and not (first or second):
                 evidence.record_left(predicted / (up - down))
             predicted *= new * (1 - new) * factor(world.G, b, scale)
-            push = push_off_policy(name, world, new, scale)
-            evidence.equal([predicted, -predicted], push)
+            logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
+            loss = loss_fn(off_policy_batch(world, logits, scale), **hyper)
+            evidence.equal([predicted, -predicted], ascent(loss, logits))
 
 
 # ---------------- C20: graded rewards
@@ -294,8 +295,8 @@ def c20(name, draws, evidence):
     tax, K q (1 - q) a visitor, differs between the ways. With the credit K q (q - b) it adds up to
     K q (1 - b), so it costs nothing.
 
-    Measured: the sign of the push on A, and the value of that for binary rewards with the same Q.
-    "left": the size of the push over reinforce's with the mean scale.
+    Measured: the push on A is down, and with binary rewards of the same Q it is up. "left": the
+    size of the push over reinforce's with the mean scale.
     """
     even = [Outcome(0, 0.5, 0.5, 1), Outcome(0, 0.5, 1.0, 1)]
     better, Q, scale = even, (0.75, 0.72), "std"
@@ -303,11 +304,8 @@ def c20(name, draws, evidence):
         better, Q, scale = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4), "mean"
     for G, share in itertools.product((4, 8), (0.05, 0.5, 0.95)):
         binary = binary_world(G, Q, share)
-        worse = [outcome for outcome in binary.outcomes if outcome.way == 1]
-        push = measure_push(name, World(G, better + worse, binary.shares), scale)[0]
-        evidence.equal(True, push < 0)
+        graded = World(G, better + binary.outcomes[2:], binary.shares)
+        push, push_binary = (measure_push(name, world, scale)[0] for world in (graded, binary))
+        evidence.equal([True, True], [push < 0, push_binary > 0])
         credit = share * (1 - share) * (Q[0] - Q[1])
         evidence.record_left(push / ((1 - 1 / G) * credit))
-        b = share * Q[0] + (1 - share) * Q[1]
-        predicted = factor(G, b, scale) * credit * (1 - b if name == "pos_only" else 1)
-        evidence.equal([predicted, -predicted], measure_push(name, binary, scale))

@@ -3,8 +3,8 @@
 A history is the prompt and what an answer has said so far. The visitors of a history are the
 answers of the group that take a token there. `cancel` compares the push of each visitor with that
 of the others. C22 says when this moves no expected update, and C23 what it does to the noise. C21
-and C24 are about weights that cancel and have no bias off-policy, C25 about a sampler that is not
-the trainer, and C26 about a mask by the sign of A.
+is about a loss that cancels and has no bias off-policy, C25 about a sampler that is not the
+trainer, and C26 about a mask by the sign of A.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -26,9 +26,10 @@ from torch.nn.functional import one_hot
 
 import losses
 from claims.cancellation import push_shared
+from claims.choice import off_policy_batch
 from claims.evidence import Draw, ascent, claim, coefficients
 from claims.formulas import UNCLIPPED, fitting
-from toy.worlds import Groups, Outcome, Toy
+from toy.worlds import Groups, Outcome, Toy, World
 
 toy_of = cache(Toy)  # one toy for all methods
 
@@ -38,27 +39,7 @@ def toys_of(draws: list[Draw]) -> list[Toy]:
     return [toy_of(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
 
 
-def batch_of(groups: Groups, logp: Tensor, logp_old: Tensor, adv: Tensor) -> losses.Batch:
-    """Every group once. (N, T), (N, T), (N,) -> Batch."""
-    mask = groups.mask
-    return losses.Batch(
-        logp, logp_old, adv[:, None].expand(mask.shape), mask, groups.G, mask.shape[1]
-    )
-
-
-def variance(odds: Tensor, c: Tensor, scores: Tensor) -> Tensor:
-    """Of one group's update, if c weighs each answer's score. (groups,), (N,), (N, D) -> ()."""
-    g = (c[:, None] * scores).view(len(odds), -1, scores.shape[1]).mean(1)
-    return odds @ g.square().sum(1) - (odds @ g).square().sum()
-
-
 # ---------------- C21: a baseline that cancels without bias
-
-
-def own_product(batch: losses.Batch) -> Tensor:
-    """sg[w] A log pi, unbiased: w is the product of the answer's own ratios."""
-    s = losses.sequence_ratio(batch, "product").detach()[:, None]
-    return -losses.budget_mean(s * batch.adv * batch.logp, batch)
 
 
 @claim(
@@ -68,8 +49,7 @@ def own_product(batch: losses.Batch) -> Tensor:
     extremes=False,
 )
 def c21(name, draws, evidence):
-    """The recentred baseline cancels at every ratio and is unbiased off-policy; it pays with
-    variance.
+    """The recentred baseline cancels at every ratio and is unbiased off-policy.
 
     Source: exact enumeration (D, ours); setting: C16
 
@@ -88,12 +68,11 @@ def c21(name, draws, evidence):
     are differences of rewards: the scale "mean". With "std" each pair is divided by a number that
     belongs to the old policy's group.
 
-    So cancellation does not have to be paid for with bias. It is paid for with variance. Two
-    weights in the table are unbiased: the answer's own product s_i, which does not cancel, and
-    recentred, s_i s_j for every pair, which does. Its variance is above the own product's there.
-    dfpo-min has the least variance, and a bias (C16). The table has E |g - E g|^2 / |grad J|^2 of
-    one group's L g, mean of 4 toys. With the geometric ratio recentred cancels and is biased
-    ("left").
+    So cancellation does not have to be paid for with bias. It is paid for with variance. Let u, an
+    answer's ratio, be independent of R, and V = E[u^2]. Then E[c^2] is (G - 1)/G^2 V Var(R)
+    (2V + G - 2). An own product u_i (R_i - mean R), which is unbiased and does not cancel, has
+    (G - 1)/G V Var(R). So recentred has 1 + 2 (V - 1)/G times that. (This is derived, not measured
+    here.) With the geometric ratio recentred cancels and is biased ("left").
 
     A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
 
@@ -111,16 +90,6 @@ def c21(name, draws, evidence):
         evidence.equal(toy.unbiased, ascent(losses.recentred(off), toy.policy.W))
         geometric = ascent(losses.recentred(off, "geometric"), toy.policy.W)
         evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
-    for loss_fn in (own_product, losses.recentred, losses.dfpo_min):
-        prices = []
-        for toy in toys_of(draws)[1::3]:
-            A = losses.group_advantages(toy.groups.rewards, 3, "mean")
-            batch = batch_of(toy.groups, toy.logp, toy.logp_old, A)
-            c = coefficients(loss_fn(batch), batch)[:, 0] * batch.max_tokens
-            scores = [toy.policy.grad_log_prob_answer((), y).flatten() for y in toy.rows]
-            odds = toy.groups.probabilities(toy.logp_old)
-            prices.append(variance(odds, c, torch.stack(scores)) / toy.exact.square().sum())
-        evidence.rows.append([loss_fn.__name__, float(sum(prices) / len(prices))])
 
 
 # ---------------- C22: cancelling moves no expected update
@@ -148,39 +117,30 @@ def c22(name, draws, evidence):
     times with the weight 1/(n - 1). So the sum is 0, whatever the c are: for the whole group or a
     part of it, at every ratio, with a clip, a min, a 1/T_i or a KL term.
 
-    Measured: every coefficient after `cancel` of a loss with random coefficients, on random trees
-    off-policy, against a loop over histories; the sums; and that the loss keeps its value.
+    Measured: the sums, for a loss with random coefficients on random trees off-policy; and that the
+    loss keeps its value.
     """
     for draw in draws:
-        batch = draw.batch(0.6)
-        c, ratio = draw.randn(*draw.mask.shape), draw.log_ratio(0.6).exp()
-        loss = -(c * batch.logp)[draw.mask].sum() / draw.N
+        batch, k = draw.batch(0.6), draw.randn(*draw.mask.shape)
+        loss = -(k * batch.logp)[draw.mask].sum() / draw.N
         cancelled = losses.cancel(loss, batch, draw.nodes)
         evidence.equal(loss, cancelled, what="the loss's value")
-        predicted, measured = c * draw.mask, coefficients(cancelled, batch)
-        visits = defaultdict(list)  # by group and history
-        for i, y in enumerate(draw.answers):
-            for t in range(len(y)):
-                visits[i // draw.G, y[:t]].append((i, t))
-        for at in (at for at in visits.values() if len(at) > 1):
-            units = [float(c[visit] / ratio[visit]) for visit in at]
-            for visit, unit in zip(at, units, strict=True):
-                predicted[visit] -= ratio[visit] * (sum(units) - unit) / (len(at) - 1)
-            if len({draw.answers[i][t] for i, t in at}) == 1:
-                left = measured[tuple(zip(*at, strict=True))]
+        c = coefficients(cancelled, batch)
+        visitors = Counter()  # of each history
+        for (p, y), at in draw.tree.items():
+            visitors[p, y[:-1]] += len(at)
+        for (p, y), at in draw.tree.items():
+            if 1 < len(at) == visitors[p, y[:-1]]:  # they all take this token
+                left = c[tuple(zip(*at, strict=True))]
                 evidence.equal(0, left.sum() / (1 + left.abs().sum()), what="what is left")
-        evidence.equal(predicted, measured, what="a token's coefficient")
 
 
-def effect(loss_fn: Callable, toy: Toy, off_policy: bool, adv: Tensor) -> list[Tensor]:
-    """The expected updates without and with `cancel`, (V, D); then the coefficients, (N, T)."""
-    groups, logp_old = toy.groups, toy.logp_old if off_policy else toy.logp.detach()
-    batch = batch_of(groups, toy.logp.clone(), logp_old, adv)
+def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) -> list[Tensor]:
+    """Without `cancel` and with it. (V, D) both."""
+    batch = toy.batch(off_policy, scale=scale)
     loss = loss_fn(batch)
-    both = [coefficients(x, batch) for x in (loss, losses.cancel(loss, batch, groups.nodes))]
-    odds = groups.probabilities(logp_old).repeat_interleave(groups.G)[:, None]
-    sums = ((odds * c * batch.logp).sum() / groups.G for c in both)
-    return [*(ascent(-x, toy.policy.W) for x in sums), *both]
+    cancelled = losses.cancel(loss, batch, toy.groups.nodes)
+    return [ascent(x, toy.policy.W) for x in (loss, cancelled)]
 
 
 @claim(
@@ -220,34 +180,22 @@ def c22b(name, draws, evidence):
     Under these conditions what 1/T_i and the min leave at a shared token costs no reward by itself:
     taking it away changes nothing but noise. They cost reward by a bias in a choice (C18, C19).
 
-    The table has what `cancel` does off-policy: |change| / |update|, and E |sum c| / E sum |c|
-    before and after at a first token that the whole group takes; E sum |c| is that before. b is the
-    sampler's mean reward.
+    The table has |change| / |update| off-policy.
 
     Measured: the change of the update over all groups of 2, 3 and 4 answers of 12 toys, on-policy
-    and off-policy; and that nothing is left.
+    and off-policy. b is the sampler's mean reward.
     """
-    loss_fn, rows = getattr(losses, name), []
+    loss_fn, moves = getattr(losses, name), []
     loss_fn = partial(loss_fn, **fitting(loss_fn))
-    for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
-        groups, G = toy.groups, toy.groups.G
-        odds = groups.probabilities(toy.logp_old)
-        b = odds @ groups.rewards.view(-1, G).mean(1)
-        before, after, *both = effect(loss_fn, toy, off_policy, groups.rewards - b)
-        moves = (after - before).norm() / before.norm()
+    for off_policy, toy in itertools.product((False, True), toys_of(draws)):
+        before, after = expected_updates(loss_fn, toy, off_policy, "exact")
+        moves.append(float((after - before).norm() / before.norm()))
         if name in OTHERS:
-            evidence.record_left(moves)
+            evidence.record_left(moves[-1])
         else:
             evidence.equal(0 * before, after - before, what="the change")
-        ways = groups.way.view(-1, G)
-        odds = odds * (ways == ways[:, :1]).all(1)  # all take one first token
-        first = [c[:, 0].view(-1, G) for c in both]
-        left, left_after = (odds @ c.sum(1).abs() for c in first)
-        evidence.equal(0, left_after, what="what is left")
-        if off_policy:
-            rows.append([moves, left, left_after, odds @ first[0].abs().sum(1)])
-    moves, left, left_after, size = torch.tensor(rows).mean(0).tolist()
-    evidence.rows.append([name, moves, left / size, left_after / size])
+    off_policy_moves = moves[len(moves) // 2 :]
+    evidence.rows.append([name, sum(off_policy_moves) / len(off_policy_moves)])
 
 
 def leak(toy: Toy, off_policy: bool) -> Tensor:
@@ -301,44 +249,36 @@ def c22c(name, draws, evidence):
     Measured: the change of the update over all groups of 2 to 4 answers of 12 toys, on-policy and
     off-policy, for grpo without a clip (w/r = 1/T_i).
     """
+    unclipped = partial(losses.grpo, **UNCLIPPED)
     for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
-        adv = losses.group_advantages(toy.groups.rewards, toy.groups.G, "mean")
         predicted = leak(toy, off_policy)
-        before, after, *_ = effect(partial(losses.grpo, **UNCLIPPED), toy, off_policy, adv)
+        before, after = expected_updates(unclipped, toy, off_policy, "mean")
         evidence.equal(predicted, after - before)
         if off_policy:
-            before, after, *_ = effect(losses.grpo, toy, off_policy, adv)
+            before, after = expected_updates(losses.grpo, toy, off_policy, "mean")
             evidence.record_left((after - before - predicted).norm() / predicted.norm())
 
 
 # ---------------- C23: what cancelling does to the noise
 
 
-class OneChoice:
-    """All groups of G answers that take one way each, and then end somehow. The ways are learnt."""
-
-    def __init__(self, outcomes: list[Outcome], G: int, logits: Tensor, logits_old: Tensor):
-        self.groups = groups = Groups(outcomes, G)
-        self.scores = one_hot(groups.way) - logits.softmax(0)  # (N, ways), grad log pi
-        self.logp, self.logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
-        self.logp[:, 0] = logits.log_softmax(0)[groups.way]
-        self.logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
-        self.odds = groups.probabilities(self.logp_old)  # (groups,)
-        self.centred = losses.group_advantages(groups.rewards, G, "mean")  # (N,)
-
-    def batch(self, adv: Tensor) -> losses.Batch:
-        return batch_of(self.groups, self.logp.clone().requires_grad_(), self.logp_old, adv)
-
-
-def measure_ratio(outcomes, n: int, logits, logits_old, b: float | None) -> Tensor:
-    """Var(cancelled) / Var(not), over all groups; b None: the group's mean."""
-    world = OneChoice(outcomes, n, logits, logits_old)
-    batch = world.batch(world.centred if b is None else world.groups.rewards - b)
-    loss = losses.grpo(batch, **UNCLIPPED)
-    cancelled = losses.cancel(loss, batch, world.groups.nodes)
-    pushes = (coefficients(x, batch)[:, 0] for x in (loss, cancelled))
-    before, after = (variance(world.odds, c, world.scores) for c in pushes)
-    return after / before
+def variance_ratio(outcomes, n: int, logits, logits_old, b: float | None) -> Tensor:
+    """Var(cancelled) / Var(not) of a group's update, if n answers take a way each, which is
+    learnt, and then end somehow. b None: the group's mean."""
+    groups = Groups(outcomes, n)
+    logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
+    logp[:, 0] = logits.log_softmax(0)[groups.way]
+    logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
+    A = groups.rewards - b if b is not None else losses.group_advantages(groups.rewards, n, "mean")
+    adv = A[:, None].expand(logp.shape)
+    batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, n, logp.shape[1])
+    odds = groups.probabilities(logp_old)  # (groups,)
+    scores = one_hot(groups.way) - logits.softmax(0)  # (N, ways), grad log pi
+    loss, variances = losses.grpo(batch, **UNCLIPPED), []
+    for x in (loss, losses.cancel(loss, batch, groups.nodes)):
+        updates = (coefficients(x, batch)[:, :1] * scores).view(-1, n, len(logits)).mean(1)
+        variances.append(odds @ updates.square().sum(1) - (odds @ updates).square().sum())
+    return variances[1] / variances[0]
 
 
 def share_of_the_mean(ends: list[tuple], b: float) -> float:
@@ -391,104 +331,17 @@ def c23(name, draws, evidence):
         ends = [*zip(draw.randn(2).softmax(0).tolist(), rewards, T, strict=True)]
         alike = [Outcome(way, *end) for way in range(ways) for end in ends]
         predicted = (1 - share_of_the_mean(ends, b)) * n / (n - 1)
-        evidence.equal(predicted, measure_ratio(alike, n, *logits, b))
+        evidence.equal(predicted, variance_ratio(alike, n, *logits, b))
         earning = [o._replace(reward=o.reward + o.way) for o in alike]
-        evidence.record_left(measure_ratio(earning, n, *logits, b) - predicted)
+        evidence.record_left(variance_ratio(earning, n, *logits, b) - predicted)
     outcomes = [Outcome(way, *end) for way in (0, 1) for end in LONG_IF_RIGHT]
     even = torch.zeros(2, 2, dtype=torch.float64)
     for title, b, t in (
         ("24 tokens if right (.6), else 4", 0.6, share_of_the_mean(LONG_IF_RIGHT, 0.6)),
         ("the same with the group's mean", None, ""),
     ):
-        ratios = [float(measure_ratio(outcomes, n, *even, b)) for n in (2, 4, 8, 16)]
+        ratios = [float(variance_ratio(outcomes, n, *even, b)) for n in (2, 4, 8, 16)]
         evidence.rows.append([title, t, *ratios])
-
-
-# ---------------- C24: cancelling without bias, off-policy
-
-
-def answers_to_one_choice(rewards: Tensor) -> list[Outcome]:
-    return [Outcome(way, 1.0, reward, 1) for way, reward in enumerate(rewards.tolist())]
-
-
-def unbiased_pair_rules(p: Tensor, q: Tensor) -> Tensor:
-    """All beta(y, z) and b of C24, with alpha(y, z) = beta(z, y). (solutions, K^2 + 1)."""
-    K = len(p)
-    scores = torch.eye(K, dtype=torch.float64) - p  # (answers, K), grad log pi
-    unknowns = torch.eye(K * K + 1, dtype=torch.float64)
-    beta, b = unknowns[:, :-1].view(-1, K, K), unknowns[:, -1, None, None]
-    # The expected update where the reward is 1 for an answer z and 0 for the others.
-    differences = scores[None] - scores[:, None]  # (y, z, K)
-    updates = torch.einsum("uyz,y,z,yzk->uzk", beta, q, q, differences) - b * p[:, None] * scores
-    diagonal = beta.diagonal(dim1=1, dim2=2)  # pairs of equal answers, which have no say
-    equations = torch.cat([updates.flatten(1), diagonal], 1).T  # all must be 0
-    return torch.linalg.svd(equations).Vh[torch.linalg.matrix_rank(equations) :]
-
-
-@claim(
-    "C24",
-    "recentred",
-    only_if="a choice has three answers or more, and theta does not depend on the batch",
-    extremes=False,
-)
-def c24(name, draws, evidence):
-    """Off-policy a weight of the own answer times (R - group mean) cannot both cancel and be
-    unbiased. Of the rules that compare two answers at a time, only recentred's product can.
-
-    Source: a trilemma (D, ours)
-
-    Take one choice of K answers with free logits, p now and q > 0 before, u = p/q, and any rewards.
-    A policy with longer answers contains this case.
-
-    A pair rule c_i = mean over j != i of alpha(y_i, y_j) R_i - beta(y_i, y_j) R_j, with alpha and
-    beta free of rewards. A batch of two answers y, z cancels for all rewards only if alpha(y, z) =
-    beta(z, y). Let the reward be 1 for an answer z and 0 for all others, and s_y = grad log pi(y) =
-    e_y - p. The expected update is then
-
-      q_z sum_y q_y alpha(z, y) s_z - q_z sum_y q_y beta(y, z) s_y
-
-    over y != z, and must be b p_z s_z. The only relation between the s_y is sum_y p_y s_y = 0. So
-    for y != z there is a number b_z with q_z q_y beta(y, z) = b_z p_y, which is
-    beta(y, z) = u_y b_z/q_z. With alpha(z, y) = beta(y, z) the factors of s_z then say that
-    b_z (1 - p_z) - b p_z = -b_z p_z, so b_z = b p_z. Hence alpha(y, z) = beta(y, z) = b u_y u_z,
-    which is recentred. A pair of equal answers contributes nothing, whatever its weight.
-
-    An own weight, w(y_i) (R_i - mean R), is such a rule in groups of two, and other groups ask the
-    same of w: the expected update is (1 - 1/G) (E[w R s] - E[w s] E[R]), and to cancel is to be
-    constant, because R_j has the factor w_j - mean w. So if it does both, w(y) is b u_y u_z for
-    every other z. With three answers or more, u is then a constant, so it is 1: on-policy only.
-    Alone, each is easy: a constant w cancels, and w = u is unbiased (C16). (With two answers u_1
-    u_2 is a constant anyway.)
-
-    The price (derived, not measured here): if u is independent of R, and V = E[u^2], then
-
-      E[c^2] = (G - 1)/G^2 V Var(R) (2 V + G - 2).
-
-    E[(R_i - R_j)^2] is 2 Var(R), and E[(R_i - R_j)(R_i - R_k)] is Var(R). Of the (G-1)^2 terms in
-    c_i^2 the G - 1 squares have V^2, and the others V. The own product has (G - 1)/G V Var(R). So
-    recentred has 1 + 2 (V - 1)/G times that. This is about one coefficient, not about the variance
-    of a gradient.
-
-    "Unbiased" needs a theta that does not depend on the batch. After a first update on a group, the
-    new policy prefers what this group happened to reward, and neither recentred nor the own product
-    mends that.
-
-    Measured: each pair's coefficient against the one solution of the linear system, for choices of
-    2, 3, 4 and 6 answers. "left": how far two of one answer's factors u_y u_z, which an own weight
-    would have to be equal to, lie apart.
-    """
-    for draw, K in itertools.product(draws[::4], (2, 3, 4, 6)):
-        logits, R = draw.randn(2, K), draw.randn(K)
-        rules = unbiased_pair_rules(*logits.softmax(1))
-        evidence.equal(1, len(rules), what="solutions")
-        beta = (rules[0, :-1] / rules[0, -1]).view(K, K)
-        world = OneChoice(answers_to_one_choice(R), 2, *logits)
-        batch = world.batch(world.groups.rewards)
-        y, z = world.groups.way.view(-1, 2).T
-        measured = coefficients(losses.recentred(batch), batch)[::2, 0]
-        evidence.equal((beta[z, y] * R[y] - beta[y, z] * R[z]) / 2, measured, what="a pair")
-        if K > 2:
-            evidence.record_left(beta[0, 1] - beta[0, 2])
 
 
 # ---------------- C25: a sampler that is not the trainer
@@ -519,7 +372,7 @@ def c25(name, draws, evidence):
     Without a cap that is an error of the baseline, the same for all siblings: the expected update
     is (1 - 1/G) grad J at the trainer (C16). With a cap E[w grad log pi] is not 0, and the expected
     update is biased ("left"). recentred with the sampler's log-probs as logp_old leaves nothing and
-    is unbiased (C21); its price grows with E[u^2] (C24).
+    is unbiased; its price grows with E[u^2] (C21).
 
     Measured: both expectations over all groups of 2 to 4 answers to a choice, with no cap; and the
     bias of the update with 0 above 3. reinforce weighs all tokens of an answer alike, so the sum of
@@ -529,18 +382,17 @@ def c25(name, draws, evidence):
     for (draw, G), largest in itertools.product(cases, (math.inf, 3)):
         logits, R = draw.randn(2, 4), draw.randn(4)
         p, q = logits.softmax(1)
-        world = OneChoice(answers_to_one_choice(R), G, *logits)
-        batch = world.batch(world.centred)
+        answers = [Outcome(way, 1.0, reward, 1) for way, reward in enumerate(R.tolist())]
+        now = logits[0].clone().requires_grad_()
+        batch = off_policy_batch(World(G, answers, q.tolist()), now, "mean")
         u = losses.sequence_ratio(batch, "product").detach()
-        batch = replace(batch, adv=(u * (u <= largest))[:, None] * batch.adv)
-        c = coefficients(losses.reinforce(batch), batch)
-        update = world.odds @ (c * world.scores).view(-1, G, 4).mean(1)
-        unbiased = (1 - 1 / G) * p * (R - p @ R)
+        loss = losses.reinforce(replace(batch, adv=(u * (u <= largest))[:, None] * batch.adv))
+        update, unbiased = ascent(loss, now), (1 - 1 / G) * p * (R - p @ R)
         if largest < math.inf:
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
             continue
         evidence.equal(unbiased, update, what="the expected update")
-        left = world.odds @ c.view(-1, G).sum(1)
+        left = G * coefficients(loss, batch).mean()  # each group counts as it is probable
         evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
 
 

@@ -304,8 +304,8 @@ def random_draws(seed: int, count: int = DRAWS) -> list[Draw]:
 class Readout:
     """The answers of a draw with random hidden states, read at temperature 0.7.
 
-    Padding holds garbage. The first group is mixed. In some draws a second one is all right or all
-    wrong. Some rewards are nearly 1, or more.
+    Padding holds garbage. Rewards are 0, a half (no right answer) and 1. The first group is mixed.
+    In some draws a second one is all right or all wrong.
     """
 
     def __init__(self, draw: Draw):
@@ -315,9 +315,9 @@ class Readout:
         self.head = draw.randn(V, 4)
         log_pi = (self.h @ self.head.T).log_softmax(-1)
         self.g = one_hot(draw.tokens, V) - log_pi.exp()  # (N, T, V)
-        G, rewards = draw.G, torch.tensor([0.0, 1.0, 1.0, 0.5, 1 - 1e-6, 1.5], dtype=torch.float64)
-        R = rewards[torch.randint(0, 6, (draw.N,), generator=draw.generator)]
-        R[:2] = rewards[:2]
+        G = draw.G
+        R = torch.randint(0, 3, (draw.N,), generator=draw.generator).double() / 2
+        R[:2] = torch.tensor([0.0, 1.0])
         if draw.equal_lengths:
             R[G : 2 * G] = R[-1].item()
         self.correct = R == 1  # (N,)
@@ -347,15 +347,3 @@ class Readout:
             scores[answer, t] = pairs.sum(1)
             own[answer, t] = (pairs * (answer[:, None] == answer)).sum(1)
         return scores, own
-
-    def selected(self, beta: float = 1.0, self_term: bool = False) -> Tensor:
-        """The tokens of wrong answers whose score exceeds tau. (N, T) bool."""
-        draw, (scores, own) = self.draw, self.scores()
-        found = torch.zeros_like(draw.mask)
-        counted = scores if self_term else scores - own
-        for i in range(draw.N):
-            right = [j for j in draw.group(i) if self.correct[j]]
-            if right and i not in right:
-                tau = beta * min(float(counted[j].sum()) / draw.T[j] for j in right)
-                found[i] = draw.mask[i] & (scores[i] > tau)
-        return found

@@ -396,23 +396,28 @@ def m6(name, draws, evidence):
 
     One choice is open, so it is an argument: whether a correct token's score counts its own answer.
     The paper's prose says "other correct responses" twice, so the default leaves it out. Two
-    reimplementations count it. Both readings are compared, with scores computed pair by pair.
+    reimplementations count it. Both readings are compared, with random scores.
     """
-    options = [({}, {}), ({"beta": -1.0}, {"eta": 0.0})]
-    options += [({"beta": 0.5, "self_term": True}, {"eta": 0.3})]
-    for draw, (reading, factor) in itertools.product(draws, options):
+    for draw, hyper in itertools.product(draws, ({}, {"beta": 0.5, "self_term": True, "eta": 0.3})):
         readout = Readout(draw)
-        scores, own_scores = map(draw.fill, readout.scores())
+        scores, own_scores = (draw.fill(x) for x in draw.randn(2, *draw.mask.shape))
         gen = torch.Generator().manual_seed(draw.seed)
         old = losses.OldPolicy(**readout.facts, gen=gen, scores=scores, own_scores=own_scores)
         adv = torch.where(draw.mask, draw.randn(*draw.mask.shape), -1)
-        measured = getattr(losses, name)(adv, old, **reading, **factor)
-        softened = readout.selected(**reading) & (adv < 0)
+        measured = getattr(losses, name)(adv, old, **hyper)
+        counted = scores if "self_term" in hyper else scores - own_scores
+        softened = torch.zeros_like(draw.mask)
+        for i in range(draw.N):
+            right = [j for j in draw.group(i) if readout.correct[j]]
+            if right and i not in right:
+                means = [counted[j, : draw.T[j]].mean() for j in right]
+                tau = hyper.get("beta", 1) * min(means)
+                softened[i] = draw.mask[i] & (scores[i] > tau) & (adv[i] < 0)
         if name == "nthr_random":
             by_chance = measured != adv
             evidence.equal(softened.sum(1), by_chance.sum(1))
             evidence.equal(False, (by_chance & ~draw.mask).any())
             softened = by_chance
         p = readout.correct.double().view(-1, draw.G).mean(1).repeat_interleave(draw.G)
-        eta = factor.get("eta", 2 * draw.rows((0.5 - p).abs()))
+        eta = hyper.get("eta", 2 * draw.rows((0.5 - p).abs()))
         evidence.equal(torch.where(softened, eta * adv, adv), measured)

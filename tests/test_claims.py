@@ -16,21 +16,17 @@ from claims import CLAIMS, Claim, Evidence, examine, formulas, random_draws
 # ---------------- verdicts
 
 
-def test_every_claim_comes_out_as_expected_with_its_table(capsys):
-    assert verify.main(["--seed", "1"]) == 0
+def test_every_claim_comes_out_as_expected(capsys):
+    assert verify.main([]) == 0
     out = capsys.readouterr().out
     assert out.endswith(f"\n{len(CLAIMS)} of {len(CLAIMS)} claims came out as expected.\n")
-    for title, head in verify.TABLES.values():
-        table = out.partition(title)[2].strip(":\n").splitlines()
-        assert table[0].split("|")[1:-1] and table[0].count("|") == len(head) + 1
-        assert all(line.startswith("|") for line in table[:4])
 
 
 def test_a_claim_must_agree_leave_something_and_hold_on_extreme_trees():
-    def look(predicted, left=1.0, size=0, draws=()):
+    def look(predicted, left=1.0, long=0, draws=()):
         def check(name, draws, evidence):
             evidence.equal(predicted, 1)
-            evidence.equal(size, sum(draw.kind == "long" for draw in draws))
+            evidence.equal(long, sum(draw.kind == "long" for draw in draws))
             evidence.record_left(left)
 
         return examine(Claim("X", check, ("grpo",)), "grpo", list(draws)).message
@@ -40,22 +36,6 @@ def test_a_claim_must_agree_leave_something_and_hold_on_extreme_trees():
     assert look(1, draws=random_draws(0, 2)).endswith("(on extreme trees)")  # one of them is long
     with pytest.raises(ValueError, match="shape"):
         Evidence().equal([1.0, 2.0], [1.0])
-
-
-def test_the_random_trees_are_as_varied_as_verify_says():
-    draws = random_draws(0)
-    ordinary, (steep, wide, long) = draws[:-3], draws[-3:]
-    assert {draw.G for draw in ordinary} == {*range(2, 17)}
-    assert {draw.N // draw.G for draw in ordinary} == {1, 2, 3}
-    assert any(0 in draw.adv for draw in ordinary) and wide.G == 64 and len(long.shared) > 256
-    shared = torch.cat([draw.at_shared(draw.log_ratio(0.6).exp())[:, 0] for draw in ordinary])
-    for part in (shared > 1.28, shared < 0.8, (shared > 0.8) & (shared < 1.2)):
-        assert part.sum() > 5
-    assert steep.tokens[steep.mask].max() == 151_999 and steep.log_ratio(0.6).max().exp() > 10
-    for draw in draws:
-        batch = draw.batch()
-        for tensor in (batch.logp, batch.logp_old, batch.logp_ref, batch.adv):
-            assert (tensor[~draw.mask].abs() >= 1e4).all() and not draw.mask.all()
 
 
 # ---------------- a method of one's own
@@ -68,7 +48,6 @@ def test_the_random_trees_are_as_varied_as_verify_says():
         (4, 0, "answer", "! M1: mine: a token's coefficient: expected"),
         (1, 3, "answer", "! M1: mine: the loss's value: expected"),
         (-1, 0, "answer", "! C16: mine: whether it ascends"),  # its formula descends, too
-        (1, 0, "token", "unknown average, 'token'"),
         (1, 0, None, "! M1: mine: ValueError: there is no row for it in FORMULAS"),
     ],
 )
@@ -108,16 +87,15 @@ def test_a_credit_rule_that_no_claim_speaks_of_is_named(capsys, monkeypatch):
     [
         ("c14", "C14  ", "Source: DFPO Cor. 3.2, Eq. 5 (S)"),
         ("symbols", "Notation", "(all arXiv)"),
-        ("all", "Notation", CLAIMS[-1].text[2].splitlines()[-1]),
-        ("loss", "### Why is the loss 0?", "### Why does the loss rise?"),
-        ("gspo", "### ", "\nC4  A sequence ratio"),
+        ("loss", "Why is the loss 0?", "Why does the loss rise?"),
+        ("gspo", "", "\nC4  A sequence ratio"),
         ("ar-lopti", "M1", "\nA4  Lopti"),
     ],
 )
 def test_explain_finds_proofs_symbols_questions_and_claims(word, start, part, capsys):
     verify.main(["--explain", word])
     out = capsys.readouterr().out
-    assert out.startswith(start.removeprefix("### ")) and part.removeprefix("### ") in out
+    assert out.startswith(start) and part in out
 
 
 @pytest.mark.parametrize("arguments", [["--only", "C99"], ["--explain", "D1"]])
