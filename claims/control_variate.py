@@ -3,8 +3,8 @@
 A history is the prompt and what an answer has said so far. The visitors of a history are the
 answers of the group that take a token there. `cancel` compares the push of each visitor with that
 of the others. C22 says when this moves no expected update, and C23 what it does to the noise. C21
-is about a loss that cancels and has no bias off-policy, C25 about a sampler that is not the
-trainer, and C26 about a mask by the sign of A.
+and C24 are about weights that cancel and have no bias off-policy, C25 about a sampler that is not
+the trainer, and C26 about a mask by the sign of A.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -342,6 +342,83 @@ def c23(name, draws, evidence):
     ):
         ratios = [float(variance_ratio(outcomes, n, *even, b)) for n in (2, 4, 8, 16)]
         evidence.rows.append([title, t, *ratios])
+
+
+# ---------------- C24: cancelling without bias, off-policy
+
+
+def unbiased_pair_rules(p: Tensor, q: Tensor) -> Tensor:
+    """All beta(y, z) and b of C24, with alpha(y, z) = beta(z, y). (solutions, K^2 + 1)."""
+    K = len(p)
+    scores = torch.eye(K, dtype=torch.float64) - p  # (answers, K), grad log pi
+    unknowns = torch.eye(K * K + 1, dtype=torch.float64)
+    beta, b = unknowns[:, :-1].view(-1, K, K), unknowns[:, -1, None, None]
+    # The expected update where the reward is 1 for an answer z and 0 for the others.
+    differences = scores[None] - scores[:, None]  # (y, z, K)
+    updates = torch.einsum("uyz,y,z,yzk->uzk", beta, q, q, differences) - b * p[:, None] * scores
+    diagonal = beta.diagonal(dim1=1, dim2=2)  # pairs of equal answers, which have no say
+    equations = torch.cat([updates.flatten(1), diagonal], 1).T  # all must be 0
+    return torch.linalg.svd(equations).Vh[torch.linalg.matrix_rank(equations) :]
+
+
+@claim(
+    "C24",
+    "recentred",
+    only_if="a choice has three answers or more, and theta does not depend on the batch",
+    extremes=False,
+)
+def c24(name, draws, evidence):
+    """Off-policy a weight of the own answer times (R - group mean) cannot both cancel and be
+    unbiased. Of the rules that compare two answers at a time, only recentred's product can.
+
+    Source: a trilemma (D, ours)
+
+    Take one choice of K answers with free logits, p now and q > 0 before, u = p/q, and any rewards.
+    A policy with longer answers contains this case.
+
+    A pair rule c_i = mean over j != i of alpha(y_i, y_j) R_i - beta(y_i, y_j) R_j, with alpha and
+    beta free of rewards. A batch of two answers y, z cancels for all rewards only if alpha(y, z) =
+    beta(z, y). Let the reward be 1 for an answer z and 0 for all others, and s_y = grad log pi(y) =
+    e_y - p. The expected update is then
+
+      q_z sum_y q_y alpha(z, y) s_z - q_z sum_y q_y beta(y, z) s_y
+
+    over y != z, and must be b p_z s_z. The only relation between the s_y is sum_y p_y s_y = 0. So
+    for y != z there is a number b_z with q_z q_y beta(y, z) = b_z p_y, which is
+    beta(y, z) = u_y b_z/q_z. With alpha(z, y) = beta(y, z) the factors of s_z then say that
+    b_z (1 - p_z) - b p_z = -b_z p_z, so b_z = b p_z. Hence alpha(y, z) = beta(y, z) = b u_y u_z,
+    which is recentred. A pair of equal answers contributes nothing, whatever its weight.
+
+    An own weight, w(y_i) (R_i - mean R), is such a rule in groups of two, and other groups ask the
+    same of w: the expected update is (1 - 1/G) (E[w R s] - E[w s] E[R]), and to cancel is to be
+    constant, because R_j has the factor w_j - mean w. So if it does both, w(y) is b u_y u_z for
+    every other z. With three answers or more, u is then a constant, so it is 1: on-policy only.
+    Alone, each is easy: a constant w cancels, and w = u is unbiased (C16). (With two answers u_1
+    u_2 is a constant anyway.)
+
+    "Unbiased" needs a theta that does not depend on the batch. After a first update on a group, the
+    new policy prefers what this group happened to reward, and neither recentred nor the own product
+    mends that.
+
+    Measured: each pair's coefficient against the one solution of the linear system, for choices of
+    2, 3, 4 and 6 answers. "left": how far two of one answer's factors u_y u_z, which an own weight
+    would have to be equal to, lie apart.
+    """
+    for draw, K in itertools.product(draws[::4], (2, 3, 4, 6)):
+        logits, R = draw.randn(2, K), draw.randn(K)
+        rules = unbiased_pair_rules(*logits.softmax(1))
+        evidence.equal(1, len(rules), what="solutions")
+        beta = (rules[0, :-1] / rules[0, -1]).view(K, K)
+        pairs = torch.cartesian_prod(torch.arange(K), torch.arange(K))  # (groups, 2): y, z
+        answers = pairs.flatten()
+        logp, logp_old = logits.log_softmax(1)[:, answers, None]
+        adv = losses.group_advantages(R[answers], 2, "mean")[:, None]
+        batch = losses.Batch(logp.requires_grad_(), logp_old, adv, adv == adv, 2, 1)
+        measured = coefficients(losses.recentred(batch), batch)[::2, 0]
+        y, z = pairs.T
+        evidence.equal((beta[z, y] * R[y] - beta[y, z] * R[z]) / 2, measured, what="a pair")
+        if K > 2:
+            evidence.record_left(beta[0, 1] - beta[0, 2])
 
 
 # ---------------- C25: a sampler that is not the trainer
