@@ -84,7 +84,9 @@ def check(shown: dict, group: tree.Group, state: int, method, cancel: str) -> li
 
 def test_the_story_and_every_method_show_what_losses_say(tmp_path):
     methods, settings, presses = tree.toy_methods(), [], [("1 ", "")]
-    begin = dict(method="reinforce", cancel="off", lengths="unequal", won="1010", moved="1", spread="none")
+    begin = dict(
+        method="reinforce", cancel="off", lengths="unequal", won="1010", moved="1", spread="none"
+    )
     for step, values in enumerate(re.findall(r'<button value="(.*?)">', PAGE), 1):
         chosen = begin | dict(parse_qsl(html.unescape(values)))
         settings += [chosen, chosen | {"won": chosen["won"][:3] + "1"}, chosen]  # answer 4 wins

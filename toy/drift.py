@@ -146,11 +146,11 @@ def plot(curves: dict[str, Tensor]):
         "push and earns no more. What costs reward here is GRPO's clip.",
         3.6,
     )
-    for axis, values, title in zip(figure.subplots(1, 2), (0, 1), MEASURES, strict=True):
+    for k, axis in enumerate(figure.subplots(1, 2)):
         for name, curve in curves.items():
             style = line_style(name) | ({"linestyle": ":"} if name in DOTTED else {})
-            axis.plot(curve[:, values], label=name, **style)
-        axis.set(title=title, xlabel="steps on the same batch")
+            axis.plot(curve[:, k], label=name, **style)
+        axis.set(title=MEASURES[k], xlabel="steps on the same batch")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right center")
     return figure
 

@@ -62,8 +62,6 @@ MOVED = ("0.6", "1", "1.6")  # the ratio of every token
 SPREAD = {"none": 0.0, "wide": 1.0}  # exponent of FACTOR
 FACTOR = (1.5, 0.7, 0.85, 1.0)  # on the ratios of the tokens that an answer has for itself
 G, L = 4, 5
-# A clip range that is made for long answers would clip all of the toy's ratios but 1.
-WIDER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}
 
 
 @dataclass
@@ -129,18 +127,20 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
 # ---------------- what a loss does to a group
 
 
-def shown_methods(scale: str | None = None) -> dict[str, Method]:
+def shown_methods() -> dict[str, Method]:
     """The methods that are one loss of a batch: no credit rule, corrections or second pass."""
     plain = {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
-    return {name: replace(m, scale=scale or m.scale) for name, m in plain.items() if not m.repair}
+    return {name: m for name, m in plain.items() if not m.repair}
 
 
 def toy_methods() -> dict[str, Method]:
-    """Them on the toy group: all with one scale, and with clip ranges that suit it."""
-    methods = shown_methods("mean")
-    for name, ranges in WIDER.items():
-        wider = functools.partial(methods[name].passes[0], **ranges)
-        methods[name] = replace(methods[name], passes=(wider,))
+    """Them on the toy group: all with one scale, and GSPO with a clip range that suits it.
+
+    Its own is made for long answers, and would clip all of the toy's ratios but 1.
+    """
+    methods = {name: replace(m, scale="mean") for name, m in shown_methods().items()}
+    wider = functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)
+    methods["gspo"] = replace(methods["gspo"], passes=(wider,))
     return methods
 
 
@@ -270,16 +270,14 @@ def run_page(run: Path) -> str:
 
 def main(argv: list[str] | None = None):
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m toy.tree", description=__doc__, formatter_class=about
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
     parser.add_argument("run", nargs="?", type=Path, help="a run folder of train.py")
     run = parser.parse_args(argv).run
     torch.set_num_threads(1)  # the groups are tiny
     text = run_page(run) if run else toy_page()
     path = (run or Path()) / "tree.html"
     path.write_text(text)
-    print(f"{path}, {len(text.encode()) / 1000:.0f} kB: open it in a browser")
+    print(f"{path}: open it in a browser")
 
 
 if __name__ == "__main__":
