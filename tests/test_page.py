@@ -112,20 +112,22 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
     flags = "--cancel --steps 1 --warm-steps 0 --layers 1 --width 16 --prompts 4 --eval-items 2"
-    train.main([*flags.split(), "--hyper", "eps_high=0.04 kl=0.04", "--out", str(run)])
+    train.main([*flags.split(), "--hyper", "eps_low=0.4 kl=0.04", "--out", str(run)])
     (path,) = run.glob("batches/*.pt")
     group = tree.toy_group("unequal", "1010")  # as if it were another batch of the run
     group.texts[0][0] = NASTY
     saved = dict(tokens=group.tokens, mask=group.mask, rewards=group.rewards, pieces=group.texts)
-    saved |= dict(logp_old=group.old, logp=group.logp[5], group_size=4, prompts=[NASTY])
-    torch.save(torch.load(path) | saved | {"max_tokens": 20}, path.with_name("step-000010.pt"))
+    saved |= dict(logp_old=group.old, logp=group.logp[3], group_size=4, prompts=[NASTY])
+    saved = torch.load(path) | saved | {"max_tokens": 20}
+    torch.save(saved, path.with_name("step-000010.pt"))
+    torch.save(saved | {"rewards": 1 - group.rewards}, path)  # of an earlier step
     group.max_tokens = 20
     tree.main([str(run)])
     page = (run / "tree.html").read_text()
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
     seen = press(page, [("policy", "after it"), ("cancel", "off")], tmp_path, False)
     for shown, cancel in zip(seen, ("on", "off"), strict=True):
-        check(shown, group, 5, train.bind("grpo", {"eps_high": 0.04}), cancel)
+        check(shown, group, 3, train.bind("grpo", {"eps_low": 0.4}), cancel)
         assert "hacked" not in shown["title"]
 
 

@@ -155,8 +155,8 @@ def plot(curves: dict[str, Tensor]):
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     curves = {
         name: torch.stack([repeat(row, seed) for seed in range(SEEDS)]).mean(0)
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None):
     for name in (EXACT, CANCELLED):
         end = wander(ROWS[name])
         deviations = predict_deviation(ROWS[name].cancels), end.std()
-        rows[name] = [*(f"{x:.3f}" for x in deviations), format_interval(end.tolist())]
+        rows[name] = [*(f"{x:.3f}" for x in deviations), format_interval(end)]
     print_table(rows, ["deviation, predicted", "measured", "mean"])
     if path:
         save(plot(curves), path)

@@ -37,20 +37,21 @@ STYLE = {
 }
 
 
-def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
+def parse_plot(doc: str) -> Path | None:
     """What --plot says, the only flag of a script with this docstring."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    return parser.parse_args(argv).plot
+    return parser.parse_args().plot
 
 
 def print_table(rows: dict[str, Iterable[str]], columns: Iterable[str]):
     print(pd.DataFrame.from_dict(rows, orient="index", columns=[*columns]).to_string())
 
 
-def interval(values: list[float]) -> tuple[float, float]:
+def interval(values: Iterable[float]) -> tuple[float, float]:
     """Mean and half its 95 % interval (Student's t), of two or more values."""
+    values = [*map(float, values)]
     freedom = len(values) - 1
     if freedom <= len(T_975):
         quantile = T_975[freedom - 1]
@@ -59,7 +60,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
-def format_interval(values: list[float], form: str = ".3f") -> str:
+def format_interval(values: Iterable[float], form: str = ".3f") -> str:
     mean, half = interval(values)
     return f"{mean:{form}} +- {half:{form.lstrip('+')}}"
 
@@ -82,7 +83,7 @@ def line_style(name: str) -> dict:
     return dict(color=COLORS[re.split("[ ,]", name)[0]], linewidth=2)
 
 
-def draw_intervals(axis, values: dict[str, list[float]]):
+def draw_intervals(axis, values: dict[str, Iterable[float]]):
     """The mean of each and its interval, one below the other, beside a line at 0."""
     means, halves = zip(*map(interval, values.values()), strict=True)
     axis.errorbar(means, [*values], xerr=halves, fmt="ko")

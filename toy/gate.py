@@ -73,8 +73,8 @@ def plot(rewards: dict[str, Tensor]):
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     ends = {name: [sweep(row, M) for M in (1, 2)] for name, row in METHODS.items()}
     print(f"The best reward of {len(RATES)} learning rates\n")

@@ -148,8 +148,8 @@ def plot(costs: dict[str, list[list[float]]]):
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     costs = {name: [measure_cost(method, K) for K in LENGTHS] for name, method in METHODS.items()}
     print(f"thousands of tokens to a reward of {GOAL}, corrections included: mean of {len(SEEDS)}")

@@ -126,26 +126,26 @@ def plot(quarters: Tensor, effects: dict[str, Tensor]):
         3.0,
     )
     bars, differences = figure.subplots(1, 2)
-    means, halves = zip(*(interval(x.tolist()) for x in quarters[:, 1].T), strict=True)
+    means, halves = zip(*map(interval, quarters[:, 1].T), strict=True)
     bars.bar(QUARTERS, means, yerr=halves, color="#D55E00")
     bars.set_title("gradient's length, that of all tokens = 1")
-    draw_intervals(differences, {k: x.tolist() for k, x in effects.items() if "minus" in k})
+    draw_intervals(differences, {k: x for k, x in effects.items() if "minus" in k})
     differences.set_title("tokens with p > .75 that move the right way")
     differences.set_xlabel("difference of the share")
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     quarters, effects = study()
     print(f"{STARTS} starts; mean +- half its 95 % interval\n")
     measures = zip(
         ("share of the tokens", "length of the gradient"), quarters.unbind(1), strict=True
     )
-    print_table({k: [format_interval(x.tolist()) for x in row.T] for k, row in measures}, QUARTERS)
+    print_table({k: [format_interval(x) for x in row.T] for k, row in measures}, QUARTERS)
     print(f"\nThe share of the tokens with {QUARTERS[3]} that moves the right way\n")
-    print_table({k: [format_interval(x.tolist())] for k, x in effects.items()}, ["AdamW"])
+    print_table({k: [format_interval(x)] for k, x in effects.items()}, ["AdamW"])
     if path:
         save(plot(quarters, effects), path)
 

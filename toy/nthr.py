@@ -65,19 +65,16 @@ def find_questions(policy: Policy, task: Arithmetic, seed: int) -> list[Answers]
     return [next(mixed) for _ in range(QUESTIONS)]
 
 
-def make_optimizer(policy: Policy, kind: str, lr: float) -> torch.optim.Optimizer:
-    """One without a history."""
-    if kind == "SGD":
-        return torch.optim.SGD(policy.model.parameters(), lr=lr)
-    return adamw(policy.model, lr)
-
-
 def measure_delta(policy: Policy, answers: Answers, name: str, kind: str) -> float:
     """Delta of one step from `policy`, which stays as it is. In nats."""
     config = Config(lr=RATES[kind], minibatches=1, schedule="constant")
     trial = replace(policy, model=copy.deepcopy(policy.model))
     scored = score(trial, answers, METHODS[name], config, reference=None)
-    learn(trial, make_optimizer(trial, kind, config.lr), scored, METHODS[name], config)
+    if kind == "SGD":
+        optimizer = torch.optim.SGD(trial.model.parameters(), lr=config.lr)
+    else:
+        optimizer = adamw(trial.model, config.lr)  # without a history
+    learn(trial, optimizer, scored, METHODS[name], config)
     after, _ = log_probs_in_pieces(trial, answers, config)
     moved = (after - scored.batch.logp_old).sum(1)  # (G,)
     return float(moved[answers.rewards == 1].mean())
@@ -103,27 +100,24 @@ def plot(deltas: dict[str, dict[str, Tensor]]):
     )
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, (kind, table) in zip(axes, deltas.items(), strict=True):
-        gains = {name: (table[name] - table["grpo"]).tolist() for name in METHODS if name != "grpo"}
+        gains = {name: table[name] - table["grpo"] for name in METHODS if name != "grpo"}
         draw_intervals(axis, gains)
         axis.set(title=kind, xlabel="Delta minus grpo's (log pi, nats)")
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     deltas = study()
     print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval of the starts")
     for kind, table in deltas.items():
         rows = {
-            name: [delta, delta - table["grpo"], delta - table["random"]]
+            name: [format_interval(delta - table[other], "+.3f") for other in ("grpo", "random")]
             for name, delta in table.items()
         }
-        cells = {
-            name: [format_interval(x.tolist(), "+.3f") for x in row] for name, row in rows.items()
-        }
-        print(f"\n{kind} {RATES[kind]:g}")
-        print_table(cells, ["Delta", "minus grpo's", "minus random's"])
+        print(f"\n{kind} {RATES[kind]:g}: Delta")
+        print_table(rows, ["minus grpo's", "minus random's"])
     if path:
         save(plot(deltas), path)
 

@@ -124,7 +124,7 @@ def main():
     for title, world in WORLDS.items():
         for updates in (4, 16):
             first, *others = compare(world, updates)
-            cells = [format_interval(gain.tolist(), "+.4f") for gain in others]
+            cells = [format_interval(gain, "+.4f") for gain in others]
             rows[f"{title}, M = {updates}"] = [f"{first.mean():.4f}", *cells]
     print_table(rows, METHODS)
 

@@ -177,8 +177,8 @@ def plot(curves: dict[tuple[str, str], Tensor]):
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     rows, curves = {}, {}
     for name, row in ROWS.items():
