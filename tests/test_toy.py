@@ -29,8 +29,9 @@ def test_tax_cancelling_saves_nothing_and_one_divisor_everything():
 def test_gate_grpos_min_costs_a_token_with_and_without_cancelling():
     best = {tax.EXACT: 0.401, tax.CANCELLED: 0.401, "grpo-symmetric": 0.5}
     rates = gate.RATES[[12, 22, 31, 40]]  # of the 41; the best of each row are among them
-    found = {name: float(gate.sweep(gate.METHODS[name], 2, rates).max()) for name in best}
-    assert found == pytest.approx(best, abs=1.1e-3)
+    found = {name: gate.sweep(gate.METHODS[name], 2, rates) for name in best}
+    assert {name: float(x.max()) for name, x in found.items()} == pytest.approx(best, abs=1.1e-3)
+    torch.testing.assert_close(found[tax.EXACT], found[tax.CANCELLED])  # at every rate
 
 
 def test_drift_on_one_batch_is_a_push_and_over_fresh_ones_a_walk_as_wide_as_predicted():
@@ -61,14 +62,14 @@ def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
         ("ibpo at 0.7", 16): 2.01,
     }
     costs = {key: ibpo.measure_cost(ibpo.METHODS[key[0]], key[1]) for key in published}
-    assert {key: sum(x) / 24 for key, x in costs.items()} == pytest.approx(published, rel=0.1)
+    assert {key: sum(x) / 24 for key, x in costs.items()} == pytest.approx(published, rel=0.05)
 
 
 def test_reuse_cancelling_brings_thousandths_in_the_world_built_for_it():
     """Fewer runs than published, where it is .566, +.004, +.030 and +.027."""
     first, *gains = reuse.compare(reuse.WORLDS["world 2"], updates=4, others=4, runs=40)
-    assert float(first.mean()) == pytest.approx(0.566, abs=0.005)
-    assert [float(gain.mean()) for gain in gains] == pytest.approx([0.004, 0.03, 0.027], abs=0.005)
+    ends = [float(values.mean()) for values in (first, *gains)]
+    assert ends == pytest.approx([0.566, 0.004, 0.03, 0.027], abs=0.005) and ends[1] > 0.001
 
 
 # The two that train a model take its first start of six, which no interval covers: on another
