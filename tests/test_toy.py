@@ -1,5 +1,7 @@
 """Whoever quotes a figure of toy/README.md finds its published numbers when they run it again."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,6 +26,11 @@ def test_tax_cancelling_saves_nothing_and_one_divisor_everything():
     for (setting, name), end in ends.items():
         curve, left = tax.find_rewards(setting, tax.ROWS[name])
         assert [float(curve[-1]), left][: len(end)] == published(*end), name
+    numbers = {key: [k] for k, key in enumerate(itertools.product(tax.SETTINGS, tax.LINES))}
+    axes = tax.plot(numbers).axes  # README's picture has every line where it belongs
+    assert [[*line.get_ydata()] for axis in axes for line in axis.get_lines()] == [
+        *numbers.values()
+    ]
 
 
 def test_gate_grpos_min_costs_a_token_with_and_without_cancelling():
