@@ -103,18 +103,15 @@ class Arithmetic:
         """
         seen = Counter()
         for item, text in zip(items, texts, strict=True):
-            a, b = map(int, item.prompt[:-1].split("+"))
+            a = int(item.prompt.partition("+")[0])
             opener, _, rest = text.partition(" ")
-            seen[f"opener {opener}"] += 1
-            for form, solution in solutions(a, b).items():
-                start = "#" if form == "direct" else solution[: solution.index("+") + 1]
-                seen[f"form {form}"] += rest.startswith(start)
-        total, forms = len(texts), ("direct", "ones first", "tens first")
-        known = {f"opener {name.strip()}": seen[f"opener {name.strip()}"] for name in OPENERS}
-        forms = {f"form {name}": seen[f"form {name}"] for name in forms}
-        known |= {"opener other": total - sum(known.values())}
-        forms |= {"form other": total - sum(forms.values())}
-        return {name: count / total for name, count in (known | forms).items()}
+            seen[f"opener {opener if f'{opener} ' in OPENERS else 'other'}"] += 1
+            starts = {"direct": "#", "ones first": f"{a % 10}+", "tens first": f"{a - a % 10}+"}
+            forms = [form for form, start in starts.items() if rest.startswith(start)]
+            seen[f"form {forms[0] if forms else 'other'}"] += 1
+        names = ("opener so", "opener ok", "opener hm", "opener other")
+        names += ("form direct", "form ones first", "form tens first", "form other")
+        return {name: seen[name] / len(texts) for name in names}
 
     def make_tokenizer(self):
         """One token per character, plus padding and the end of the answer.

@@ -26,41 +26,32 @@ COLORS = {
     "reinforce": "#E69F00",
     "ibpo": "#882255",
 }
-WIDTH = 8.3  # inches; README shows a picture about 830 pixels wide
 STYLE = {
-    "axes.prop_cycle": "cycler(color=['#000000', '#D55E00', '#0072B2'], marker=['o', 'D', 's'])",
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "font.size": 9,
     "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
     "legend.frameon": False,
-    "lines.markersize": 4.5,
     "errorbar.capsize": 3,
     "savefig.dpi": 120,
 }
 
 
-def parse_plot(doc: str, argv: list[str] | None) -> Path | None:
+def parse_plot(doc: str) -> Path | None:
     """What --plot says, the only flag of a script with this docstring."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    path = parser.parse_args(argv).plot
-    if path:
-        import matplotlib  # noqa: F401  if it is missing, nothing is computed first
-    return path
+    return parser.parse_args().plot
 
 
 def print_table(rows: dict[str, Iterable[str]], columns: Iterable[str]):
     print(pd.DataFrame.from_dict(rows, orient="index", columns=[*columns]).to_string())
 
 
-def interval(values: list[float]) -> tuple[float, float]:
+def interval(values: Iterable[float]) -> tuple[float, float]:
     """Mean and half its 95 % interval (Student's t), of two or more values."""
+    values = [*map(float, values)]
     freedom = len(values) - 1
     if freedom <= len(T_975):
         quantile = T_975[freedom - 1]
@@ -69,46 +60,38 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
-def format_interval(values: list[float], form: str = ".3f") -> str:
+def format_interval(values: Iterable[float], form: str = ".3f") -> str:
     mean, half = interval(values)
     return f"{mean:{form}} +- {half:{form.lstrip('+')}}"
 
 
-def make_figure(finding: str, height: float, note: str = ""):
-    """An empty figure of README's width. Its title is what it shows, the note what words mean."""
+def make_figure(finding: str, height: float):
+    """An empty figure as wide as a README. Its title is what it shows."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(8.3, height), layout="constrained")
     figure.suptitle(finding, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=9)
     return figure
 
 
 def line_style(name: str) -> dict:
     """Of a method; with `cancel` thin, black and dashed, so that it is seen on another line."""
     if "cancel" in name:
-        return dict(color=COLORS["cancel"], linestyle="--", linewidth=1.2, marker="", zorder=3)
-    plain = re.split("[ ,]", name)[0]
-    return dict(color=COLORS[plain], linewidth=2, marker="")
+        return dict(color=COLORS["cancel"], linestyle="--", linewidth=1.2, zorder=3)
+    return dict(color=COLORS[re.split("[ ,]", name)[0]], linewidth=2)
 
 
-def draw_differences(axis, differences: dict[str, list[float]]):
+def draw_intervals(axis, values: dict[str, Iterable[float]]):
     """The mean of each and its interval, one below the other, beside a line at 0."""
-    for y, values in enumerate(differences.values()):
-        mean, half = interval(values)
-        axis.errorbar(mean, -y, xerr=half, color="#000000", marker="o")
+    means, halves = zip(*map(interval, values.values()), strict=True)
+    axis.errorbar(means, [*values], xerr=halves, fmt="ko")
     axis.axvline(0, color="#999999", linewidth=0.8)
-    axis.set_yticks([-y for y in range(len(differences))], differences)
-    axis.margins(y=0.12)
+    axis.invert_yaxis()
+    axis.margins(y=0.2)
 
 
 def save(figure, path: Path):
-    """With 128 colours, which makes a .png small."""
     figure.savefig(path)
-    if path.suffix == ".png":
-        from PIL import Image
-
-        Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
     print(f"\npicture: {path}")

@@ -7,10 +7,10 @@ A word of K letters is decoded. Each letter has a digit, which is secret, and on
 answer. The policy is a table: the chance of each digit, given the letter. So the chance of a right
 answer is known exactly; at the start it is 0.63^K. It is trained by SGD, through losses.py.
 
-The policy corrects each wrong answer of its own beside siblings, right ones first. It draws every
-digit from its table once more, but with 6 times the odds for each of the answers that shows the
-digit. If that is right, the answer is repaired, and losses.ibpo says which of its tokens get
-credit. toy/README.md says what came out.
+The policy corrects each wrong answer of its own beside one sibling, a right one if there is one. It
+draws every digit from its table once more, but with 6 times the odds for each of the two answers
+that shows the digit. If that is right, the answer is repaired, and losses.ibpo says which of its
+tokens get credit. toy/README.md says what came out.
 """
 
 from __future__ import annotations
@@ -46,22 +46,18 @@ SEEDS, TUNING_SEEDS = range(24), range(100, 108)
 
 
 class Method(NamedTuple):
-    """A row of the tables."""
+    """A row of the table."""
 
     corrects: bool
     temperature: float = 1.0  # of answers and corrections
-    siblings: int = 1  # shown beside an answer that is corrected, right ones first
 
 
 METHODS = {
     "grpo": Method(False),
     "ibpo": Method(True),
-    "ibpo, 3 siblings": Method(True, siblings=3),
-    "ibpo, 7 siblings": Method(True, siblings=7),
-    "grpo at 0.7": Method(False, temperature=0.7),
-    "ibpo at 0.7": Method(True, temperature=0.7),
+    "grpo at 0.7": Method(False, 0.7),
+    "ibpo at 0.7": Method(True, 0.7),
 }
-LINES = ("grpo", "ibpo", "ibpo at 0.7", "grpo at 0.7")  # of the picture
 
 
 def start_table() -> Tensor:
@@ -76,12 +72,14 @@ def draw(logits: Tensor, gen) -> Tensor:
     return torch.multinomial(chances, 1, generator=gen).view(logits.shape[:2])
 
 
-def first_siblings(right: Tensor, count: int) -> Tensor:
-    """Of each answer, `count` others in its group, right ones first. (N,) -> (N, count)."""
-    turn = (torch.arange(G)[:, None] + torch.arange(1, G + 1)) % G  # (G, G): itself is last
-    order = right.view(-1, G)[:, turn].long().argsort(dim=2, descending=True, stable=True)
-    first = turn.expand_as(order).gather(2, order)[:, :, :count]  # (N / G, G, count)
-    return (first + G * torch.arange(len(first))[:, None, None]).flatten(0, 1)
+def pick_siblings(words: Tensor, answers: Tensor) -> Tensor:
+    """The answer beside which each is corrected: a right one if its group has one, or the next.
+
+    (N, K), (N, K) -> (N, K).
+    """
+    right, groups = DIGIT[words], answers.view(-1, G, answers.shape[1])
+    solved = (answers == right).all(1).view(-1, G).any(1).repeat_interleave(G)
+    return torch.where(solved[:, None], right, groups.roll(-1, 1).flatten(0, 1))
 
 
 def sample(table: Tensor, groups: int, K: int, method: Method, gen) -> tuple[Tensor, ...]:
@@ -89,9 +87,7 @@ def sample(table: Tensor, groups: int, K: int, method: Method, gen) -> tuple[Ten
     words = torch.randint(LETTERS, (groups, K), generator=gen).repeat_interleave(G, 0)
     logits = table.detach()[words]  # (N, K, DIGITS)
     answers = draw(logits / method.temperature, gen)
-    digits = one_hot(answers, DIGITS)  # (N, K, DIGITS)
-    siblings = first_siblings((answers == DIGIT[words]).all(1), method.siblings)
-    shown = digits + digits[siblings].sum(1)
+    shown = one_hot(answers, DIGITS) + one_hot(pick_siblings(words, answers), DIGITS)
     fixed = draw((logits + math.log(ODDS) * shown) / method.temperature, gen)
     return words, answers, fixed if method.corrects else answers
 
@@ -137,32 +133,23 @@ def measure_cost(method: Method, K: int) -> list[float]:
 
 
 def plot(costs: dict[str, list[list[float]]]):
-    """Tokens against K."""
     figure = make_figure(
-        "IBPO costs less than GRPO where right answers are rare. A lower temperature saves more:\n"
-        "from K = 8 on, GRPO at temperature 0.7 costs least.",
-        4.0,
-        "A word of K letters is decoded with a secret table, a digit for each letter; one slip "
-        "spoils it. At the start an answer is right with\nchance 0.63^K. The right digit is the "
-        "likeliest one from the start, so a low temperature helps. ibpo corrects wrong answers, "
-        "each\nbeside one other answer to the word. The tokens of corrections count. 0.5: the "
-        "chance of a right answer at temperature 1.\n"
-        "Means and 95 % intervals of 24 seeds, each method at its best learning rate.",
+        "IBPO costs less than GRPO where right answers are rare. A lower temperature saves more.",
+        3.8,
     )
     axis = figure.subplots()
-    axis.set(yscale="log", xticks=LENGTHS, xlabel="K, letters of a word")
-    axis.set_ylabel(f"cost: thousands of tokens\nto a reward of {GOAL}")
-    for name in LINES:
-        columns = [interval(values) for values in costs[name]]
+    for name, columns in costs.items():
+        means, halves = zip(*map(interval, columns), strict=True)
         style = line_style(name) | {"linestyle": "--" if "0.7" in name else "-"}
-        label = name.replace("at", "at temperature")
-        axis.errorbar(LENGTHS, *zip(*columns, strict=True), label=label, **style)
-    axis.legend()
+        axis.errorbar(LENGTHS, means, halves, label=name, **style)
+    axis.set(yscale="log", xticks=LENGTHS, xlabel="K, letters of a word")
+    axis.set_ylabel(f"thousands of tokens to a reward of {GOAL}")
+    axis.legend(title="method, temperature")
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     costs = {name: [measure_cost(method, K) for K in LENGTHS] for name, method in METHODS.items()}
     print(f"thousands of tokens to a reward of {GOAL}, corrections included: mean of {len(SEEDS)}")

@@ -8,16 +8,16 @@ tokens are parted by their probability into the quarters of 0 to 1. Two question
 rollout batch, each from the same policy (AR/Lopti Fig. 1d-f):
 
 1. How long is the gradient of a quarter's tokens, relative to that of all tokens?
-2. Which share of the tokens moves the way its advantage points, after two steps?
+2. Which share of the tokens with p > .75 moves the way its advantage points, after two steps?
 
-grpo is here the token mean that Lopti stands on. The optimiser has no history before the first
-step. toy/README.md says what came out.
+grpo is here the token mean that Lopti stands on. AdamW has no history before the first step.
+toy/README.md says what came out.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from losses import METHODS, Batch, token_grpo
 from toy.figure import (
-    draw_differences,
+    draw_intervals,
     format_interval,
     interval,
     make_figure,
@@ -33,13 +33,21 @@ from toy.figure import (
     print_table,
     save,
 )
-from toy.nthr import make_optimizer, make_start
-from train import Config, Minibatch, Policy, Scored, log_probs_in_pieces, sample, score, update
+from toy.nthr import make_start
+from train import (
+    Config,
+    Minibatch,
+    Policy,
+    Scored,
+    adamw,
+    log_probs_in_pieces,
+    sample,
+    score,
+    update,
+)
 
-STARTS = 6
+STARTS, RATE = 6, 1e-3
 QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
-RATES = {"SGD": 0.1, "AdamW": 1e-3}
-MEASURES = {"share of the tokens": "#999999", "length of the gradient": "#D55E00"}  # colours
 
 
 def quarter_of(batch: Batch) -> Tensor:
@@ -62,18 +70,16 @@ def half_grpo(batch: Batch) -> Tensor:
 
 
 LOW, HIGH = METHODS["lopti"].passes
-ORDERS = ((half_grpo, half_grpo), (LOW, HIGH), (HIGH, LOW))  # grpo twice, lopti, reversed
+ORDERS = {"grpo twice": (half_grpo, half_grpo), "lopti": (LOW, HIGH), "reversed": (HIGH, LOW)}
 
 
-def climb(
-    policy: Policy, scored: Scored, kind: str, losses: Sequence[Callable]
-) -> tuple[Tensor, float]:
+def climb(policy: Policy, scored: Scored, losses: Sequence[Callable]) -> tuple[Tensor, float]:
     """An optimiser step for each loss, on a copy of the policy.
 
     Returns log pi afterwards (N, T), and the first gradient's norm.
     """
     trial = replace(policy, model=copy.deepcopy(policy.model))
-    optimizer = make_optimizer(trial, kind, RATES[kind])
+    optimizer = adamw(trial.model, RATE)
     config, rows = Config(), torch.arange(len(scored.answers.tokens))
     updates = []
     for loss in losses:
@@ -83,25 +89,23 @@ def climb(
 
 
 def measure(policy: Policy, scored: Scored) -> tuple[Tensor, Tensor]:
-    """Of one start and its rollout batch: both measures of each quarter, (2, 4); then with each
-    optimiser, in each order, the share of the probable tokens that moves the right way, (2, 3)."""
+    """Of one start and its rollout batch: each quarter's share of the tokens and the length of its
+    gradient, (2, 4); the share of the probable tokens that moves the right way, (3,) orders."""
     batch = scored.batch
     counts = quarter_of(batch)[batch.mask].bincount(minlength=4)
-    parts = [climb(policy, scored, "SGD", [only(q)])[1] for q in range(4)]
-    whole = climb(policy, scored, "SGD", [token_grpo])[1]
-    quarters = torch.stack([counts / counts.sum(), torch.tensor(parts) / whole])
+    lengths = torch.tensor([climb(policy, scored, [only(q)])[1] for q in range(4)])
+    whole = climb(policy, scored, [token_grpo])[1]
     probable = batch.mask & (quarter_of(batch) == 3) & (batch.adv != 0)
-    right = torch.zeros(len(RATES), len(ORDERS), dtype=torch.float64)
-    for k, kind in enumerate(RATES):
-        for j, losses in enumerate(ORDERS):
-            after, _ = climb(policy, scored, kind, losses)
-            as_A_says = (after - batch.logp_old) * batch.adv > 0
-            right[k, j] = as_A_says[probable].double().mean()
-    return quarters, right
+    right = []
+    for losses in ORDERS.values():
+        after, _ = climb(policy, scored, losses)
+        as_A_says = (after - batch.logp_old) * batch.adv > 0
+        right.append(as_A_says[probable].double().mean())
+    return torch.stack([counts / counts.sum(), lengths / whole]), torch.stack(right)
 
 
 def study(starts: int = STARTS) -> tuple[Tensor, dict[str, Tensor]]:
-    """The measures of each quarter, (starts, 2, 4); and what the orders do, (starts, 2) each."""
+    """The measures of each quarter, (starts, 2, 4); and what the orders do, (starts,) each."""
     found = []
     for seed in range(starts):
         config = Config(seed=seed)
@@ -110,60 +114,38 @@ def study(starts: int = STARTS) -> tuple[Tensor, dict[str, Tensor]]:
         scored = score(policy, answers, METHODS["lopti"], config, reference=None)
         found.append(measure(policy, scored))
     quarters, right = map(torch.stack, zip(*found, strict=True))
-    twice, lopti, backwards = right.unbind(2)
+    twice, lopti, backwards = right.unbind(1)
     effects = {"grpo twice": twice, "lopti minus grpo twice": lopti - twice}
     return quarters, effects | {"reversed order minus lopti": backwards - lopti}
 
 
-def print_intervals(rows: dict[str, Tensor], columns: Iterable[str]):
-    cells = {name: [format_interval(x.tolist()) for x in row.T] for name, row in rows.items()}
-    print_table(cells, columns)
-
-
 def plot(quarters: Tensor, effects: dict[str, Tensor]):
-    columns = zip(RATES, effects["grpo twice"].T, strict=True)
-    twice = ", ".join(f"{values.mean():.3f} ({kind})" for kind, values in columns)
     figure = make_figure(
         "Improbable tokens are few, but have the longest gradient. Learning them first (Lopti)\n"
-        "helps the probable ones no more than GRPO. With AdamW the reversed order beats Lopti's.",
-        4.0,
-        "p: a token's probability when it was sampled. The right way: up in answers that beat "
-        "their group's mean, down in the others.\nGRPO twice: two steps with half the loss in "
-        f"each, as Lopti, too, makes two. Its share: {twice}:\nnear one half, a coin flip. Means "
-        "and 95 % intervals of 6 starts. The lengths do not add up to 1: the gradients\nof the "
-        "ranges of p have different directions.",
+        "helps the probable ones no more than GRPO does. The reversed order helps them more.",
+        3.0,
     )
     bars, differences = figure.subplots(1, 2)
-    for k, (name, color) in enumerate(MEASURES.items()):
-        columns = [interval(column.tolist()) for column in quarters[:, k].T]
-        means, halves = zip(*columns, strict=True)
-        places = [quarter + 0.36 * (k - 0.5) for quarter in range(4)]
-        bars.bar(places, means, 0.36, yerr=halves, label=name, color=color)
-    bars.set_xticks(range(4), QUARTERS)
-    bars.set_ylim(0, 1.15)  # there is room for the legend
-    bars.set_ylabel("relative to all tokens")
-    bars.set_title("tokens by their probability p")
-    bars.legend(loc="upper left")
-    shown = {
-        f"{kind}: {name}".replace(" minus", "\nminus"): values[:, k].tolist()
-        for k, kind in enumerate(RATES)
-        for name, values in effects.items()
-        if "minus" in name
-    }
-    draw_differences(differences, shown)
-    differences.set_title("what the order does to tokens with p > .75")
-    differences.set_xlabel("difference in the share that moves the right way")
+    means, halves = zip(*map(interval, quarters[:, 1].T), strict=True)
+    bars.bar(QUARTERS, means, yerr=halves, color="#D55E00")
+    bars.set_title("gradient's length, that of all tokens = 1")
+    draw_intervals(differences, {k: x for k, x in effects.items() if "minus" in k})
+    differences.set_title("tokens with p > .75 that move the right way")
+    differences.set_xlabel("difference of the share")
     return figure
 
 
-def main(argv: list[str] | None = None):
-    path = parse_plot(__doc__, argv)
+def main():
+    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     quarters, effects = study()
     print(f"{STARTS} starts; mean +- half its 95 % interval\n")
-    print_intervals(dict(zip(MEASURES, quarters.unbind(1), strict=True)), QUARTERS)
+    measures = zip(
+        ("share of the tokens", "length of the gradient"), quarters.unbind(1), strict=True
+    )
+    print_table({k: [format_interval(x) for x in row.T] for k, row in measures}, QUARTERS)
     print(f"\nThe share of the tokens with {QUARTERS[3]} that moves the right way\n")
-    print_intervals(effects, RATES)
+    print_table({k: [format_interval(x)] for k, x in effects.items()}, ["AdamW"])
     if path:
         save(plot(quarters, effects), path)
 

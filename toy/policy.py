@@ -128,12 +128,3 @@ def tabular(histories: Iterable[Tokens]) -> Callable[[Tokens], Tensor]:
     distinct = list(dict.fromkeys(histories))
     one_hot = dict(zip(distinct, torch.eye(len(distinct), dtype=torch.float64), strict=True))
     return one_hot.__getitem__
-
-
-def all_histories(prompt: Tokens, vocabulary: int, horizon: int) -> list[Tokens]:
-    """Every history that can occur after the prompt: no EOS so far, fewer than `horizon` tokens."""
-    histories = level = [prompt]
-    for _ in range(horizon - 1):
-        level = [(*h, a) for h in level for a in range(vocabulary) if a != EOS]
-        histories = histories + level
-    return histories

@@ -58,13 +58,10 @@ RIGHT, WRONG = "#85", ("#75", "#75", "#86", "#84")
 # What a loss sees of a policy's move are ratios. All tokens were sampled with probability 0.2, so
 # that in every setting the probabilities after a history sum to at most 1.
 OLD = 0.2
-MOVED = ("0.6", "0.9", "1", "1.1", "1.6")  # the ratio of every token
+MOVED = ("0.6", "1", "1.6")  # the ratio of every token
 SPREAD = {"none": 0.0, "wide": 1.0}  # exponent of FACTOR
 FACTOR = (1.5, 0.7, 0.85, 1.0)  # on the ratios of the tokens that an answer has for itself
 G, L = 4, 5
-# A clip range that is made for long answers would clip all of the toy's ratios but 1.
-WIDER = {"gspo": {"eps_low": 0.2, "eps_high": 0.28}}
-OWN = 8  # shown tokens of what an answer shares with no other
 
 
 @dataclass
@@ -83,10 +80,6 @@ class Group:
     def __post_init__(self):
         self.nodes = losses.prefix_nodes(self.tokens, self.mask, len(self.tokens))
 
-    def count_visitors(self) -> Tensor:
-        """How many answers share each token. (G, T)."""
-        return (self.nodes[:, None] == self.nodes).sum(1)
-
 
 def toy_group(lengths: str, won: str) -> Group:
     """The toy group; won: a digit per answer, "1010" if answers 1 and 3 are right."""
@@ -98,7 +91,7 @@ def toy_group(lengths: str, won: str) -> Group:
     rewards = torch.tensor([float(digit) for digit in won], dtype=torch.float64)
     old = torch.full(mask.shape, math.log(OLD), dtype=torch.float64)
     group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L)
-    own = group.count_visitors() == 1
+    own = (group.nodes[:, None] == group.nodes).sum(1) == 1  # no other answer shares the token
     factor = torch.tensor(FACTOR, dtype=torch.float64).log()[:, None] * own  # (G, T)
     moves = [math.log(float(m)) + s * factor for m in MOVED for s in SPREAD.values()]
     group.logp = old + torch.stack(moves)  # (S, G, T)
@@ -108,21 +101,17 @@ def toy_group(lengths: str, won: str) -> Group:
 # ---------------- the groups of a run
 
 
-def run_groups(run: Path) -> tuple[dict, int, list[Group]]:
-    """The flags of a run, and the step and the groups of the newest batch that it saved.
-
-    Only groups whose answers differ in reward: in the others nothing is learnt.
-    """
-    saved = sorted(run.glob("batches/step-*.pt"))
-    if not saved:
-        sys.exit(f"error: {run} has no batches/step-*.pt; a run folder of train.py is expected")
-    batch = torch.load(saved[-1], map_location="cpu", weights_only=True)
-    rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
-    groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
-    groups = [group for group in groups if group.rewards.unique().numel() > 1]
-    if not groups:
-        sys.exit(f"error: {saved[-1]} has no group with right and wrong answers")
-    return json.loads((run / "config.json").read_text()), batch["step"], groups
+def run_groups(run: Path) -> tuple[int, list[Group]]:
+    """The newest saved step of a run in which answers to a prompt differ in reward, and the groups
+    where they do."""
+    for path in sorted(run.glob("batches/step-*.pt"), reverse=True):
+        batch = torch.load(path, map_location="cpu", weights_only=True)
+        rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
+        groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
+        groups = [group for group in groups if group.rewards.unique().numel() > 1]
+        if groups:
+            return batch["step"], groups
+    sys.exit(f"error: {run} has no batches/step-*.pt with right and wrong answers to one prompt")
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
@@ -138,18 +127,20 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
 # ---------------- what a loss does to a group
 
 
-def shown_methods(scale: str | None = None) -> dict[str, Method]:
+def shown_methods() -> dict[str, Method]:
     """The methods that are one loss of a batch: no credit rule, corrections or second pass."""
     plain = {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
-    return {name: replace(m, scale=scale or m.scale) for name, m in plain.items() if not m.repair}
+    return {name: m for name, m in plain.items() if not m.repair}
 
 
 def toy_methods() -> dict[str, Method]:
-    """Them on the toy group: all with one scale, and with clip ranges that suit it."""
-    methods = shown_methods("mean")
-    for name, ranges in WIDER.items():
-        wider = functools.partial(methods[name].passes[0], **ranges)
-        methods[name] = replace(methods[name], passes=(wider,))
+    """Them on the toy group: all with one scale, and GSPO with a clip range that suits it.
+
+    Its own is made for long answers, and would clip all of the toy's ratios but 1.
+    """
+    methods = {name: replace(m, scale="mean") for name, m in shown_methods().items()}
+    wider = functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)
+    methods["gspo"] = replace(methods["gspo"], passes=(wider,))
     return methods
 
 
@@ -181,68 +172,36 @@ def sequence_ratios(group: Group) -> Tensor:
     return torch.stack([losses.sequence_ratio(batch) for batch in rows])
 
 
-def explain_weight(method: Method) -> list[str] | None:
-    """The fraction that a method's w is where it is not 0, such as r / T, as two texts.
-
-    None if it is none of these.
-    """
-    group = toy_group("unequal", "1000")
-    A = advantages(group, method)[:, None]  # (G, 1)
-    w = coefficients(group, method)[0] / A  # (S, G, T)
-    T, s = group.mask.sum(1, keepdim=True).double(), sequence_ratios(group)[:, :, None]
-    same_side = ((A > 0) == (A.T > 0)).double()  # (G, G)
-    tops = {"1": 1.0, "r": (group.logp - group.old).exp(), "s": s, "min s": s.amin(1, keepdim=True)}
-    bottoms = {"T": T, "L": group.max_tokens, "mean T": T.mean()}
-    bottoms["mean T of its sign"] = same_side @ T / same_side.sum(1, keepdim=True)
-    for top, bottom in itertools.product(tops, bottoms):
-        fraction = tops[top] / bottoms[bottom] * torch.ones_like(w)
-        if torch.allclose(w, fraction.masked_fill(w == 0, 0.0)):
-            return [top, bottom]
-    return None
-
-
 # ---------------- the page
 
 
 def scene(group: Group, methods: dict[str, Method]) -> str:
     """What the page knows of a group. Tokens stand one after the other, answer by answer."""
-    places = torch.arange(group.mask.shape[1])
-    shared = group.mask & (group.count_visitors() > 1)
-    last = (shared * (places + 1)).amax(1, keepdim=True)  # (G, 1)
-    mask = group.mask & (places < last + OWN)  # the rest of an answer is not shown
-    table = {}
+    mask, table = group.mask, {}
     for name, method in methods.items():
         off, on = (brief(c[:, mask]) for c in coefficients(group, method))
         table[name] = {"A": brief(advantages(group, method)), "off": off, "on": on}
     about = {
         "prompt": group.prompt,
-        "texts": [row[:n] for row, n in zip(group.texts, mask.sum(1).tolist(), strict=True)],
+        "texts": group.texts,
         "nodes": group.nodes[mask].tolist(),
-        "lengths": group.mask.sum(1).tolist(),
         "rewards": group.rewards.tolist(),
-        "L": group.max_tokens,
         "s": brief(sequence_ratios(group)),
-        "ratio": brief((group.logp - group.old).exp()[:, mask]),
         "losses": table,
     }
     return json.dumps(about)
 
 
 def brief(x: Tensor) -> list:
-    """Numbers of five digits."""
-    return [brief(row) if x.dim() > 1 else float(f"{row:.5g}") for row in x]
+    """Its numbers; 8 decimals tell what cancels from what does not."""
+    return x.round(decimals=8).tolist()
 
 
-def describe(method: Method) -> dict:
-    """What a method's loss does, in its docstring's words, and with which hyperparameters."""
-    loss, chosen = method.passes[0], ""
-    if isinstance(loss, functools.partial):
-        chosen = ", ".join(f"{key} = {value}" for key, value in loss.keywords.items())
-        loss = loss.func
-    lines = (inspect.getdoc(loss) or "").splitlines() or [""]
-    formula = next((line for line in lines if line.startswith("J = ")), "")
-    where = f"{loss.__name__}: {lines[0]} {chosen and f'Here {chosen}.'}"
-    return {"about": where, "formula": formula, "fraction": explain_weight(method)}
+def find_formula(method: Method) -> str:
+    """The line "J = ..." of its loss's docstring, if there is one."""
+    loss = getattr(method.passes[0], "func", method.passes[0])  # without its hyperparameters
+    lines = (inspect.getdoc(loss) or "").splitlines()
+    return next((line for line in lines if line.startswith("J = ")), "")
 
 
 def control(name: str, label: str, options, kind: str, style: str = "radio") -> dict:
@@ -255,7 +214,7 @@ def write_page(data: dict, methods: dict[str, Method]) -> str:
     method = control("method", "method", methods, "loss", "select")
     cancel = control("cancel", "cancel", ("off", "on"), "loss")
     data["controls"] = [method, cancel, *data["controls"]]
-    data["methods"] = {name: describe(method) for name, method in methods.items()}
+    data["methods"] = {name: find_formula(method) for name, method in methods.items()}
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()
     return Path(__file__).with_name("tree_page.html").read_text().replace("DATA", packed, 1)
 
@@ -268,7 +227,7 @@ def toy_page() -> str:
     start = {"method": "reinforce", "cancel": "off", "lengths": "unequal", "won": "1010"}
     data = {
         "digits": 3,
-        "start": start | {"moved": "1", "spread": "none", "look": "0.0"},
+        "start": start | {"moved": "1", "spread": "none"},
         "states": [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD],
         "scenes": {f"{n}/{won}": scene(toy_group(n, won), methods) for n, won in keys},
         "controls": [
@@ -282,34 +241,25 @@ def toy_page() -> str:
 
 
 def run_page(run: Path) -> str:
-    """The page of a run: three groups of its newest saved batch, before and after the step.
-
-    Those with the largest learning tax before the step and without `cancel`.
-    """
+    """The page of a run: three groups of a saved batch, before and after the step."""
     from train import bind  # only here: train.py imports transformers, which takes seconds
 
-    flags, step, groups = run_groups(run)
-    name, states = flags["method"], ["before the step", "after it"]
-    methods = shown_methods()
-    lead = f"Groups of {run}, a run of {name}, at step {step}: those with the largest learning tax."
+    flags = json.loads((run / "config.json").read_text())
+    (step, groups), name, methods = run_groups(run), flags["method"], shown_methods()
+    lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
-    lead += " Press a token in the title of a card to see the pushes on it."
-    first = name if name in methods else "grpo"
+    lead += " Where a card has several tokens, the pushes are those on the first."
     if name in methods:
         hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
         hyper.pop("kl", None)  # the log-probs of the reference are not saved
         methods[name] = bind(name, hyper)
     else:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
-
-    def measure_tax(group: Group) -> float:
-        before, A = coefficients(group, methods[first])[0][0], advantages(group, methods[first])
-        return losses.learning_tax(before, A, group.nodes, group.mask)
-
-    groups.sort(key=measure_tax, reverse=True)
+        name = "grpo"
     scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
-    start = {"group": next(iter(scenes)), "method": first}
-    start |= {"cancel": "on" if flags["cancel"] else "off", "policy": states[0], "look": "0.0"}
+    states = ["before the step", "after it"]
+    start = {"group": next(iter(scenes)), "method": name, "policy": states[0]}
+    start |= {"cancel": "on" if flags["cancel"] else "off"}
     controls = [
         control("group", "group", scenes, "scene", "select"),
         control("policy", "policy", states, "state"),
@@ -320,16 +270,14 @@ def run_page(run: Path) -> str:
 
 def main(argv: list[str] | None = None):
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m toy.tree", description=__doc__, formatter_class=about
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
     parser.add_argument("run", nargs="?", type=Path, help="a run folder of train.py")
     run = parser.parse_args(argv).run
     torch.set_num_threads(1)  # the groups are tiny
     text = run_page(run) if run else toy_page()
     path = (run or Path()) / "tree.html"
     path.write_text(text)
-    print(f"{path}, {len(text.encode()) / 1000:.0f} kB: open it in a browser")
+    print(f"{path}: open it in a browser")
 
 
 if __name__ == "__main__":

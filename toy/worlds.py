@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import losses
-from toy.policy import Policy, all_histories, count_orders, tabular
+from toy.policy import Policy, count_orders, tabular
 
 
 class Outcome(NamedTuple):
@@ -103,7 +103,7 @@ class Toy:
     def __init__(self, seed: int, G: int = 3):
         generator = torch.Generator().manual_seed(seed)
         W, step, R = torch.randn(3, 3, 3, generator=generator, dtype=torch.float64)
-        phi = tabular(all_histories((), 3, 2))
+        phi = tabular([(), (1,), (2,)])
         self.policy = Policy(W.requires_grad_(), phi, horizon=2)
         self.old = self.policy.step(step, 0.5)
         answers = [y for y, _ in self.policy.answers(())]
