@@ -17,11 +17,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import losses
+from losses import Batch
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
 from toy.tax import CANCELLED, EXACT, ROWS, Row, train
 from toy.worlds import Groups, Outcome
@@ -29,12 +31,30 @@ from toy.worlds import Groups, Outcome
 G, BATCHES = 4, 120
 START = (0.0, math.log(0.001 / 0.999))  # the logits of the good tokens
 RATES = 10 ** torch.linspace(0, 3, 41, dtype=torch.float64)
+DELTAS = (0.001, 0.01, 0.05, 0.2)  # of the off-policy mask
+
+
+def mask(batch: Batch, delta: float) -> Tensor:
+    """DeepSeek-V3.2's mask alone, without a min: it drops losers only."""
+    return losses.off_policy_mask(batch, delta=delta, eps_low=math.inf, eps_high=math.inf)
+
+
+def sign_blind_mask(batch: Batch, delta: float) -> Tensor:
+    """The same, but it drops winners, too, that the policy has moved away from."""
+    far = losses.sequence_ratio(batch).log() < -delta  # (N,)
+    kept = replace(batch, adv=batch.adv.masked_fill(far[:, None], 0.0))
+    return losses.grpo(kept, eps_low=math.inf, eps_high=math.inf)
+
+
 OF_TAX = ("grpo", EXACT, CANCELLED, "dr-grpo", "gspo", "cispo", "dfpo-min")
 METHODS = {name: ROWS[name] for name in OF_TAX} | {
     "grpo-symmetric": Row(losses.grpo_symmetric),
     "reinforce": Row(losses.reinforce),
     "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),
 }
+for delta in DELTAS:
+    METHODS[f"mask, {delta}"] = Row(functools.partial(mask, delta=delta))
+    METHODS[f"blind mask, {delta}"] = Row(functools.partial(sign_blind_mask, delta=delta))
 LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture
 
 
