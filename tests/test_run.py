@@ -48,17 +48,18 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     config, task = train.Config(**json.loads((folder / "config.json").read_text())), Arithmetic()
     start, after = load(folder / "start"), load(folder / "checkpoints/step-000004")
 
+    _, scored = kept
     first, *_, last = lines = [json.loads(x) for x in open(folder / "metrics.jsonl")]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert ["kl_start" in line for line in lines] == [False, False, False, True, True]
     assert first == {"step": 0} | train.evaluate(start, task, config)
     assert last == last | train.evaluate(after, task, config)
-    assert last["kl_start"] == train.divergence(start, kept[1], config) > 0
+    assert last["kl_start"] == train.divergence(start, scored, config) > 0
     assert last["tokens_per_s"] == last["generated"]
     said = f"greedy {first['greedy']:.3f} -> {last['greedy']:.3f}, sampled {first['sampled']:.3f}"
     assert said in capsys.readouterr().out
 
-    scored, saved = kept[1], torch.load(folder / "batches/step-000004.pt", weights_only=True)
+    saved = torch.load(folder / "batches/step-000004.pt", weights_only=True)
     expected = {
         "prompts": [item.prompt for item in train.prompt_batches(task, config)[3]],
         "tokens": scored.answers.tokens,
@@ -167,12 +168,19 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
 # ---------------- kills
 
 
-def run_and_kill(folder: Path, flags: list, module, name: str, call: int):
-    """In a forked process, which is killed when it calls a function for the so-manieth time."""
+def contents(folder: Path) -> dict:
+    """The files of a run. Of weights the bytes, of what torch saved the tensors."""
+    read = {".safetensors": Path.read_bytes, ".pt": lambda x: torch.load(x, weights_only=True)}
+    files = folder.glob("**/*.*")
+    return {x.relative_to(folder): read.get(x.suffix, Path.exists)(x) for x in files}
+
+
+def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
+    """In a forked process, which is killed when it calls a function for the n-th time."""
     real, calls = getattr(module, name), itertools.count(1)
 
     def die(*args, **options):
-        if next(calls) == call:
+        if next(calls) == n:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **options)
 
@@ -210,15 +218,7 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
         steps.clear()
         train.main(["--resume", str(folder)])
         assert steps == [1, 2, 3, 4, 5, 6][-left:], moment
-        assert metrics(folder) == metrics(whole)
-        names = [sorted(x.relative_to(run) for x in run.glob("**/*.*")) for run in (folder, whole)]
-        assert names[0] == names[1]
-        for name in names[0]:
-            if name.suffix == ".safetensors":
-                assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
-            if name.suffix == ".pt":
-                both = (torch.load(run / name, weights_only=True) for run in (folder, whole))
-                assert same(*both), name
+        assert metrics(folder) == metrics(whole) and same(contents(folder), contents(whole))
 
 
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
