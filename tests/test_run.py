@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -222,7 +223,7 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "summarize", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(train, "summarize", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as stopped:
         run(tmp_path / "run")
     said, resume = stopped.value.code, ["--resume", str(tmp_path / "run")]
@@ -247,6 +248,7 @@ MISTAKES = """
 --hyper eps_low=wide
 --hyper eps_low=-1
 --hyper alpha=1.5 --method ar-lopti
+--hyper ratio=sum --method dfpo-min
 --hyper kl=0.1 --no-reference
 """
 
