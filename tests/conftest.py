@@ -111,11 +111,20 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
         eos_token="<eos>",
         additional_special_tokens=special[2:],
     )
-    sizes = dict(vocab_size=len(tokenizer), initializer_range=0.3)
-    sizes |= dict(bos_token_id=None, pad_token_id=0, eos_token_id=1)
-    sizes |= dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
-    sizes |= dict(tie_word_embeddings=kind in ("gpt2", "qwen2"))
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        initializer_range=0.3,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=kind == "qwen2",
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options))
     if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used

@@ -9,7 +9,6 @@ It cannot see kernels (rounding, nan, the order of sums), memory, speed, and wha
 keeps in fp32. In a backward pass it compares no devices: autograd's own tensors have no label.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -88,61 +87,51 @@ def refuse(function, args: tuple, kwargs: dict, on_gpu: bool):
 
 
 @contextmanager
-def pretended_cuda(capability=(8, 0)) -> Iterator[PretendedCuda]:
+def pretended_cuda(capability=(8, 0)):
     real = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def autocast(self, device_type, *args, **kwargs):
         real[0](self, "cpu", *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, PretendedCuda() as gpu:
+    with pytest.MonkeyPatch.context() as patch, PretendedCuda():
         patch.setattr(torch.autocast, "__init__", autocast)
         patch.setattr(torch, "is_autocast_enabled", lambda *_: real[1]("cpu"))
         patch.setattr(torch, "get_autocast_dtype", lambda *_: real[2]("cpu"))
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-        yield gpu
+        yield
 
 
 # ---------------- what is promised
 
 
-def watch(policy) -> set:
-    """The dtypes in which the policy's model computes from now on."""
-    dtypes = set()
-    layer = policy.model.base_model.h[0].mlp.c_fc
-    layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
-    return dtypes
+CARDS = {(8, 0): torch.bfloat16, (7, 5): torch.float32}  # before Ampere there is no bf16
+CASES = [(name, False, (8, 0)) for name in METHODS]
+CASES += [("grpo", True, (8, 0)), ("nthr", True, (8, 0)), ("grpo", True, (7, 5))]
 
 
-FAST = ["grpo fast", "nthr fast"]
-OLD = ["grpo before-ampere", "grpo fast before-ampere"]  # such a card has no bf16
-
-
-ALONE = [name for name, m in METHODS.items() if not m.repair]  # ibpo is in the whole run below
-
-
-@pytest.mark.parametrize("name", [*ALONE, *FAST, *OLD])
-def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, easy):
+@pytest.mark.parametrize("name, quick, card", CASES)
+def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, quick, card, easy):
     """With a KL term where there is one, and cancelled."""
-    name, *extra = name.split()
-    expected = torch.float32 if "before-ampere" in extra else torch.bfloat16
-    options = dict(layers=1, width=16, group_size=3, max_tokens=6, prompts=4, minibatches=2, lr=0.0)
-    config = train.Config(micro_rows=2, cancel=True, fast="fast" in extra, **options)
+    options = dict(layers=1, width=16, fast=quick)
+    sizes = dict(group_size=3, max_tokens=6, prompts=4, minibatches=2, micro_rows=2)
+    config = train.Config(cancel=True, **options, **sizes)
     method = train.bind(name, {"kl": 0.1} if "kl" in train.bind(name, {}).hyper else {})
-    with pretended_cuda(capability=(7, 5) if expected == torch.float32 else (8, 0)):
-        policy, task = load("scratch", **options, fast=config.fast), Arithmetic()
-        dtypes = watch(policy)
+    with pretended_cuda(card):
+        policy, task, dtypes = load("scratch", **options), Arithmetic(), set()
+        layer = policy.model.base_model.h[0].mlp.c_fc
+        layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
         answers = train.sample(policy, task, task.train[:4], 1, config)
+        if method.repair:
+            train.correct(policy, task, answers, config)
         scored = train.score(policy, answers, method, config, reference=policy)
-        assert scored.max_logp_gap < 0.5  # bf16 rounds by the shape of a batch
-        train.check_gap(0.5, 1, 1.0, answers.logp.device)
-        updates = train.learn(policy, train.adamw(policy.model, 0.0), scored, method, config)
+        train.check_gap(0.5, 1, 1.0, answers.logp.device)  # bf16 rounds by the shape of a batch
+        updates = train.learn(policy, train.adamw(policy.model, 1.0), scored, method, config)
         assert train.diagnose(policy, scored, updates, method, config)["grad_norm"] > 0
-        assert dtypes == {expected}
-        devices = {x.device.type for x in (answers.logp, scored.nodes, updates[0].coefficients)}
-        assert devices == {"cuda"}
-        assert {answers.logp.dtype, scored.batch.logp.dtype} == {torch.float32}
+        assert dtypes == {CARDS[card]}
+        made = answers.logp, scored.batch.logp, updates[0].coefficients
+        assert {(x.device.type, x.dtype) for x in made} == {("cuda", torch.float32)}
 
 
 def test_fast_adds_gradients_and_makes_logits_in_fp32():
