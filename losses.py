@@ -563,7 +563,7 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     signs, is the literal reading of what the best source calls a variant of the method. Where
     A'_i > 0 it rewards the mistake (I3), so it is not the default. "none", m = 1, is the method
     without that variant. The source shows all siblings, right ones first. train.py shows one by
-    default (repair_references); toy/README.md has what three and seven change.
+    default (repair_references).
     Shared token: by the sign of A', a repaired answer drops out of the sum, which then does not
     cancel, on purpose.
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.

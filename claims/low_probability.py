@@ -61,7 +61,7 @@ def a4(name, draws, evidence):
     So a comparison needs a control that makes two steps as well, for instance grpo with two passes.
     By plain ascent the two steps end where one joint step does, to first order in the step size.
     AdamW, which train.py uses, makes each step about equally long, whatever the gradient, so there
-    two steps go further than one at any learning rate (`python -m toy.lopti`).
+    two steps go further than one.
 
     The authors' code does the same (zhyang2226/AR-Lopti, P). There, as here, each pass goes
     over all minibatches of a rollout batch before the next begins. The code takes eta = 0.4, or 0.5
