@@ -105,58 +105,45 @@ def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
 
 
 def verl_rows() -> Rows:
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
     rows = {}
 
-    def add(mode: str, mean: str = "token-mean", preset: str = "", **settings):
-        words = mode, mean, preset, *map(str, settings.values())
-        name = ", ".join(filter(None, words))
-        rows[name] = partial(verl_loss, get_policy_loss_fn(mode), mean, preset, settings)
+    def add(mode: str, mean: str = "token-mean", preset: str = ""):
+        name = f"{mode}, {mean}{', ' * bool(preset)}{preset}"
+        rows[name] = partial(verl_loss, mode, mean, preset)
 
-    for mean in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        add("vanilla", mean)  # the first is verl's default
-    for mode in ("cispo", "gpg", "dppo_tv", "dppo_kl", "sapo", "geo_mean"):
-        add(mode)  # the last two take their own mean over answers, whatever is said
-    for mean in ("token-mean", "seq-mean-token-mean"):
-        add("gspo", mean)
-    add("bypass_mode", rollout_correction={"loss_type": "ppo_clip"})
-    for level in ("token", "sequence"):
-        way = {"loss_type": "reinforce", "rollout_is": level}
-        add("bypass_mode", rollout_correction=way)
+    for mode in ("vanilla", "cispo", "gpg", "dppo_kl", "gspo"):
+        add(mode)
+    for mode in ("vanilla", "sapo"):
+        add(mode, "seq-mean-token-mean")
     # Named constructors of its RolloutCorrectionConfig. They stand before the loss. Without one of
     # them, verl corrects nothing.
-    for way in ("token_is", "token_icepop", "seq_is", "seq_is_rs", "geo_rs"):
+    for way in ("token_is", "seq_is", "seq_is_rs"):
         add("vanilla", preset=f"decoupled_{way}")
     return rows
 
 
-def verl_loss(function: Callable, mean: str, preset: str, settings: dict, case: Case) -> Tensor:
+def verl_loss(mode: str, mean: str, preset: str, case: Case) -> Tensor:
     """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-    from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.config import ActorConfig
 
     b, mask, weights = case.batch, case.batch.mask, None
-    # In bypass mode the sampler's log-probs are the old ones.
-    old = case.sampler if "rollout_correction" in settings else b.logp_old
     if preset:
         chosen = getattr(RolloutCorrectionConfig, preset)()
         names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
         found, mask, _ = compute_rollout_correction_and_rejection_mask(
-            old, case.sampler, mask.long(), **{name: getattr(chosen, name) for name in names}
+            b.logp_old, case.sampler, mask.long(), **{name: getattr(chosen, name) for name in names}
         )
-        mask, weights = mask.bool(), found and found.batch["rollout_is_weights"]
+        mask, weights = mask.bool(), found.batch["rollout_is_weights"]
     config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=b.group_size,
-        ppo_micro_batch_size_per_gpu=len(mask),
-        policy_loss=PolicyLossConfig(**settings),
+        strategy="fsdp", rollout_n=b.group_size, ppo_micro_batch_size_per_gpu=len(mask)
     )
     config.global_batch_info.update(
         dp_size=1, batch_num_tokens=mask.sum().item(), global_batch_size=len(mask)
     )
-    loss, _ = function(
-        old, b.logp, b.adv, mask, loss_agg_mode=mean, config=config, rollout_is_weights=weights
+    loss, _ = get_policy_loss_fn(mode)(
+        b.logp_old, b.logp, b.adv, mask, mean, config=config, rollout_is_weights=weights
     )
     return loss

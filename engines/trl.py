@@ -281,8 +281,8 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     accumulation = config.gradient_accumulation_steps
     takes_whole_generation = config.steps_per_generation == accumulation
     rows = accumulation * config.per_device_train_batch_size
-    whole_groups = config.steps_per_generation % accumulation == rows % config.num_generations == 0
-    if not takes_whole_generation and not whole_groups:
+    is_torn = config.steps_per_generation % accumulation or rows % config.num_generations
+    if is_torn and not takes_whole_generation:
         raise ValueError(
             "--steps_per_generation: an optimiser step must have whole groups of one generation"
         )
