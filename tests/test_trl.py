@@ -204,7 +204,7 @@ def split(micro, accumulate, pieces, **options):
 
 
 SETTINGS = {  # micro-batches of 2 rows tear groups of 4
-    "grpo": split(2, 4, 4, beta=0.3),
+    "grpo": split(2, 4, 4, beta=0.3, num_iterations=1),  # so that old is not the reference
     "dapo": split(2, 2, 4),
     "gspo": split(4, 1, 2, cancel=True),
     "cispo": split(2, 4, 4, cancel=True),
