@@ -20,7 +20,6 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -30,6 +29,7 @@ from losses import METHODS, Batch, OldPolicy, group_advantages
 from train import Config, bind, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
+from accelerate.utils import gather_object  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from engines import example, siblings  # noqa: E402
