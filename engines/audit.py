@@ -5,11 +5,10 @@ installed package. A cell is the mean over shared tokens of |sum_i c_i| / sum_i 
 answers cancel, at 1 all of them push the same way. Advantages sum to zero in each group. Clip
 ranges and everything else are the engine's defaults, unless the row says more.
 
-The first four columns are on the random prefix trees of verify.py (C2 to C12). On-policy, answers
-differ in length; off-policy they do not. "Torn": every group is split over two micro-batches. In
-the last two columns, the answers were drawn by an engine with other numerics: its log-probs differ
-from the trainer's by a deviation of 0.02 a token, in groups of 8, of which half are right.
-Everything else is on-policy there (C25).
+The first three columns are on the random prefix trees of verify.py (C2 to C12). On-policy, answers
+differ in length; off-policy they do not. In the last two columns, the answers were drawn by an
+engine with other numerics: its log-probs differ from the trainer's by a deviation of 0.02 a token,
+in groups of 8, of which half are right. Everything else is on-policy there (C25).
 """
 
 from __future__ import annotations
@@ -26,30 +25,26 @@ from torch import Tensor
 
 from claims.evidence import DRAWS, Draw
 from engines.shipped import Case, trl_rows, verl_rows
-from losses import Batch, histories, token_coefficients
+from losses import Batch, token_coefficients
 
 SAMPLED = 320_000  # tokens of another sampler, if each group had one answer
 GROUP_SIZE, DEVIATION = 8, 0.02
 
 
-def tree_case(draw: Draw, spread: float, offset: float, micro_batches: int) -> Case:
+def tree_case(draw: Draw, spread: float, offset: float = 0.0) -> Case:
     """A tree's answers. |log ratio| of a token lies between offset and offset + spread."""
     b = draw.batch(spread, offset)
     names = ("logp", "logp_old", "adv")  # with garbage on the padding
     clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
     clean["logp"].requires_grad_()
-    ids, history = histories(draw.nodes, draw.G).unique(return_inverse=True)
-    entropies = torch.rand(len(ids), generator=torch.Generator().manual_seed(0)).double()
-    return Case(replace(b, **clean), b.logp_old, entropies[history], micro_batches)
+    return Case(replace(b, **clean), sampler=b.logp_old)
 
 
-def on_trees(
-    loss: Callable, equal_lengths: bool, spread=0.0, offset=0.0, micro_batches=1
-) -> list[float]:
+def on_trees(loss: Callable, equal_lengths: bool, spread=0.0, offset=0.0) -> list[float]:
     left = []
     for draw in (Draw(0, k) for k in range(DRAWS)):
-        if draw.equal_lengths == equal_lengths and draw.N % micro_batches == 0:
-            case = tree_case(draw, spread, offset, micro_batches)
+        if draw.equal_lengths == equal_lengths:
+            case = tree_case(draw, spread, offset)
             left += draw.left_shared(token_coefficients(loss(case), case.batch.logp))
     return left
 
@@ -78,7 +73,7 @@ def sampled_case(length: int) -> Case:
         group_size=GROUP_SIZE,
         max_tokens=length,
     )
-    return Case(batch, logp - gap, at_tokens(torch.rand))
+    return Case(batch, sampler=logp - gap)
 
 
 def of_another_sampler(loss: Callable, length: int) -> list[float]:
@@ -93,7 +88,6 @@ COLUMNS: dict[str, Callable[[Callable], list[float]]] = {
     "on-policy": partial(on_trees, equal_lengths=False),
     "off-policy, inside the clip": partial(on_trees, equal_lengths=True, spread=0.15),
     "off-policy, outside it": partial(on_trees, equal_lengths=True, spread=0.3, offset=0.35),
-    "on-policy, torn": partial(on_trees, equal_lengths=False, micro_batches=2),
     "another sampler, 625 tokens": partial(of_another_sampler, length=625),
     "another sampler, 2,500 tokens": partial(of_another_sampler, length=2500),
 }

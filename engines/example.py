@@ -79,22 +79,28 @@ def load(path: str):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(path)
     tokenizer = Arithmetic().make_tokenizer()  # one token for each character
-    size = dict(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2
-    )
-    size |= dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
-    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**size, **ends)), tokenizer
+    shape = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(shape), tokenizer
 
 
 class Show(TrainerCallback):
-    """Four of TRL's many numbers."""
+    """Three of TRL's many numbers."""
 
     def on_log(self, args, state, control, logs, **_):
-        names = ("reward", "learning_tax", "sibling_share", "cancelling_t")
-        if state.is_world_process_zero and "reward" in logs:
-            numbers = (f"{name} {float(logs.get(name, 'nan')):.3f}" for name in names)
+        if state.is_world_process_zero and "learning_tax" in logs:
+            names = ("reward", "learning_tax", "sibling_share")
+            numbers = (f"{name} {float(logs[name]):.3f}" for name in names)
             print(f"step {state.global_step}:", ", ".join(numbers))
 
 

@@ -19,46 +19,32 @@ class Case:
 
     batch: Batch
     sampler: Tensor  # (N, T) the log-probs of the engine that drew the answers
-    entropy: Tensor  # (N, T) of the policy where it took a token
-    micro_batches: int = 1
 
 
-# A row is the name of a loss with its settings, and the loss of the whole batch: the sum over
-# micro-batches.
+# A row is the name of a loss with its settings, and the loss of the whole batch.
 Rows = dict[str, Callable[[Case], Tensor]]
-
-
-def share(case: Case, k: int) -> slice:
-    """The rows of micro-batch k. They are dealt out in turns, so that groups are torn."""
-    return slice(k, None, case.micro_batches)
 
 
 # ---------------- TRL
 
 
 def trl_rows() -> Rows:
-    from trl import GRPOConfig
+    rows = {}
 
-    default, rows = GRPOConfig.loss_type, {}
-
-    def add(words: str, loss_type: str = default, vllm: bool = False, **settings):
-        if loss_type == "cispo":
-            settings["epsilon_high"] = 5.0  # recommended by TRL's documentation
-            words += ", epsilon_high 5"
-        settings["loss_type"] = loss_type
-        as_shipped = all(getattr(GRPOConfig, key) == value for key, value in settings.items())
-        name = f"{loss_type}, {words}{' (default)' if as_shipped else ''}"
-        rows[name] = partial(trl_loss, "GRPO", vllm, settings)
+    def add(kind: str = "GRPO", **settings):
+        name = ", ".join([kind, *(f"{key} {value}" for key, value in settings.items())])
+        rows[name] = partial(trl_loss, kind, settings)
 
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
+        # TRL's default is .2. Its documentation recommends 5.
+        more = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
         for level in ("token", "sequence"):
-            add(level, loss_type, importance_sampling_level=level)
-    add("top_entropy_quantile 0.2", top_entropy_quantile=0.2)
-    add("off_policy_mask_threshold 0.1", off_policy_mask_threshold=0.1)
+            add(loss_type=loss_type, importance_sampling_level=level, **more)
+    add(off_policy_mask_threshold=0.1)
     for mode in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate"):
-        add(f"vLLM {mode}", vllm=True, vllm_importance_sampling_mode=mode)
-    add("vLLM sequence_mask", "cispo", vllm=True, vllm_importance_sampling_mode="sequence_mask")
-    return rows | {"RLOO (default)": partial(trl_loss, "RLOO", False, {})}
+        add(vllm_importance_sampling_mode=mode)
+    add("RLOO")
+    return rows
 
 
 @cache
@@ -85,18 +71,15 @@ def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
     )
 
 
-def trl_loss(kind: str, vllm: bool, settings: dict, case: Case) -> Tensor:
-    """A trainer's own scoring of answers, its advantages, weights and loss, with our log-probs.
-
-    vllm: the answers, and the sampler's log-probs, are those that vLLM would hand on.
-    """
+def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
+    """A trainer's own scoring of answers, its advantages, weights and loss, with our log-probs."""
     trainer, b = trl_trainer(kind, tuple(settings.items())), case.batch
     # A sums to 0 in every group, so it is its own advantage.
     trainer.scale_rewards, trainer._calculate_rewards = "none", lambda *_: b.adv[:, :1]
     trainer.num_generations, trainer.max_completion_length = b.group_size, b.max_tokens
-    trainer.args.steps_per_generation = case.micro_batches
-    trainer.current_gradient_accumulation_steps = case.micro_batches
-    trainer.use_vllm = vllm
+    trainer.current_gradient_accumulation_steps = 1
+    # Then vLLM hands on the answers, and its own log-probs of them.
+    trainer.use_vllm = vllm = "vllm_importance_sampling_mode" in settings
     trainer.model.train()
 
     def generate(prompts):
@@ -106,88 +89,61 @@ def trl_loss(kind: str, vllm: bool, settings: dict, case: Case) -> Tensor:
         drawn = [x[seen].tolist() for x, seen in zip(case.sampler, b.mask, strict=True)]
         return [[2]] * len(ids), ids, None, [""] * len(ids), drawn if vllm else None, {}, None, []
 
-    def score(logp: Tensor, entropy: Tensor):
-        width = int(b.mask.sum(1).max())  # TRL's padding is as wide as the longest answer
-        scored = logp[:, :width], entropy[:, :width], None
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored
+    def score(logp: Tensor):
+        scored = logp[:, : int(b.mask.sum(1).max())]  # TRL pads to the longest answer
+        any_entropy = torch.zeros_like(scored)  # it is only logged
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, any_entropy, None)
 
     trainer._generate = generate
-    score(b.logp_old, case.entropy)
+    score(b.logp_old)
     rows = trainer._generate_and_score_completions([{"prompt": ""}] * len(b.mask))
-    loss = 0.0
-    for k in range(case.micro_batches):
-        part = share(case, k)
-        score(b.logp[part], case.entropy[part])
-        own = {name: x[part] if x.dim() else x for name, x in rows.items()}
-        loss += trainer._compute_loss(trainer.model, own)
-    # Of RLOO's, transformers takes the mean over micro-batches.
-    return loss / case.micro_batches if kind == "RLOO" else loss
+    score(b.logp)
+    return trainer._compute_loss(trainer.model, rows)
 
 
 # ---------------- verl
 
 
 def verl_rows() -> Rows:
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
     rows = {}
 
-    def add(mode: str, mean: str = "token-mean", preset: str = "", **settings):
-        words = mode, mean, preset, *map(str, settings.values())
-        name = ", ".join(filter(None, words))
-        rows[name] = partial(verl_loss, get_policy_loss_fn(mode), mean, preset, settings)
+    def add(mode: str, mean: str = "token-mean", preset: str = ""):
+        name = f"{mode}, {mean}{', ' * bool(preset)}{preset}"
+        rows[name] = partial(verl_loss, mode, mean, preset)
 
-    for mean in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        add("vanilla", mean)  # the first is verl's default
-    for mode in ("cispo", "gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "sapo", "geo_mean"):
-        add(mode)  # the last two take their own mean over answers, whatever is said
-    for mean in ("token-mean", "seq-mean-token-mean"):
-        add("gspo", mean)
-    add("dro", dro_beta=1.0)  # it has no default
-    add("bypass_mode", rollout_correction={"loss_type": "ppo_clip"})
-    for level in ("token", "sequence"):
-        way = {"loss_type": "reinforce", "rollout_is": level}
-        add("bypass_mode", rollout_correction=way)
+    for mode in ("vanilla", "cispo", "gpg", "dppo_kl", "gspo"):
+        add(mode)
+    for mode in ("vanilla", "sapo"):
+        add(mode, "seq-mean-token-mean")
     # Named constructors of its RolloutCorrectionConfig. They stand before the loss. Without one of
     # them, verl corrects nothing.
-    for way in ("token_is", "token_icepop", "seq_is", "seq_is_rs", "geo_rs"):
+    for way in ("token_is", "seq_is", "seq_is_rs"):
         add("vanilla", preset=f"decoupled_{way}")
     return rows
 
 
-def verl_loss(function: Callable, mean: str, preset: str, settings: dict, case: Case) -> Tensor:
+def verl_loss(mode: str, mean: str, preset: str, case: Case) -> Tensor:
     """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-    from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.config import ActorConfig
 
     b, mask, weights = case.batch, case.batch.mask, None
-    # In bypass mode the sampler's log-probs are the old ones.
-    old = case.sampler if "rollout_correction" in settings else b.logp_old
     if preset:
         chosen = getattr(RolloutCorrectionConfig, preset)()
         names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
         found, mask, _ = compute_rollout_correction_and_rejection_mask(
-            old, case.sampler, mask.long(), **{name: getattr(chosen, name) for name in names}
+            b.logp_old, case.sampler, mask.long(), **{name: getattr(chosen, name) for name in names}
         )
-        mask, weights = mask.bool(), found and found.batch["rollout_is_weights"]
+        mask, weights = mask.bool(), found.batch["rollout_is_weights"]
     config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=b.group_size,
-        ppo_micro_batch_size_per_gpu=len(mask) // case.micro_batches,
-        policy_loss=PolicyLossConfig(**settings),
+        strategy="fsdp", rollout_n=b.group_size, ppo_micro_batch_size_per_gpu=len(mask)
     )
     config.global_batch_info.update(
         dp_size=1, batch_num_tokens=mask.sum().item(), global_batch_size=len(mask)
     )
-    torch.manual_seed(0)  # clip_cov draws at random
-    loss = 0.0
-    for k in range(case.micro_batches):
-        own = share(case, k), slice(int(b.mask[share(case, k)].sum(1).max()))
-        loss += function(
-            *(x[own] for x in (old, b.logp, b.adv, mask)),
-            loss_agg_mode=mean,
-            config=config,
-            rollout_is_weights=None if weights is None else weights[own],
-        )[0]
+    loss, _ = get_policy_loss_fn(mode)(
+        b.logp_old, b.logp, b.adv, mask, mean, config=config, rollout_is_weights=weights
+    )
     return loss

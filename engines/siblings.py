@@ -11,9 +11,20 @@ tokens. The flags are train.py's; nothing is trained.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 import train
 from losses import histories, prefix_nodes
+
+
+def has_sibling(nodes: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    """Whether another answer of the group takes a token after the same words. (N, T) bool.
+
+    nodes are prefix_nodes, (N, T).
+    """
+    history = histories(nodes, group_size)[mask]  # of K tokens
+    _, at, visitors = history.unique(return_inverse=True, return_counts=True)
+    return torch.zeros_like(mask).masked_scatter(mask, visitors[at] > 1)
 
 
 def main(argv: list[str] | None = None):
@@ -21,15 +32,13 @@ def main(argv: list[str] | None = None):
     task = train.load_task(config)
     policy = train.load_policy(config, task, config.model)
     answers = train.sample(policy, task, task.test[: config.prompts], 0, config)
-    mask, nodes = answers.mask, prefix_nodes(answers.tokens, answers.mask, config.group_size)
-    history = histories(nodes, config.group_size)[mask]  # of K tokens
-    _, at, visitors = history.unique(return_inverse=True, return_counts=True)
-    shared = torch.zeros_like(mask).masked_scatter(mask, visitors[at] > 1)  # (N, T)
+    mask = answers.mask
+    nodes = prefix_nodes(answers.tokens, mask, config.group_size)
+    shared = has_sibling(nodes, mask, config.group_size)
     print(f"{int(mask.sum())} tokens of {len(mask)} answers")
-    for first in (3, 10, 30, 100, config.max_tokens):
-        if first <= config.max_tokens:
-            share = shared[:, :first].sum() / mask[:, :first].sum()
-            print(f"of the first {first} tokens of an answer, {share:.3f} have a sibling")
+    for first in (3, 10, config.max_tokens):
+        share = shared[:, :first].sum() / mask[:, :first].sum()
+        print(f"of the first {first} tokens of an answer, {share:.3f} have a sibling")
 
 
 if __name__ == "__main__":
