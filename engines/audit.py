@@ -5,7 +5,7 @@ installed package. A cell is the mean over shared tokens of |sum_i c_i| / sum_i 
 answers cancel, at 1 all of them push the same way. Advantages sum to zero in each group. Clip
 ranges and everything else are the engine's defaults, unless the row says more.
 
-The first three columns are on the random prefix trees of verify.py (C2 to C12). On-policy, answers
+The first three columns are on the random prefix trees of verify.py (C2 to C11). On-policy, answers
 differ in length; off-policy they do not. In the last two columns, the answers were drawn by an
 engine with other numerics: its log-probs differ from the trainer's by a deviation of 0.02 a token,
 in groups of 8, of which half are right. Everything else is on-policy there (C25).
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from claims.evidence import DRAWS, Draw
 from engines.shipped import Case, trl_rows, verl_rows
-from losses import Batch, token_coefficients
+from losses import Batch, histories, token_coefficients
 
 SAMPLED = 320_000  # tokens of another sampler, if each group had one answer
 GROUP_SIZE, DEVIATION = 8, 0.02
@@ -37,7 +37,9 @@ def tree_case(draw: Draw, spread: float, offset: float = 0.0) -> Case:
     names = ("logp", "logp_old", "adv")  # with garbage on the padding
     clean = {name: getattr(b, name).detach().masked_fill(~b.mask, 0.0) for name in names}
     clean["logp"].requires_grad_()
-    return Case(replace(b, **clean), sampler=b.logp_old)
+    ids, history = histories(draw.nodes, draw.G).unique(return_inverse=True)
+    entropies = torch.rand(len(ids), generator=torch.Generator().manual_seed(0)).double()
+    return Case(replace(b, **clean), sampler=b.logp_old, entropy=entropies[history])
 
 
 def on_trees(loss: Callable, equal_lengths: bool, spread=0.0, offset=0.0) -> list[float]:
@@ -73,7 +75,7 @@ def sampled_case(length: int) -> Case:
         group_size=GROUP_SIZE,
         max_tokens=length,
     )
-    return Case(batch, sampler=logp - gap)
+    return Case(batch, sampler=logp - gap, entropy=at_tokens(torch.rand))
 
 
 def of_another_sampler(loss: Callable, length: int) -> list[float]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-import torch
 from torch import Tensor
 
 from losses import Batch
@@ -19,6 +18,7 @@ class Case:
 
     batch: Batch
     sampler: Tensor  # (N, T) the log-probs of the engine that drew the answers
+    entropy: Tensor  # (N, T) of the policy where it took a token; any, but one at each history
 
 
 # A row is the name of a loss with its settings, and the loss of the whole batch.
@@ -40,6 +40,7 @@ def trl_rows() -> Rows:
         more = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
         for level in ("token", "sequence"):
             add(loss_type=loss_type, importance_sampling_level=level, **more)
+    add(top_entropy_quantile=0.2)
     add(off_policy_mask_threshold=0.1)
     for mode in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate"):
         add(vllm_importance_sampling_mode=mode)
@@ -90,9 +91,9 @@ def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
         return [[2]] * len(ids), ids, None, [""] * len(ids), drawn if vllm else None, {}, None, []
 
     def score(logp: Tensor):
-        scored = logp[:, : int(b.mask.sum(1).max())]  # TRL pads to the longest answer
-        any_entropy = torch.zeros_like(scored)  # it is only logged
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, any_entropy, None)
+        width = int(b.mask.sum(1).max())  # TRL pads to the longest answer
+        scored = logp[:, :width], case.entropy[:, :width], None
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored
 
     trainer._generate = generate
     score(b.logp_old)
