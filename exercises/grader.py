@@ -32,6 +32,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from exercises.questions import EXERCISES, Question
+
 FOLDER = Path(__file__).parent
 LIMIT = 10  # seconds for one answer
 STUDENT = "student"  # the name of the file in tracebacks, and of the module
@@ -48,7 +52,7 @@ def limited():
     """Stop what takes too long, and keep what it prints."""
 
     def stop(*_):
-        raise Stopped(f"no answer: stopped after {LIMIT:g} s")
+        raise Stopped(f"no answer after {LIMIT:g} s")
 
     has_clock = hasattr(signal, "SIGALRM")
     if has_clock:
@@ -77,7 +81,7 @@ def to_plain(value):
     return json.loads(json.dumps(value, default=lambda x: x.tolist()), parse_int=float)
 
 
-def answer(question, function: Callable, inputs: tuple) -> Answer:
+def answer(question: Question, function: Callable, inputs: tuple) -> Answer:
     """What a function returns for these inputs. It gets copies: it may change them."""
     try:
         with limited() as printed:
@@ -98,24 +102,9 @@ def load(source: str | bytes) -> dict:
 
 def describe(error: BaseException) -> str:
     """The error in one line, with its last place in the student's file."""
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg}, line {error.lineno}"
-    name = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
-    text = f"{name}{error}".splitlines()[0].removesuffix(": ")
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
     frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == STUDENT]
     return f"{text} (line {frames[-1].lineno}, in {frames[-1].name})" if frames else text
-
-
-# ---------------- the verdict
-
-
-@dataclass
-class Verdict:
-    """What a student is told about one function."""
-
-    function: str
-    state: str  # PASS, NOT YET, NOT YET (blank)
-    lines: list[str] = field(default_factory=list)
 
 
 def compare(yours, right, place: str = "") -> Iterator[tuple[str, object, object]]:
@@ -139,16 +128,23 @@ def is_same(yours, right, tolerance: float = 1e-9) -> bool:
     return True
 
 
+# ---------------- the verdict
+
+
+@dataclass
+class Verdict:
+    """What a student is told about one function."""
+
+    function: str
+    state: str  # PASS, NOT YET, NOT YET (blank)
+    lines: list[str] = field(default_factory=list)
+
+
 def grade_file(path: Path, number: int) -> list[Verdict]:
     """One verdict for each function of an exercise."""
-    import torch
-
-    from exercises.questions import EXERCISES
-
-    questions, before = EXERCISES[number].questions, torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
+    questions, verdicts = EXERCISES[number].questions, []
     try:
-        student, verdicts = load(path.read_bytes()), []
+        student = load(path.read_bytes())
         for question in questions:
             verdicts.append(judge(question, student.get(question.function)))
             if question.right and verdicts[-1].state != "PASS":
@@ -157,58 +153,44 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
         return verdicts
     except (Exception, SystemExit, Stopped) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
-    finally:
-        torch.set_default_dtype(before)
 
 
-def judge(question, function: Callable | None) -> Verdict:
+def judge(question: Question, function: Callable | None) -> Verdict:
     """The verdict on one function, from its answers to all inputs."""
+    name, lesson = question.function, read_lessons().get(question.function)
     if function is None:
-        return Verdict(question.function, "NOT YET", ["The file has no function of this name."])
-    lesson = read_lessons().get(question.function)
-    inputs = lesson.cases if lesson else [()]
-    yours: list[Answer] = []
-    for x in inputs:
-        yours.append(answer(question, function, x))
-        if isinstance(yours[-1].error, Stopped):
-            break
-    error = yours[0].error
-    if isinstance(error, NotImplementedError) and not error.args:  # torch's has a text
-        return Verdict(question.function, "NOT YET (blank)")
+        return Verdict(name, "NOT YET", ["The file has no function of this name."])
+    yours = []
+    for inputs in lesson.cases if lesson else [()]:
+        yours.append(answer(question, function, inputs))
+        error = yours[-1].error
+        if isinstance(error, NotImplementedError) and not error.args:  # torch's has a text
+            return Verdict(name, "NOT YET (blank)")
+        if isinstance(error, Stopped) or error and question.check:
+            return Verdict(name, "NOT YET", [describe(error)])
     if question.check:
-        problem = [describe(error)] if error else find_problem(question, yours[0].value)
-        if problem:
-            return Verdict(question.function, "NOT YET", problem)
-        return Verdict(question.function, "PASS", [*question.praise(yours[0].value)])
+        value = yours[0].value
+        if problem := find_problem(question, value):
+            return Verdict(name, "NOT YET", [f"yours     {show(value)[:90]}", problem])
+        return Verdict(name, "PASS", [*question.praise(value)])
 
-    right = [answer(question, question.right, x).value for x in inputs[: len(yours)]]
-    failing = [k for k, y in enumerate(yours) if y.error or not is_same(y.value, right[k])]
-    if not failing:
-        return Verdict(question.function, "PASS")
-    hints, k = find_hints(question, function, lesson, yours, right, failing)
-    value, error = yours[k].value, yours[k].error
-    digits = 17 if show(value) == show(right[k]) else 9
-    named = [f"{name} = {show(x)}" for name, x in zip(lesson.inputs, inputs[k], strict=True)]
-    lines = [("with", ", ".join(named)), ("printed", yours[k].printed.strip())]
-    lines += [("yours", describe(error) if error else show(value, digits))]
-    lines += [("expected", show(right[k], digits))]
-    return Verdict(question.function, "NOT YET", [show_line(*x) for x in lines if x[1]] + hints)
+    right = [answer(question, question.right, inputs).value for inputs in lesson.cases]
+    attempt = Attempt(question, function, lesson, yours, right)
+    if not attempt.failing:
+        return Verdict(name, "PASS")
+    return Verdict(name, "NOT YET", [*show_case(attempt), *find_hints(attempt)])
 
 
-def find_problem(question, value) -> list[str]:
-    """What an answer lacks, of which many are right. Empty if nothing."""
+def find_problem(question: Question, value) -> str | None:
+    """What an answer lacks, of which many are right."""
     try:
-        problem = next(question.check(value), None)
+        return next(question.check(value), None)
     except (TypeError, ValueError, IndexError, RuntimeError):
-        problem = "Your answer has another form than the exercise asks for."
-    return [show_line("yours", show(value)[:90]), problem] if problem else []
+        return "Your answer has another form than the exercise asks for."
 
 
 # ---------------- hints
 
-CHANGES = (
-    "-x abs(x) x**2 x**0.5 1/x x+1 x-1 2*x x/2 0*x x*(x>0) x*(x<0) sorted(x) x[:1] x[::-1]".split()
-)
 OUTCOMES = {1: "what it was", 2: "twice as large", 0.5: "half as large", -1: "its negative"}
 ERRORS = {  # what torch says: what a student may not know
     "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
@@ -228,7 +210,6 @@ class Lesson:
     cases: tuple[tuple, ...] = ()
     mistakes: dict[str, str] = field(default_factory=dict)  # edits: hint
     where: dict[str, str] = field(default_factory=dict)  # condition: hint
-    answers: dict[str, list] = field(default_factory=dict)  # edits: what this mistake answers
 
 
 @functools.cache
@@ -252,112 +233,106 @@ def make_mistakes(lesson: Lesson, *edits: str) -> Callable | None:
         if old not in source:
             return None
         source = source.replace(old, new)
-    return define(source)
-
-
-def define(source: str) -> Callable | None:
-    """The function with this source. None if it has none."""
     with contextlib.suppress(SyntaxError):
-        *_, function = load(f"import math, torch\n{source}").values()
-        return function
-    return None
+        return [*load(f"import math, torch\n{source}").values()][-1]
 
 
-def change_words(solution: str) -> Iterator[tuple[Callable | None, str]]:
-    """The solution with a word or a call changed, once or everywhere; and what to say."""
-    head, body = solution.split("\n", 1)
-    for pattern in (r"\w+", r"\w+\([^()]*\)"):
-        for found in re.finditer(pattern, body):
-            before, word, after = body[: found.start()], found[0], body[found.end() :]
-            for change in CHANGES:
-                new = f"({change.replace('x', word)})"
-                for changed in (f"{before}{new}{after}", re.sub(rf"\b{word}\b", new, body)):
-                    yield (
-                        define(f"{head}\n{changed}"),
-                        f"Have you {new[1:-1]} where {word} belongs?",
-                    )
+@functools.cache
+def answer_mistaken(question: Question, edits: str) -> list:
+    """What the solution with these edits says in every case."""
+    lesson = read_lessons()[question.function]
+    mistaken = make_mistakes(lesson, edits)
+    return [answer(question, mistaken, inputs).value for inputs in lesson.cases]
 
 
-def find_hints(question, function, lesson, yours, right, failing) -> tuple[list[str], int]:
-    """What a student should look at, if somebody has foreseen it; and the case that shows it."""
-    # What the solution says with each mistake. The best one says what you say, in most of the cases
-    # that either of you gets wrong: a mistake elsewhere, at the edge, does not hide it.
-    theirs = lesson.answers
-    for edits in lesson.mistakes.keys() - theirs:
-        mistaken = make_mistakes(lesson, edits)
-        theirs[edits] = [answer(question, mistaken, x).value for x in lesson.cases]
-    wrong = {
-        edits: {k for k, x in enumerate(right) if not is_same(theirs[edits][k], x)}
-        for edits in lesson.mistakes
-    }
+@dataclass
+class Attempt:
+    """A student's function, and what it says in every case beside what is right."""
 
-    def agreement(edits: str) -> tuple[float, float]:
-        either = wrong[edits].union(failing)
-        same = [k for k in either if is_same(yours[k].value, theirs[edits][k], 1e-6)]
-        return len(same) / len(either), len(wrong[edits].intersection(failing)) / len(either)
+    question: Question
+    function: Callable
+    lesson: Lesson
+    yours: list[Answer]
+    right: list
 
-    def tell(*mistakes: str) -> tuple[list[str], int]:
-        hints = [lesson.mistakes[edits] for edits in mistakes]
-        return hints, min(wrong[mistakes[0]].intersection(failing) or failing)
+    def __post_init__(self):
+        pairs = enumerate(zip(self.yours, self.right, strict=True))
+        self.failing = [k for k, (y, x) in pairs if y.error or not is_same(y.value, x)]
 
-    passing = [k for k in range(len(yours)) if k not in failing]
+    def agrees(self, k: int, theirs) -> bool:
+        """Whether the student says the same as somebody else in case k."""
+        return is_same(self.yours[k].value, theirs, 1e-6)
 
-    def answers_alike(mistaken: Callable | None) -> bool:
-        def is_alike(k: int) -> bool:
-            return is_same(yours[k].value, answer(question, mistaken, lesson.cases[k]).value, 1e-6)
 
-        if mistaken is None or not all(map(is_alike, failing[:12])):
-            return False
-        return sum(map(is_alike, passing)) >= len(passing) - 1
+def find_hints(attempt: Attempt) -> list[str]:
+    """What a student should look at: the first of these that finds something."""
+    finders = (
+        find_mistake,
+        find_two_mistakes,
+        find_form,
+        find_broken_rule,
+        find_part,
+        find_difference,
+    )
+    return next(filter(None, (find(attempt) for find in finders)), [])
 
-    best = max(lesson.mistakes, key=agreement)
-    if agreement(best)[0] > 2 / 3:
-        return tell(best)
+
+def find_mistake(attempt: Attempt) -> list[str]:
+    """A known mistake that says what the student says, wherever one of them is wrong.
+
+    In two of three of these cases is enough: a mistake elsewhere, at the edge, does not hide it.
+    """
+
+    def agreement(edits: str) -> float:
+        theirs = answer_mistaken(attempt.question, edits)
+        wrong = {k for k, x in enumerate(attempt.right) if not is_same(theirs[k], x)}
+        same = [k for k in attempt.failing if attempt.agrees(k, theirs[k])]
+        return len(same) / len(wrong.union(attempt.failing))
+
+    best = max(attempt.lesson.mistakes, key=agreement)
+    return [attempt.lesson.mistakes[best]] if agreement(best) > 2 / 3 else []
+
+
+def find_two_mistakes(attempt: Attempt) -> list[str]:
+    """Two known mistakes that together say what the student says."""
+    lesson = attempt.lesson
     for pair in itertools.combinations(lesson.mistakes, 2):
-        if answers_alike(make_mistakes(lesson, *pair)):
-            return tell(*pair)
-    for mistaken, hint in change_words(lesson.solution):
-        if answers_alike(mistaken):
-            return [hint], failing[0]
-    if any(y.value is None for y in yours):
-        return ["Your function returns nothing. Did you print?"], failing[0]
-    pairs = [(y.value, x) for y, x in zip(yours, right, strict=True)]
-    if all(is_same(*pair, 0.01) for pair in pairs):
-        return ["It is nearly right. Is there a small number in a divisor, or float32?"], failing[0]
-    if not any(y.error for y in yours):
-        for rule in find_broken_rules(question, function, lesson):
-            return [rule], failing[0]
-    given = [dict(zip(lesson.inputs, x, strict=True)) for x in lesson.cases[: len(yours)]]
-    part = {}  # hint: how many of the cases that it names are wrong, if all the wrong ones are
-    for condition, hint in lesson.where.items():
-        cases = {k for k, names in enumerate(given) if eval(condition, names)}
-        if cases.issuperset(failing) and len(cases) < len(yours):
-            part[hint] = len(failing) / len(cases)
-    hint = max(part, key=part.get, default=None)
-    if hint and part[hint] > 2 / 3:
-        return [hint], failing[0]
-    errors = " ".join(str(y.error) for y in yours)
-    known = [hint for words, hint in ERRORS.items() if words in errors]
-    return known[:1] or [*find_differences(pairs, failing[0])], failing[0]
+        mistaken = make_mistakes(lesson, *pair)
+        if mistaken and all(
+            attempt.agrees(k, answer(attempt.question, mistaken, inputs).value)
+            for k, inputs in enumerate(lesson.cases)
+        ):
+            return [lesson.mistakes[edits] for edits in pair]
+    return []
 
 
-def find_broken_rules(question, function: Callable, lesson: Lesson) -> Iterator[str]:
+def find_form(attempt: Attempt) -> list[str]:
+    """Nothing, an error that many meet, or the right numbers but for rounding."""
+    if any(y.value is None for y in attempt.yours):
+        return ["Your function returns nothing. Did you print?"]
+    pairs = zip(attempt.yours, attempt.right, strict=True)
+    if all(is_same(y.value, x, 0.01) for y, x in pairs):
+        return ["It is nearly right. Is there a small number in a divisor, or float32?"]
+    errors = " ".join(str(y.error) for y in attempt.yours)
+    return [hint for words, hint in ERRORS.items() if words in errors][:1]
+
+
+def find_broken_rule(attempt: Attempt) -> list[str]:
     """What happens to the right answers if an input is doubled or negated, and not to yours."""
-    solution = define(lesson.solution)
+    lesson, question = attempt.lesson, attempt.question
 
-    def find_outcome(function: Callable) -> float | None:
-        before, after = (
-            [answer(question, function, x).value for x in cases]
-            for cases in (lesson.cases, changed)
-        )
+    def find_outcome(function: Callable, before: list) -> float | None:
+        after = [answer(question, function, inputs).value for inputs in changed]
         return next((x for x in OUTCOMES if is_same(after, scale(before, x), 1e-6)), None)
 
     for i, name in enumerate(lesson.inputs):
         for factor, change in ((2, f"twice the {name}"), (-1, f"the opposite sign of {name}")):
             changed = [(*x[:i], scale(x[i], factor), *x[i + 1 :]) for x in lesson.cases]
-            outcome = find_outcome(question.right)
-            if outcome and outcome == find_outcome(solution) != find_outcome(function):
-                yield f"With {change} the answer should be {OUTCOMES[outcome]}. Yours is not."
+            outcome = find_outcome(question.right, attempt.right)
+            yours = find_outcome(attempt.function, [y.value for y in attempt.yours])
+            if outcome and yours != outcome and not attempt.yours[0].error:
+                return [f"With {change} the answer should be {OUTCOMES[outcome]}. Yours is not."]
+    return []
 
 
 def scale(value, factor: float):
@@ -366,19 +341,44 @@ def scale(value, factor: float):
     return value * factor if type(value) in (int, float) else value
 
 
-def find_differences(pairs: list[tuple], k: int) -> Iterator[str]:
-    """What can be said of a mistake that nobody has foreseen. Case k is shown."""
-    place, y, x = next(n for n in compare(*pairs[k]) if not is_same(*n[1:]))
-    numbers = [n for pair in pairs for n in compare(*pair)]
-    if place:
-        yield f"result{place} is {show(y)}, not {show(x)}."
-    if all(isinstance(y, float) and isinstance(x, float) for _, y, x in numbers):
-        factors = {round(y / x, 6) if x else y for _, y, x in numbers if x or y}
-        if len(factors) == 1:
-            yield f"In all cases it is {factors.pop():g} times what is expected."
+def find_part(attempt: Attempt) -> list[str]:
+    """A condition that somebody has foreseen: wrong in most cases that meet it, and only there."""
+    hints, best = [], 2 / 3
+    for condition, hint in attempt.lesson.where.items():
+        cases = [
+            k
+            for k, inputs in enumerate(attempt.lesson.cases)
+            if eval(condition, dict(zip(attempt.lesson.inputs, inputs, strict=True)))
+        ]
+        share = len(attempt.failing) / len(cases)
+        if set(cases).issuperset(attempt.failing) and share > best:
+            hints, best = [hint], share
+    return hints
+
+
+def find_difference(attempt: Attempt) -> list[str]:
+    """The first number that is wrong."""
+    k = attempt.failing[0]
+    for place, yours, right in compare(attempt.yours[k].value, attempt.right[k]):
+        if place and not is_same(yours, right):
+            return [f"result{place} is {show(yours)}, not {show(right)}."]
+    return []
 
 
 # ---------------- showing
+
+
+def show_case(attempt: Attempt) -> list[str]:
+    """The first case that fails."""
+    k = attempt.failing[0]
+    yours, right = attempt.yours[k], attempt.right[k]
+    digits = 17 if show(yours.value) == show(right) else 9
+    inputs = zip(attempt.lesson.inputs, attempt.lesson.cases[k], strict=True)
+    lines = [f"with      {', '.join(f'{name} = {show(x)}' for name, x in inputs)}"]
+    if yours.printed:
+        lines.append(f"printed   {yours.printed[:1000]}")
+    lines.append(f"yours     {describe(yours.error) if yours.error else show(yours.value, digits)}")
+    return [*lines, f"expected  {show(right, digits)}"]
 
 
 def show(value, digits: int = 9) -> str:
@@ -390,70 +390,44 @@ def show(value, digits: int = 9) -> str:
     return str(value)
 
 
-def show_line(name: str, text: str) -> str:
-    return textwrap.fill(f"{name:10}{text[:1500]}", 96, subsequent_indent=" " * 14)
+def find_files() -> dict[int, Path]:
+    """The working file of each exercise."""
+    return {int(path.name[:2]): path for path in sorted(FOLDER.glob("[0-9]*.py"))}
 
 
-def read_titles() -> dict[int, tuple[Path, str]]:
-    """The working file of each exercise, and its title."""
-    titles = {}
-    for path in sorted(FOLDER.glob("[0-9]*.py")):
-        heading = re.search(r"^# \d+\. (.*?)(?: \(.*)?$", path.read_text(errors="replace"), re.M)
-        titles[int(path.name[:2])] = path, heading[1] if heading else path.stem
-    return titles
-
-
-def show_exercise(number: int, verdicts: list[Verdict], titles: dict) -> None:
-    from exercises.questions import EXERCISES
-
-    print(f"Exercise {number}: {titles[number][1]}")
+def show_exercise(number: int, verdicts: list[Verdict]) -> None:
     for verdict in verdicts:
         print(f"\n  {verdict.function}  {verdict.state}")
-        for line in "\n".join(verdict.lines).splitlines():
-            print(textwrap.indent(textwrap.fill(line, 96), "    "))
+        for line in verdict.lines:
+            wrapped = textwrap.fill(line, 96, subsequent_indent="  ")
+            print(textwrap.indent(wrapped, "    "))
     print()
-    if any(verdict.state != "PASS" for verdict in verdicts):
-        return
-    print(textwrap.fill(f"Why it is so: {EXERCISES[number].why}", 96))
-    print(f"More: {EXERCISES[number].more}")
-    if number + 1 in titles:
-        path, title = titles[number + 1]
-        print(f"Next: {number + 1}. {title}, in exercises/{path.name}")
-        print(f"      make exercise N={number + 1}")
-    else:
-        print("This was the last exercise. Which ones are still open: make exercises")
+    if all(verdict.state == "PASS" for verdict in verdicts):
+        print(textwrap.fill(f"Why it is so: {EXERCISES[number].why}", 96))
+        print(f"More: {EXERCISES[number].more}\nWhat is next: make exercises")
 
 
-def show_progress(titles: dict) -> None:
-    """One line for each exercise, then the first that is still open."""
-    todo = []
-    for number, (path, title) in titles.items():
-        states = [verdict.state for verdict in grade_file(path, number)]
-        state = states[0] if len({*states}) == 1 else "NOT YET"
-        if state != "PASS":
-            todo.append(number)
-        print(f"{number:3}  {title:45} {state}", flush=True)
-    print(f"\n{len(titles) - len(todo)} of {len(titles)} pass.", end="")
-    print(f" Next: make exercise N={todo[0]}" if todo else "")
+def show_progress(files: dict[int, Path]) -> None:
+    """One line for each exercise."""
+    for number, path in files.items():
+        states = {verdict.state for verdict in grade_file(path, number)}
+        print(f"{path.stem:32} {states.pop() if len(states) == 1 else 'NOT YET'}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    titles = read_titles()
-    parser.add_argument("exercise", nargs="?", type=int, choices=titles, help="its number")
-    parser.add_argument("file", nargs="?", help="a copy of it (default: the file in exercises/)")
+    files = find_files()
+    parser.add_argument("exercise", nargs="?", type=int, choices=files, help="its number")
+    parser.add_argument("file", nargs="?", type=Path, help="a copy of it")
     options = parser.parse_args(argv)
-    print("grading ...", file=sys.stderr, flush=True)  # torch is imported below: it takes seconds
+    torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
     if options.exercise is None:
-        show_progress(titles)
+        show_progress(files)
         return 0
-    path = Path(options.file or titles[options.exercise][0])
-    if not path.is_file():
-        parser.error(f"there is no file {path}")
-    verdicts = grade_file(path, options.exercise)
-    show_exercise(options.exercise, verdicts, titles)
+    verdicts = grade_file(options.file or files[options.exercise], options.exercise)
+    show_exercise(options.exercise, verdicts)
     return 0 if all(verdict.state == "PASS" for verdict in verdicts) else 1
 
 

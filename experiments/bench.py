@@ -8,10 +8,10 @@ weights), prompts, reward, loss (grpo, no KL) and batch. A bias on EOS makes ans
 learning rate is 0, so lengths stay as they are. Every side draws answers of its own, and the table
 shows that their tokens are about as many.
 
-The sides take turns in one process. A round runs each of them once, every second round in reverse
-order, so that what slows the machine for a while slows all of them. The first round is left out. A
-figure is the median over rounds, a ratio the median of the rounds' quotients. On a CPU there is one
-thread, and its CPU seconds are counted.
+The sides take turns in one process. A round runs each of them once, so that what slows the machine
+for a while slows all of them. The first round is left out. A figure is the median over rounds, a
+ratio the median of the rounds' quotients. On a CPU there is one thread, and its CPU seconds are
+counted.
 
 How close to the machine a step is: the FLOPs of its matrix products a second, over those of a
 1,024 x 1,024 product. torch counts them, on a GPU with attention's. A fast step has fewer.
@@ -48,29 +48,42 @@ import train
 from llm import fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EOS, GROUP = 1, 8
+EOS = 1
 
 
 # ---------------- what is timed
 
 
 @dataclass
-class Shape:
-    prompts: int  # with GROUP answers each
-    prompt: int  # tokens
-    mean: float  # length of answers before the cap; inf: hardly one ends
-    cap: int
-    micro_rows: int
-    vocab: int
-    layers: int
-    width: int
+class Shape(train.Config):
+    """A run's Config, and what its prompts and answers are like."""
+
+    prompt: int = 120  # tokens
+    mean: float = math.inf  # length of answers before the cap; inf: hardly one ends
+    vocab: int = 151_936
+    minibatches: int = 1
+    lr: float = 0.0
+    schedule: str = "constant"
 
 
 SHAPES = {
-    "toy": Shape(32, 6, 12, 16, micro_rows=256, vocab=22, layers=2, width=64),
-    "gsm8k": Shape(8, 120, 70, 256, micro_rows=64, vocab=2048, layers=4, width=256),
-    "0.5B": Shape(16, 120, math.inf, 512, micro_rows=8, vocab=151_936, layers=24, width=896),
+    "toy": Shape(prompts=32, max_tokens=16, micro_rows=256, layers=2, prompt=6, mean=12, vocab=22),
+    "gsm8k": Shape(
+        prompts=8, max_tokens=256, micro_rows=64, layers=4, width=256, mean=70, vocab=2048
+    ),
+    "0.5B": Shape(prompts=16, max_tokens=512, micro_rows=8),
 }
+# Qwen2.5-0.5B's architecture; its weights are random here.
+QWEN = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+WAYS = {"plain": train, "fast": fast}
 
 
 class Words:
@@ -95,14 +108,14 @@ class Words:
         return float(sum(int(word[1:-1]) for word in text.split()) % 2)
 
 
-def make_policy(shape: Shape, way: str = "plain") -> train.Policy:
-    tokenizer = Words(shape).tokenizer
-    if shape.width == 896:
-        model = make_qwen(shape)
+def make_policy(shape: Shape, way=train) -> train.Policy:
+    """The way is train, or fast: whose generate and log_probs the policy has."""
+    words = Words(shape)
+    if shape.mean == math.inf:
+        model = Qwen2ForCausalLM(QWEN)
     else:
-        config = train.Config(layers=shape.layers, width=shape.width)
-        model = train.make_model(config, tokenizer)
-    if shape.mean < math.inf:  # an output layer that ends an answer with chance 1 / mean
+        model = train.make_model(shape, words.tokenizer)
+        # An output layer that ends an answer with chance 1 / mean.
         head = torch.nn.Linear(shape.width, shape.vocab)
         head.weight.data /= 100
         head.bias.data = torch.zeros(shape.vocab)
@@ -110,45 +123,17 @@ def make_policy(shape: Shape, way: str = "plain") -> train.Policy:
         model.config.tie_word_embeddings = False
         model.set_output_embeddings(head)
     model.generation_config.update(eos_token_id=EOS, pad_token_id=0)
-    functions = fast if way == "fast" else train
-    ways = functions.generate, functions.log_probs
-    policy = train.Policy(model.eval(), tokenizer, torch.tensor([EOS]), *ways)
+    ways = way.generate, way.log_probs
+    policy = train.Policy(model.eval(), words.tokenizer, torch.tensor([EOS]), *ways)
     train.move_to_gpu(policy)
     return policy
 
 
-def make_qwen(shape: Shape) -> torch.nn.Module:
-    """Qwen2.5-0.5B's architecture with random weights."""
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=shape.vocab,
-            hidden_size=shape.width,
-            intermediate_size=4864,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def make_config(shape: Shape) -> train.Config:
-    return train.Config(
-        prompts=shape.prompts,
-        group_size=GROUP,
-        max_tokens=shape.cap,
-        minibatches=1,
-        micro_rows=shape.micro_rows,
-        lr=0.0,
-        schedule="constant",
-    )
-
-
 def sample(policy: train.Policy, shape: Shape, seed: int) -> int:
     """A rollout of ours. Returns its number of tokens."""
-    prompts = Words(shape).ids.repeat_interleave(GROUP, 0).to(DEVICE)  # (N, P)
+    prompts = Words(shape).ids.repeat_interleave(shape.group_size, 0).to(DEVICE)  # (N, P)
     gen = torch.Generator().manual_seed(seed)
-    _, mask, _ = policy.sampler(policy, prompts, shape.cap, 1.0, gen)
+    _, mask, _ = policy.sampler(policy, prompts, shape.max_tokens, 1.0, gen)
     return int(mask.sum())
 
 
@@ -162,11 +147,9 @@ def sample_theirs(policy: train.Policy, shape: Shape, seed: int) -> int:
             prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=True,
-            temperature=1.0,
             top_k=0,
-            top_p=1.0,
-            num_return_sequences=GROUP,
-            max_new_tokens=shape.cap,
+            num_return_sequences=shape.group_size,
+            max_new_tokens=shape.max_tokens,
         )
     ends = whole[:, shape.prompt :] == EOS
     return int((ends.cumsum(1) - ends.long() == 0).sum())  # no EOS stands before them
@@ -174,12 +157,12 @@ def sample_theirs(policy: train.Policy, shape: Shape, seed: int) -> int:
 
 def step(policy: train.Policy, shape: Shape, number: int) -> int:
     """A training step as train.main makes it. Returns its number of tokens."""
-    task, config, method = Words(shape), make_config(shape), train.bind("grpo", {})
-    optimizer = train.adamw(policy.model, config.lr)
-    answers = train.sample(policy, task, task.train, number, config)
-    scored = train.score(policy, answers, method, config, reference=None)
-    updates = train.learn(policy, optimizer, scored, method, config)
-    return train.diagnose(policy, scored, updates, method, config)["generated"]
+    task, method = Words(shape), train.bind("grpo", {})
+    optimizer = train.adamw(policy.model, shape.lr)
+    answers = train.sample(policy, task, task.train, number, shape)
+    scored = train.score(policy, answers, method, shape, reference=None)
+    updates = train.learn(policy, optimizer, scored, method, shape)
+    return train.diagnose(policy, scored, updates, method, shape)["generated"]
 
 
 # ---------------- rounds, which TRL's own loop drives
@@ -205,9 +188,9 @@ class Rounds(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         number = state.global_step
         self.seconds.append({"TRL": now() - self.start})
-        for name in list(self.sides)[:: -1 if number % 2 else 1]:
+        for name, side in self.sides.items():
             start = now()
-            self.tokens[-1][name] = self.sides[name](number)
+            self.tokens[-1][name] = side(number)
             self.seconds[-1][name] = now() - start
         self.start = now()
 
@@ -235,22 +218,16 @@ def run_rounds(shape: Shape, rounds: int) -> tuple[pd.DataFrame, pd.DataFrame]:
             out,
             max_steps=rounds + 1,
             per_device_train_batch_size=shape.micro_rows,
-            gradient_accumulation_steps=shape.prompts * GROUP // shape.micro_rows,
-            num_generations=GROUP,
-            max_completion_length=shape.cap,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            beta=0.0,
+            gradient_accumulation_steps=shape.prompts * shape.group_size // shape.micro_rows,
+            num_generations=shape.group_size,
+            max_completion_length=shape.max_tokens,
             loss_type="grpo",
             learning_rate=0.0,
-            weight_decay=0.0,
             # As ours:
             bf16=plain.bf16,
             use_cpu=DEVICE == "cpu",
             disable_dropout=True,
             gradient_checkpointing=False,
-            dataloader_pin_memory=False,
             # Quiet:
             report_to=[],
             logging_strategy="no",
@@ -292,7 +269,7 @@ def product_rate() -> float:
     return 2 * 1024**3 / min(seconds)
 
 
-def peak_gb(shape: Shape, way: str) -> float:
+def peak_gb(shape: Shape, way) -> float:
     """GPU memory at the peak of a step, with all that a run holds but the start policy."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
@@ -316,20 +293,18 @@ def main(argv: list[str] | None = None):
     logging.disable(logging.WARNING)
     for name in options.shapes:
         shape = SHAPES[name]
-        print(f"\n{name}: {shape}")
+        print(f"\n{name}")
         if DEVICE == "cuda":
-            for way in ("plain", "fast"):
-                gb = peak_gb(shape, way)
-                print(f"step, {way}: {gb:.1f} GB at the peak", flush=True)
+            for way, module in WAYS.items():
+                print(f"step, {way}: {peak_gb(shape, module):.1f} GB at the peak", flush=True)
         seconds, tokens = run_rounds(shape, options.rounds)
         print(pd.DataFrame({"median seconds": seconds.median(), "tokens": tokens.mean()}).round(3))
-        for over, under in (("rollout, generate()", "rollout"), ("TRL", "step")):
-            for way in ("plain", "fast"):
+        for way, module in WAYS.items():
+            for over, under in (("rollout, generate()", "rollout"), ("TRL", "step")):
                 ratio = (seconds[over] / seconds[f"{under}, {way}"]).median()
                 print(f"{over} / {way}: {ratio:.2f}")
-        for way in ("plain", "fast"):
-            flops, s = count_flops(make_policy(shape, way), shape), seconds[f"step, {way}"]
-            share = flops / s.median() / product_rate()
+            flops = count_flops(make_policy(shape, module), shape)
+            share = flops / seconds[f"step, {way}"].median() / product_rate()
             print(f"step, {way}: {flops / 1e9:.2f} GFLOP, {share:.2f} of a product's rate")
 
 

@@ -7,8 +7,6 @@ Students fill the files in exercises/ in place, so no test expects a blank in th
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +49,7 @@ def grade(tmp_path, capsys):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def float64():
     """As the grader has it."""
     torch.set_default_dtype(torch.float64)
@@ -68,24 +66,23 @@ def test_solutions_pass_and_blanks_do_not(number, grade):
     code, out = grade(number, SOLUTIONS)
     count = len(EXERCISES[number].questions)
     assert code == 0 and out.count("  PASS") == count, out
-    assert number == 12 or f"make exercise N={number + 1}\n" in out
     blank = re.sub(
         r"^( +).*\n( +.*\n|\n(?= ))*", r"\1raise NotImplementedError\n", SOLUTIONS, flags=re.M
     )
     code, out = grade(number, blank)
     assert code == 1 and out.count("  NOT YET (blank)\n") == count
-    asked = grader.read_titles()[number][0].read_text()
+    asked = grader.find_files()[number].read_text()
     assert all(f"def {question.function}(" in asked for question in EXERCISES[number].questions)
 
 
 @pytest.mark.parametrize("name", LESSONS)
-def test_every_known_mistake_gets_its_hint(name, float64):
+def test_every_known_mistake_gets_its_hint(name):
     for edits, hint in LESSONS[name].mistakes.items():
         verdict = grader.judge(QUESTIONS[name], grader.make_mistakes(LESSONS[name], edits))
         assert verdict.state == "NOT YET" and hint in verdict.lines, hint
 
 
-def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
+def test_nine_of_ten_wrong_answers_get_a_fitting_hint():
     """They are written as a student writes, not as edits of a solution."""
     text = (Path(__file__).parent / "wrong_answers.txt").read_text()
     missed, answers = 0, text.split("\n## ")[1:]
@@ -105,78 +102,49 @@ def test_nine_of_ten_wrong_answers_get_a_fitting_hint(float64):
     "name, source, line",
     [
         ("an_accident", "(): return [2] * 4, [1, -1, 1, -1]", "All lengths are equal"),
-        ("an_accident", "(): return [2, 2, 3, 3], [1, 0, 1, 0]", "Are they rewards?"),
         ("an_accident", "(): return [2, 2, 3, 3], [1, -1, 2, -1]", "sum to 1, not to 0."),
         ("an_accident", "(): return [1, 2, 3, 3], [1, -1, 1, -1]", "sum A/T, is 0.5, not 0."),
         ("blind_spot", "(): return [1] * 4, [1, 1, -1, -1], (0, 2)", "leaves 0 there"),
         ("blind_spot", "(): return [3, 1, 1, 1], [1, 1, -1, -1], (1, 4)", "from 0 to 3"),
-        ("blind_spot", "(): return [3, 1, 1, 1], [1, -1, 0, 0], (0, 1)", "Give the others an A"),
         ("counterexample", "(): return [0.4, 0.4, 0.2]", "change by 0 per eta"),
         ("counterexample", "(): return [0.5, 0.2, 0.2]", "sum to 0.9, not 1."),
         ("weight", "(s, adv): return s", "share a token leave 57.7"),
-        ("weight", "(s, adv): return torch.ones_like(s)", "the same weights: the cosine is 0.9008"),
+        ("weight", "(s, adv): return torch.ones_like(s)", "the cosine is 0.9008"),
         ("weight", "(s, adv): return s / adv", "nan or inf"),
         ("min_replace", "(w, adv): return w.detach().min(1).expand_as(w)", "Try amin."),
-        ("cancel", "(c, r): c.clear(); return c", "c = [3, 1], r = [1, 1]"),
         ("min_replace", "(w, adv): return w.detach().flip(0)", "result[0][1] is 2, not 0.5."),
-        (
-            "change_of_log_odds",
-            "(k, l, n, m, x): return 3 * (k * (n - x) - l * (m - x))",
-            "3 times",
-        ),
+        ("cancel", "(c, r): c.clear(); return c", "c = [3, 1], r = [1, 1]"),
         ("left_by_the_length", "(T, A): return sum(A) and A[0] * T[0]", "With twice the lengths"),
-        (
-            "shared_token_gradient",
-            "(r, A): return r * sum(A) / (len(A) + 1e-3)",
-            "It is nearly right.",
-        ),
-        (
-            "shared_token_gradient",
-            "(r, A): return r**0.5 * sum(A) / len(A)",
-            "Have you rho**0.5 where rho",
-        ),
+        ("shared_token_gradient", "(r, A): return r * sum(A) / (len(A) + 1e-3)", "nearly right"),
     ],
 )
-def test_another_wrong_answer_is_told_what_it_lacks(name, source, line, float64):
+def test_another_wrong_answer_is_told_what_it_lacks(name, source, line):
     verdict = judge(f"def {name}{source}", name)
     assert verdict.state == "NOT YET" and line in " ".join(verdict.lines)
 
 
-@pytest.mark.parametrize("name", LESSONS)
-def test_a_mistake_in_the_last_case_only_is_found(name, float64):
-    right = grader.load(f"import math, torch\n{LESSONS[name].solution}")[name]
-    calls = []
-
-    def late(*inputs):
-        calls.append(inputs)
-        return right(*inputs) if len(calls) < len(LESSONS[name].cases) else "late"
-
-    assert grader.judge(QUESTIONS[name], late).state == "NOT YET"
+def test_a_mistake_in_the_last_case_only_is_found():
+    source = LESSONS["min_replace"].solution.replace("return", "return w if w[0, 0] == 1.42 else")
+    assert judge(source, "min_replace").state == "NOT YET"
 
 
 @pytest.mark.parametrize(
     "source, line",
     [
-        ("def cancel(c, r):\n    while True: pass", "stopped after 0.3 s (line 2, in cancel)"),
-        ("import time\ndef cancel(c, r):\n  try: time.sleep(9)\n  except Exception: 0", "stopped"),
-        ("while True: pass", "no answer: stopped after 0.3 s"),
+        ("def cancel(c, r):\n    while True: pass", "no answer after 1 s (line 2, in cancel)"),
+        ("import time\ndef cancel(c, r):\n try: time.sleep(9)\n except Exception: 0", "no answer"),
         ("exit()", "SystemExit: None (line 1, in <module>)"),
         ("def cancel(c, r):\n    return (c", ", line 2"),
-        ("import nothing_such", "ModuleNotFoundError: "),
-        (
-            "def cancel(c, r):\n    return c[9]",
-            "IndexError: list index out of range (line 2, in cancel)",
-        ),
+        ("def cancel(c, r):\n    return c[9]", "IndexError: list index out of range (line 2, in"),
         ("def cancel(c, r):\n    print('here', c)", "printed   here [3.0, 1.0]"),
         ("def cancel(c, r):\n    print(c)", "Your function returns nothing. Did you print?"),
-        ("cancel = 3", "TypeError: "),
         ("", "The file has no function of this name."),
     ],
 )
 def test_trouble_is_one_clear_line_and_the_other_function_is_graded(
     source, line, grade, monkeypatch
 ):
-    monkeypatch.setattr(grader, "LIMIT", 0.3)
+    monkeypatch.setattr(grader, "LIMIT", 1)
     code, out = grade(12, f"{source}\n\n{LESSONS['over_all_pairs'].solution}")
     assert code == 1 and line in out
     assert "over_all_pairs  PASS" in out or out.count(line) == 2  # the file itself is broken
@@ -191,38 +159,25 @@ def test_a_wrong_function_is_not_held_against_the_next(grade):
 
 
 def test_a_tensor_of_an_answers_own_loses_no_digit(grade):
+    torch.set_default_dtype(torch.float32)
     mine = "import torch\ndef left_by_the_length(T, A):\n    "
     mine += "return (torch.tensor(A) / torch.tensor(T)).mean()"
     assert "left_by_the_length  PASS" in grade(5, mine)[1]
-    assert torch.get_default_dtype() == torch.float32
 
 
-def test_the_command_says_what_the_readme_shows(tmp_path):
-    wrong = "def min_replace(w, adv):\n    return w.sort(1)[0][:, :1].expand_as(w)"
-    (tmp_path / "mine.py").write_text(wrong)
-    command = [sys.executable, "-m", "exercises.grader", "6", str(tmp_path / "mine.py")]
-    result = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
-    shown = re.search(
-        r"  min_replace  NOT YET\n.*?(?=```)", (FOLDER / "README.md").read_text(), re.S
-    )
-    assert result.returncode == 1 and shown[0] in result.stdout
+def test_the_command_says_what_the_readme_shows(grade):
+    code, out = grade(6, "def min_replace(w, adv):\n    return w.sort(1)[0][:, :1].expand_as(w)")
+    readme = (FOLDER / "README.md").read_text()
+    assert code == 1 and re.search(r"  min_replace  NOT YET\n.*?(?=```)", readme, re.S)[0] in out
 
 
-def test_progress_has_a_line_for_each_exercise(tmp_path, monkeypatch, capsys):
-    titles = {number: (tmp_path / f"{number}.py", "title") for number in (1, 2, 3)}
-    for number, source in ((1, ""), (2, SOLUTIONS), (3, LESSONS["gate_is_open"].solution)):
-        titles[number][0].write_text(source)
-    monkeypatch.setattr(grader, "read_titles", lambda: titles)
+def test_progress_says_pass_only_where_all_functions_do(tmp_path, monkeypatch, capsys):
+    one, two = tmp_path / "1.py", tmp_path / "3.py"
+    one.write_text(SOLUTIONS)
+    two.write_text(LESSONS["gate_is_open"].solution)
+    monkeypatch.setattr(grader, "find_files", lambda: {1: one, 3: two})
     assert grader.main([]) == 0
-    states = re.findall(r"title +(.*)", capsys.readouterr().out)
-    assert states == ["NOT YET", "PASS", "NOT YET"]
-
-
-@pytest.mark.parametrize("arguments", [["13"], ["six"], ["6", "nothing.py"], ["6", "."]])
-def test_a_wrong_command_line_ends_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        grader.main(arguments)
-    assert stopped.value.code == 2 and capsys.readouterr().out == ""
+    assert capsys.readouterr().out.split("\n")[:2] == [f"{1:<32} PASS", f"{3:<32} NOT YET"]
 
 
 # ---------------- what is said elsewhere
@@ -232,7 +187,7 @@ def test_the_weight_without_bias_points_along_the_exact_gradient():
     worlds = load_worlds()
     assert worlds.measure(worlds.s)[0] == pytest.approx(1)
     bound = worlds.measure(losses.min_replace(worlds.s, worlds.adv))[0]
-    assert f"{bound:.4f}." in grader.read_titles()[10][0].read_text()
+    assert f"{bound:.4f}." in grader.find_files()[10].read_text()
 
 
 def test_verify_explains_what_the_exercises_and_the_sheet_send_to():
@@ -243,16 +198,20 @@ def test_verify_explains_what_the_exercises_and_the_sheet_send_to():
 
 
 def test_the_sheet_says_what_the_losses_leave():
-    text = re.sub("</?code>|<br>", "", (FOLDER / "sheet.html").read_text())
-    rows = [re.split("<td[^>]*>", row)[1:] for row in text.splitlines() if "<tr><td>" in row]
-    for name, scale, _, _, *cells in [row for row in rows if row[0] in losses.METHODS]:
+    lines = (FOLDER / "sheet.html").read_text().splitlines()
+    rows = [row for row in (line.split("<td") for line in lines) if len(row) == 9]
+    assert len(rows) == 9
+    equal, unequal = [4] * 4, [4, 6, 3, 5]
+    settings = [(1.0, equal), (1.0, unequal), (1.1, equal), (2.5, equal)]
+    for row in rows:
+        name, scale, _, _, *cells = [cell.partition(">")[2] for cell in row[1:]]
         adv = losses.group_advantages(torch.tensor([1.0, 0, 1, 0]), 4, scale).tolist()
         clip = {"eps_low": 0.2, "eps_high": 0.28} if name == "gspo" else {}
         left = []
-        for lengths, ratio in (([4] * 4, 1.0), ([4, 6, 3, 5], 1.0), ([4] * 4, 1.1), ([4] * 4, 2.5)):
+        for ratio, lengths in settings:
             batch = start_alike(ratio, adv, lengths, budget=6)
-            others = torch.tensor([[1.15], [0.9], [0.95], [1.05]]).log()
-            batch.logp_old[:, 1:] -= others * (ratio != 1)
+            if ratio != 1:  # the ratios of the other tokens differ
+                batch.logp_old[:, 1:] -= torch.tensor([[1.15], [0.9], [0.95], [1.05]]).log()
             c = first_coefficients(losses.METHODS[name].passes[0], batch, **clip)
             left.append("0" if c.sum().abs() < 1e-6 * c.abs().sum() + 1e-12 else "left")
         assert cells == left, name

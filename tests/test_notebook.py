@@ -1,6 +1,5 @@
-"""The tour runs from end to end, in a copy of the repository (LONG=1)."""
+"""To a class and to who has a GPU: the tour and the bench run from end to end (LONG=1)."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -25,7 +24,12 @@ def test_the_tour_runs_from_end_to_end(tmp_path):
     assert [output for output in outputs if output.output_type == "error"] == []
     shown = [kind for output in outputs for kind in output.get("data", {})]
     assert shown.count("text/html") == 2 and shown.count("image/png") == 1
-    runs = [json.loads(path.read_text()) for path in copy.glob("runs/*/config.json")]
-    assert {run["method"] for run in runs} == {"grpo", "by-length"}
-    for metrics in copy.glob("runs/*/metrics.jsonl"):
-        assert metrics.read_text().count("\n") == 21
+
+
+def test_the_bench_compares_both_ways_with_trl(capsys):
+    pytest.importorskip("trl")
+    from experiments import bench
+
+    bench.main(["--shapes", "toy", "--rounds", "1"])
+    said = capsys.readouterr().out
+    assert "TRL / plain: " in said and "rollout, generate() / fast: " in said
