@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from conftest import Letters, float64, random_policy, refused
+from conftest import Letters, float64, load, random_policy, refused
 from torch.nn.utils import parameters_to_vector
 
 import train
@@ -289,16 +289,10 @@ def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
     assert all(sorted(epoch) == task.train for epoch in epochs) and len({*epochs}) == 8
 
 
-def test_a_prompt_and_its_answer_must_fit_the_context(scratch):
-    task, config = Arithmetic(), train.Config(max_tokens=2)
-    task.encode = lambda tokenizer, items: [[7] * 1023]
-    assert "1024" in refused(train.ask, scratch, task, task.train[:1], config, train.rng(0))
-
-
 @pytest.fixture
-def scored(scratch):
-    """A policy, the arguments of its `learn`, and a reference: 4 x 3 answers at step 1."""
-    task, policy = Arithmetic(), copy.deepcopy(scratch)
+def scored():
+    """A policy, 4 x 3 scored answers of its step 1, and what `learn` wants to know besides."""
+    task, policy = Arithmetic(), load("scratch", layers=1, width=16)
     config = train.Config(prompts=4, group_size=3, max_tokens=8, micro_rows=5, trace=True)
     config.minibatches = 2
     answers, method = train.sample(policy, task, task.train[:4], 1, config), train.bind("grpo", {})
@@ -321,7 +315,7 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change(scored, bad
 
 
 def test_a_warm_start_that_diverges_is_one_line(scored):
-    config = train.Config(warm_lr=1e30, warm_steps=30, warm_rows=2)
+    config = train.Config(warm_lr=1e300, warm_steps=30, warm_rows=2)
     assert "--warm-lr" in refused(train.warm_start, scored[0], Arithmetic(), scored[2], config)
 
 
@@ -344,3 +338,9 @@ def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(scored):
     assert torch.equal(first.batch.logp, old[first.rows])
     now, _ = train.log_probs_in_pieces(policy, train.take(batch.answers, last.rows), config)
     assert torch.equal(last.after, now)
+
+
+def test_a_prompt_and_its_answer_must_fit_the_context(scored):
+    task, config = Arithmetic(), train.Config(max_tokens=2)
+    task.encode = lambda tokenizer, items: [[7] * 1023]
+    assert "1024" in refused(train.ask, scored[0], task, task.train[:1], config, train.rng(0))
