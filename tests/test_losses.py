@@ -4,6 +4,7 @@ That each loss is its formula is claim M1, with `formula_of`, its naive twin; `c
 credit rules are A2, M6, N4 and I3.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -66,6 +67,24 @@ def test_coefficients_stay_finite_where_ratios_do_not():
     cancelled = cancel(losses.grpo(batch), batch, nodes=torch.zeros(3, 9).long())
     for loss in (losses.recentred(batch), cancelled):
         assert losses.token_coefficients(loss, logp).isfinite().all()
+
+
+def test_min_replace_favours_one_of_two_equal_ways_and_recentred_none():
+    """Two ways with shares of 1/2, both right with chance 1/2, then and now. The right answers of
+    way 0 have ratios of .5 and 1.5, all others 1. Every group of two is enumerated."""
+    way_0 = [(0, 1, 0.5), (0, 1, 1.5), (0, 0, 1.0), (0, 0, 1.0)]  # way, reward, ratio of what
+    kinds = way_0 + [(1, 1, 1.0), (1, 1, 1.0), (1, 0, 1.0), (1, 0, 1.0)]  # follows; equally likely
+    pushes = dict.fromkeys((losses.dfpo_min, losses.recentred), 0.0)  # to way 0
+    for group in itertools.product(kinds, repeat=2):
+        way, R, ratio = torch.tensor(group, dtype=torch.float64).T
+        logp = torch.stack([0 * ratio, ratio.log()], 1).requires_grad_()  # the way, what follows
+        adv = group_advantages(R, 2, "mean")[:, None].expand(2, 2)
+        batch = Batch(logp, 0 * logp.detach(), adv, adv == adv, 2, 1)
+        for loss in pushes:
+            c = losses.token_coefficients(loss(batch, ratio="product"), logp)[:, 0]
+            pushes[loss] += float((c * (0.5 - way)).mean()) / len(kinds) ** 2
+    assert pushes[losses.dfpo_min] == pytest.approx(-1 / 128)
+    assert pushes[losses.recentred] == pytest.approx(0, abs=1e-12)  # the truth
 
 
 # ---------------- METHODS. That a step follows its credit and its repair: test_step.py

@@ -2,8 +2,8 @@
 
 naive.py is the trainer a second time, one answer at a time, without cache, padding or batches. In
 float64, so that "equal" means equal. The order of things and what is logged of them are written out
-here, their parts in naive.py, the losses in claims/formulas.py. Below stands what no twin sees: no
-step learns from a wrong batch, or from a number that is not finite.
+here, their parts in naive.py, the losses in claims/formulas.py. The last section is what no twin
+sees: no step learns from a wrong batch, or from a number that is not finite.
 """
 
 import copy
@@ -290,12 +290,12 @@ def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
 
 
 @pytest.fixture
-def scored():
+def prepared():
     """A policy, 4 x 3 scored answers of its step 1, and what `learn` wants to know besides."""
     task, policy = Arithmetic(), load("scratch", layers=1, width=16)
-    config = train.Config(prompts=4, group_size=3, max_tokens=8, micro_rows=5, trace=True)
-    config.minibatches = 2
-    answers, method = train.sample(policy, task, task.train[:4], 1, config), train.bind("grpo", {})
+    sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
+    config, method = train.Config(**sizes, trace=True), train.bind("grpo", {})
+    answers = train.sample(policy, task, task.train[:4], 1, config)
     answers.rewards = torch.tensor([1.0, 0.0, 0.0] * 4)
     return policy, train.score(policy, answers, method, config, None), method, config
 
@@ -306,41 +306,42 @@ def sqrt_at_0(batch):
 
 
 @pytest.mark.parametrize("bad", [lambda batch: (batch.logp * 0).sum() + math.nan, sqrt_at_0])
-def test_a_number_that_is_not_finite_stops_before_the_weights_change(scored, bad):
-    policy, batch, method, config = scored
+def test_a_number_that_is_not_finite_stops_before_the_weights_change(prepared, bad):
+    policy, scored, method, config = prepared
     optimizer, before = train.adamw(policy.model, 1.0), weights(policy)
     method.passes = (bad,)
-    assert "step 1" in refused(train.learn, policy, optimizer, batch, method, config)
+    assert "step 1" in refused(train.learn, policy, optimizer, scored, method, config)
     assert torch.equal(weights(policy), before)
 
 
-def test_a_warm_start_that_diverges_is_one_line(scored):
+def test_a_warm_start_that_diverges_is_one_line(prepared):
     config = train.Config(warm_lr=1e300, warm_steps=30, warm_rows=2)
-    assert "--warm-lr" in refused(train.warm_start, scored[0], Arithmetic(), scored[2], config)
+    policy, _, method, _ = prepared
+    assert "--warm-lr" in refused(train.warm_start, policy, Arithmetic(), method, config)
 
 
 @pytest.mark.parametrize("gap", [0.01, -0.01, math.nan])
-def test_the_gap_between_sampler_and_scorer_is_that_of_the_worst_token(scored, gap):
-    policy, batch, method, config = scored
-    batch.answers.logp[0, 0] -= gap  # a single token
-    assert "step 1" in refused(train.score, policy, batch.answers, method, config, None)
+def test_the_gap_between_sampler_and_scorer_is_that_of_the_worst_token(prepared, gap):
+    policy, scored, method, config = prepared
+    scored.answers.logp[0, 0] -= gap  # a single token
+    assert "step 1" in refused(train.score, policy, scored.answers, method, config, None)
 
 
-def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(scored):
-    policy, batch, method, config = scored
-    old, _ = train.log_probs_in_pieces(policy, batch.answers, config)
-    assert torch.equal(batch.batch.logp_old, old) and 0 < batch.max_logp_gap < 1e-5
+def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(prepared):
+    policy, scored, method, config = prepared
+    old, _ = train.log_probs_in_pieces(policy, scored.answers, config)
+    assert torch.equal(scored.batch.logp_old, old) and 0 < scored.max_logp_gap < 1e-5
     sizes = []
     hook = policy.model.register_forward_hook(lambda *args: sizes.append(len(args[2].logits)))
-    first, last = train.learn(policy, train.adamw(policy.model, 0.01), batch, method, config)
+    first, last = train.learn(policy, train.adamw(policy.model, 0.01), scored, method, config)
     hook.remove()
     assert sizes == 5 * [5, 1]  # of an update: before it, in it, after it; the first is scored
     assert torch.equal(first.batch.logp, old[first.rows])
-    now, _ = train.log_probs_in_pieces(policy, train.take(batch.answers, last.rows), config)
+    now, _ = train.log_probs_in_pieces(policy, train.take(scored.answers, last.rows), config)
     assert torch.equal(last.after, now)
 
 
-def test_a_prompt_and_its_answer_must_fit_the_context(scored):
+def test_a_prompt_and_its_answer_must_fit_the_context(prepared):
     task, config = Arithmetic(), train.Config(max_tokens=2)
     task.encode = lambda tokenizer, items: [[7] * 1023]
-    assert "1024" in refused(train.ask, scored[0], task, task.train[:1], config, train.rng(0))
+    assert "1024" in refused(train.ask, prepared[0], task, task.train[:1], config, train.rng(0))
