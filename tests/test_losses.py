@@ -146,6 +146,7 @@ WRONG = {
     "groups of one": lambda: Batch(X, X, X, MASK, 1, 3),
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
     "a credit rule's rows, likewise": lambda: OldPolicy(X, MASK, X, X[:, 0], 3),
+    "a KL term without a reference": lambda: losses.grpo(Batch(X, X, X, MASK, 2, 3), kl=0.04),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
     "an unknown reading": lambda: losses.ibpo(X, CORRECTED, "kept"),
 }

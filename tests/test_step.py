@@ -60,19 +60,19 @@ def first_rows(start):
     return rows
 
 
-def repair(policy, task, groups):
+def repair(policy, task, groups, references):
     """The second rollout of ibpo, of which the number of tokens is returned."""
     wrong, problems = [], []
     for group in groups:
         for i, row in enumerate(group):
             if row.reward == 0:
                 siblings = sorted(group[i + 1 :] + group[:i], key=lambda x: x.reward != 1)
-                texts = [x.text for x in siblings[:2]]
+                texts = [x.text for x in siblings[:references]]
                 problems.append(task.repair(row.item, row.text, texts))
                 wrong.append(row)
     fixed = ask(policy, task, problems, TEMPERATURE, train.rng(5, "repair", 2))
     for row, correction in zip(wrong, fixed, strict=True):
-        row.repaired = correction.reward == 1
+        row.repaired = correction.reward == 1  # half the reward is no repair
         ends = {end: "end" for end in policy.eos.tolist()}  # one is like another
         row.kept = naive.kept(*([ends.get(t, t) for t in x.answer] for x in (row, correction)))
     return sum(len(x.answer) for x in fixed)
@@ -106,7 +106,7 @@ def naive_step(start, first_rows, config, hyper):
     tokens, rewards = sum(len(row.answer) for row in rows), [row.reward for row in rows]
     log = {"step": 2, "generated": tokens, "reward": fmean(rewards)}
     if method.repair:
-        log["generated"] += repair(policy, task, groups)
+        log["generated"] += repair(policy, task, groups, config.repair_references)
         log["repair_rate"] = sum(row.repaired for row in rows) / rewards.count(0)
         rewards = [row.reward + 0.3 * row.repaired for row in rows]
 
@@ -172,7 +172,7 @@ CASES += [
     (dict(method="grpo", micro_rows=5), dict(kl=0.1)),
     (dict(method="gspo", minibatches=1, schedule="constant"), dict(eps_low=0.1, eps_high=0.2)),
     (dict(method="lopti", cancel=True, minibatches=1, micro_rows=5), {}),
-    (dict(method="ibpo", minibatches=1, micro_rows=3), {}),
+    (dict(method="ibpo", minibatches=1, repair_references=1), {}),
     (dict(method="nthr", minibatches=1, fast=True), dict(self_term=True)),
     (dict(method="ibpo", micro_rows=5, fast=True), {}),
 ]
@@ -181,7 +181,7 @@ CASES += [
 @pytest.mark.parametrize("flags, hyper", CASES, ids=str)
 def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     common = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, epochs=2)
-    common |= dict(seed=5, steps=3, lr=0.02, grad_clip=0.51, repair_references=2, minibatches=2)
+    common |= dict(seed=5, steps=3, lr=0.02, grad_clip=0.51, repair_references=3, minibatches=2)
     config = train.Config(**common | flags)
     expected, log, norms, divergence = naive_step(start, first_rows, config, hyper)
     plain, fast, reference = copy.deepcopy(start)
