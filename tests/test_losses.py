@@ -6,15 +6,19 @@ credit rules are A2, M6, N4 and I3.
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
+import naive
 import pytest
 import torch
 
 import losses
 from claims.evidence import Draw
 from claims.formulas import FORMULAS, defaults, formula_of
+from llm.neighbours import kept_tokens
 from losses import METHODS, Batch, OldPolicy, cancel, group_advantages
+from toy.policy import pad
 
 DRAW = Draw(0, 5)  # three groups of seven answers
 LOSSES = {f.__name__: f for method in METHODS.values() for f in method.passes}
@@ -85,6 +89,17 @@ def test_min_replace_favours_one_of_two_equal_ways_and_recentred_none():
             pushes[loss] += float((c * (0.5 - way)).mean()) / len(kinds) ** 2
     assert pushes[losses.dfpo_min] == pytest.approx(-1 / 128)
     assert pushes[losses.recentred] == pytest.approx(0, abs=1e-12)  # the truth
+
+
+def test_kept_tokens_are_those_of_the_fewest_edits():
+    rng = random.Random(0)
+    draws = [rng.choices(range(3), k=rng.randint(0, 7)) for _ in range(120)]
+    rows = [[1, 2, 3, 4, 4, 4, 4], *draws[:60]]  # the first: 7 edits keep nothing, 8 would keep 3
+    others = [[5, 5, 5, 5, 1, 2, 3], *draws[60:]]
+    (a, a_mask), (b, b_mask) = pad(rows), pad(others)  # with 0, which is a letter, too
+    kept = kept_tokens(a, a_mask, b, b_mask)
+    assert kept[a_mask].tolist() == sum(map(list, map(naive.kept, rows, others)), [])
+    assert not kept[~a_mask].any()
 
 
 # ---------------- METHODS. That a step follows its credit and its repair: test_step.py
