@@ -16,7 +16,7 @@ import torch
 import losses
 from claims.evidence import Draw
 from claims.formulas import FORMULAS, defaults, formula_of
-from llm.neighbours import kept_tokens
+from llm.neighbours import kept_tokens, nthr_scores
 from losses import METHODS, Batch, OldPolicy, cancel, group_advantages
 from toy.policy import pad
 
@@ -141,6 +141,7 @@ PASSES |= {"advantage-reweighting": ["token_grpo"], "ibpo": ["grpo"]}
 
 def test_the_defaults_are_those_of_the_papers():
     assert {name: defaults(getattr(losses, name)) for name in DEFAULTS} == DEFAULTS
+    assert not defaults(nthr_scores)["full_vocab"]  # only the ids that occur in the group
 
 
 def test_a_method_has_its_papers_passes_and_scale():
