@@ -8,8 +8,8 @@ the first of M updates on one batch it does. So what happens then is measured he
 An answer is an opener, which earns nothing, and then one of two ways, right with probability .6 and
 .4. A batch is 8 sampled groups. Whole training runs are compared, each method at the learning rate
 that is best on other seeds. All methods see the same random numbers, so runs are compared in pairs.
-In world 1 all answers have two tokens, and every history has weights of its own. There cancelling
-costs noise, as C23 says. World 2 is built so that cancelling saves noise: right answers are six
+In world A all answers have two tokens, and every history has weights of its own. There cancelling
+costs noise, as C23 says. World B is built so that cancelling saves noise: right answers are six
 times as long as wrong ones, groups are larger, and the opener and the ways have weights in common,
 so that what the opener learns by chance changes the ways. toy/README.md says what came out.
 """
@@ -36,8 +36,8 @@ class World(NamedTuple):
 
 
 WORLDS = {
-    "world 1": World(4, (2, 2), shared=0.0),
-    "world 2": World(8, (12, 2), shared=1.0),
+    "world A": World(4, (2, 2), shared=0.0),
+    "world B": World(8, (12, 2), shared=1.0),
 }
 RIGHT = torch.tensor([0.6, 0.4], dtype=torch.float64)  # the chance to be right on each way
 METHODS = {name: ROWS[name] for name in (EXACT, CANCELLED, "dfpo-min")}
