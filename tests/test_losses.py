@@ -94,8 +94,9 @@ def test_min_replace_favours_one_of_two_equal_ways_and_recentred_none():
 def test_kept_tokens_are_those_of_the_fewest_edits():
     rng = random.Random(0)
     draws = [rng.choices(range(3), k=rng.randint(0, 7)) for _ in range(120)]
-    rows = [[1, 2, 3, 4, 4, 4, 4], *draws[:60]]  # the first: 7 edits keep nothing, 8 would keep 3
-    others = [[5, 5, 5, 5, 1, 2, 3], *draws[60:]]
+    # Of the first, 7 edits keep nothing, and 8 would keep 3. The second loses and gains a token.
+    rows = [[1, 2, 3, 4, 4, 4, 4], [8, 9, 1, 2, 3, 4, 5], *draws[:60]]
+    others = [[5, 5, 5, 5, 1, 2, 3], [8, 1, 2, 3, 4, 5, 9], *draws[60:]]
     (a, a_mask), (b, b_mask) = pad(rows), pad(others)  # with 0, which is a letter, too
     kept = kept_tokens(a, a_mask, b, b_mask)
     assert kept[a_mask].tolist() == sum(map(list, map(naive.kept, rows, others)), [])
@@ -160,9 +161,12 @@ WRONG = {
     "adv (N, 1), which would broadcast": lambda: Batch(X, X, X[:, :1], MASK, 2, 3),
     "a mask of numbers": lambda: Batch(X, X, X, X, 2, 3),
     "groups of one": lambda: Batch(X, X, X, MASK, 1, 3),
+    "no budget": lambda: Batch(X, X, X, MASK, 2, 0),
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
     "a credit rule's rows, likewise": lambda: OldPolicy(X, MASK, X, X[:, 0], 3),
     "a KL term without a reference": lambda: losses.grpo(Batch(X, X, X, MASK, 2, 3), kl=0.04),
+    "nodes of another shape": lambda: cancel(X.sum(), Batch(X, X, X, MASK, 2, 3), X[:, :1].long()),
+    "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
     "an unknown reading": lambda: losses.ibpo(X, CORRECTED, "kept"),
 }

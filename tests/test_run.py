@@ -48,6 +48,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     folder = run(tmp_path / "run", *flags.split())
     config, task = train.Config(**json.loads((folder / "config.json").read_text())), Arithmetic()
     start, after = load(folder / "start"), load(folder / "checkpoints/step-000004")
+    assert os.listdir(folder / "checkpoints") == ["step-000004"]  # the newest one alone
 
     _, scored = kept
     first, *_, last = lines = [json.loads(x) for x in open(folder / "metrics.jsonl")]
@@ -235,7 +236,7 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
 
 MISTAKES = """
 --task chess
---lr -1
+--lr nan
 --temperature 0
 --group-size 1
 --prompts 30 --minibatches 4

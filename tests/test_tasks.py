@@ -102,7 +102,7 @@ def test_every_gold_answer_of_the_real_files_is_correct():
 
 READS = {  # the answer that is read: from these texts
     "42": ["#### 41\nno:\n#### 42", "#### 42\nChecked 3 times.", "42, in other digits ٤٣"],
-    "-7": ["#### \u22127", "#### - 7", r"#### -\$7"],
+    "-7": ["#### \u22127", "#### \u20137", "#### - 7", r"#### -\$7"],
     "7": ["10-7", "-7 and so 7", r"first \boxed{3}, then \boxed{7} after 3 tries"],
     "1000": [r"#### \boxed{\$1{,}000}"],
     "1234567.5": ["#### $1,234,567.5"],
