@@ -251,9 +251,9 @@ def c9(name, draws, evidence):
     That is 0 whenever the advantages in S sum to zero. So a token cancels where the whole group
     shares it, and also where a zero-sum part of the group shares it. Any other constant would do
     the same; the minimum is the cautious one. The weight is detached, as in the paper (words S).
-    Else the gradient of s_j, j the minimum, would be left at a shared token: with the geometric
-    ratio (1/G) (s_j / T_j) sum_i A_i l_i, l_i the log-prob of answer i (derived, not measured
-    here).
+    Else the gradient of s_j, j the only minimum, would be left at a shared token: with the
+    geometric ratio (1/G) (s_j / T_j) sum_i A_i l_i, l_i the log-prob of answer i (derived, not
+    measured here).
     """
     for draw in draws:
         w, A = two_zero_sum_parts(draw)

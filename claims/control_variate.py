@@ -72,7 +72,8 @@ def c21(name, draws, evidence):
     answer's ratio, be independent of R, and V = E[u^2]. Then E[c^2] is (G - 1)/G^2 V Var(R)
     (2V + G - 2). An own product u_i (R_i - mean R), which is unbiased and does not cancel, has
     (G - 1)/G V Var(R). So recentred has 1 + 2 (V - 1)/G times that. (This is derived, not measured
-    here.) With the geometric ratio recentred cancels and is biased ("left").
+    here, and is about one coefficient, not about the variance of a gradient.) With the geometric
+    ratio recentred cancels and is biased ("left").
 
     A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
 

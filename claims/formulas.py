@@ -398,7 +398,8 @@ def m6(name, draws, evidence):
     The paper's prose says "other correct responses" twice, so the default leaves it out. Two
     reimplementations count it. Both readings are compared, with random scores.
     """
-    for draw, hyper in itertools.product(draws, ({}, {"beta": 0.5, "self_term": True, "eta": 0.3})):
+    settings = {}, {"eta": 0.0}, {"beta": 0.5, "self_term": True, "eta": 0.3}
+    for draw, hyper in itertools.product(draws, settings):
         readout = Readout(draw)
         scores, own_scores = (draw.fill(x) for x in draw.randn(2, *draw.mask.shape))
         gen = torch.Generator().manual_seed(draw.seed)

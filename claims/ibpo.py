@@ -21,7 +21,7 @@ from claims.evidence import claim, coefficients
 @claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
 def i1(name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
-    hard prompts.
+    hard prompts with rare repairs.
 
     Source: IBPO (S); condition for binary rewards (D)
 
@@ -39,7 +39,9 @@ def i1(name, draws, evidence):
     relative to Var(R).
     """
     R = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    repaired = torch.tensor([True, True, False])  # a right answer gets no bonus
+    repaired = torch.tensor([True, True, False])  # a right answer gets no bonus, nor a half right
+    half = losses.shaped_rewards(R / 2, repaired)
+    evidence.equal([0.5, 0.3, 0.0], half)
     chances, rates = (0.05, 0.1, 0.15, 0.3, 0.5, 0.9), (0.05, 0.2, 0.8)
     for p, q, (bonus, weight) in itertools.product(chances, rates, ((0.5, 0.6), (0.2, 0.7))):
         shaped = losses.shaped_rewards(R, repaired, bonus, weight)

@@ -8,6 +8,7 @@ before the others.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -70,6 +71,7 @@ def a4(name, draws, evidence):
     """
     for draw, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):
         batch = draw.batch(spread)
+        batch.logp_old[0, 0] = math.log(eta)  # exactly at eta
         joint = coefficients(losses.token_grpo(batch), batch)
         improbable = batch.logp_old.exp() < eta
         kept = improbable if name == "lopti_low" else ~improbable
