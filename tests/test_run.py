@@ -230,6 +230,10 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
     said, resume = stopped.value.code, ["--resume", str(tmp_path / "run")]
     assert " ".join(resume) in said and "\n" not in said
     assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
+    # Before the first checkpoint there is nothing to go on with.
+    monkeypatch.setattr(train, "warm_start", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="interrupted; nothing is saved"):
+        run(tmp_path / "early")
 
 
 # ---------------- flags and mistakes
