@@ -160,6 +160,8 @@ CORRECTED = OldPolicy(X, MASK, X, X[:, 0], 2, kept_mask=MASK, repaired=MASK[:, 0
 WRONG = {
     "adv (N, 1), which would broadcast": lambda: Batch(X, X, X[:, :1], MASK, 2, 3),
     "a mask of numbers": lambda: Batch(X, X, X, X, 2, 3),
+    "rewards of groups of one": lambda: group_advantages(X[:, 0], 1),
+    "nodes of torn groups": lambda: losses.prefix_nodes(X.long(), MASK, 3),
     "groups of one": lambda: Batch(X, X, X, MASK, 1, 3),
     "no budget": lambda: Batch(X, X, X, MASK, 2, 0),
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),

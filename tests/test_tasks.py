@@ -27,6 +27,7 @@ def test_problems_are_all_sums_split_in_an_order_of_the_seed():
     assert len(test) == 500 and len(train + test) == 8100
     assert {*train, *test} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
     assert Arithmetic(0).train[:50] == TASK.train[:50] != Arithmetic(1).train[:50]
+    assert len({prompt[:2] for prompt in test}) == 90  # drawn from all, not the first in order
 
 
 def test_every_opener_and_form_earns_the_reward_and_only_the_final_answer_counts():
@@ -101,7 +102,12 @@ def test_every_gold_answer_of_the_real_files_is_correct():
 
 
 READS = {  # the answer that is read: from these texts
-    "42": ["#### 41\nno:\n#### 42", "#### 42\nChecked 3 times.", "42, in other digits ٤٣"],
+    "42": [
+        "#### 41\nno:\n#### 42",
+        "####\n42",
+        "#### 42\nChecked 3 times.",
+        "42, in other digits ٤٣",
+    ],
     "-7": ["#### \u22127", "#### \u20137", "#### - 7", r"#### -\$7"],
     "7": ["10-7", "-7 and so 7", r"first \boxed{3}, then \boxed{7} after 3 tries"],
     "1000": [r"#### \boxed{\$1{,}000}"],
@@ -127,6 +133,7 @@ NEAR = {  # a gold answer, and what is not it
     "12": "1,2",
     "234": "1,234",
     "1234": "12,34",
+    "123": "0,123",
     "42000": "42e3",
 }
 
