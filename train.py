@@ -159,6 +159,8 @@ def check(config: Config):
         refuse("--group-size must be at least 2: an answer is compared with others")
     if config.prompts % config.minibatches:
         refuse(f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}")
+    if config.method == "ibpo" and config.repair_references >= config.group_size:
+        refuse("--repair-references: an answer has only --group-size - 1 siblings")
     if config.task not in ("arithmetic", "gsm8k") and not Path(config.task).is_file():
         refuse(f"--task {config.task}: no such file; accepted: {tasks}")
     if config.data and config.task != "gsm8k":
@@ -1009,6 +1011,8 @@ def save_batch(policy: Policy, scored: Scored, config: Config, folder: Path):
 
 def save(policy: Policy, optimizer, step: int, folder: Path):
     """checkpoints/step-000020. Its name appears when it is whole, and then the one before goes."""
+    if not all(weight.isfinite().all() for weight in policy.model.parameters()):
+        refuse(f"step {step}: a weight is not finite; what is saved is intact")
     part, final = folder / "checkpoints" / "unfinished", folder / "checkpoints" / f"step-{step:06d}"
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
     write_model(policy, part)

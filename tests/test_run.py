@@ -236,6 +236,15 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
         run(tmp_path / "early")
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    policy = load("scratch", layers=1, width=16)
+    optimizer = train.adamw(policy.model, 0.1)
+    train.save(policy, optimizer, 1, tmp_path)
+    next(policy.model.parameters()).data[0, 0] = torch.inf
+    assert "step 2" in refused(train.save, policy, optimizer, 2, tmp_path)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000001"]
+
+
 # ---------------- flags and mistakes
 
 MISTAKES = """
@@ -244,6 +253,7 @@ MISTAKES = """
 --temperature 0
 --group-size 1
 --prompts 30 --minibatches 4
+--method ibpo --repair-references 8
 --model /no/such/model
 --task gsm8k --data /no/such/dir
 --data /no/such/dir
