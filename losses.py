@@ -7,9 +7,9 @@ c = -N dLoss/dlogp. Answers share the prompt and often their first tokens; there
 the group add up. A token that the whole group shares says nothing about which answer was better, so
 they ought to add up to 0: they cancel.
 
-`cancel` makes them add up to 0 for any loss. If a loss judges each answer by itself, against a
-fixed baseline, its expected update stays where it was, and only the noise of an update changes.
-What costs reward is a bias in a choice between tokens.
+`prefix_baseline` makes them add up to 0 for any loss. If a loss judges each answer by itself,
+against a fixed baseline, its expected update stays where it was, and only the noise of an update
+changes. What costs reward is a bias in a choice between tokens.
 
 r is the token's ratio pi_theta / pi_old, and s the answer's geometric mean of r (of recentred: the
 product). "std" and "mean" are the scales of the advantage. "answer", "budget" and "tokens" are the
@@ -89,25 +89,37 @@ def check_groups(rows: int, group_size: int):
 # ---------------- advantages
 
 
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
-    """Compare every answer with its group: A_i = R_i - mean(R).
+SCALES = ("std", "mean", "batch", "maxrl")
 
-    "std" divides it by (std(R) + 1e-4). A group whose rewards are all equal gets exactly 0.
-    GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P).
-    The papers leave two things open. Ours are TRL's: the unbiased std (G-1), and the 1e-4.
+
+def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
+    """Compare every answer with its group: A_i = R_i - mean(R), which is the scale "mean".
+
+    "std": over the group's std + 1e-4. GRPO sec. 4.1.2 (P); "mean" is Dr. GRPO's (P).
+    "batch": over the std of all rewards + 1e-4. TRL's "batch" (P), as in REINFORCE++-baseline (S).
+    "maxrl": over the group's mean. MaxRL 2602.02710 (S). It needs a mean above 0 and no reward
+    below 0: other groups count as equal.
+    A group whose rewards are all equal gets exactly 0. Claim C29 says what each scale ascends.
+    The papers leave two things open. Ours are TRL's: the unbiased std (N - 1), and the 1e-4.
     (N,) floats -> (N,).
     Raises ValueError for G < 2, N not divisible by G, rewards that are no floats, another scale.
     """
     check_groups(len(rewards), group_size)
     if rewards.dim() != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be (N,) floats, not {rewards.dtype} {rewards.shape}")
-    if scale not in ("std", "mean"):
-        raise ValueError(f'scale must be "std" or "mean", not {scale!r}')
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}, not {scale!r}")
     groups = rewards.view(-1, group_size)  # (P, G)
-    adv = groups - groups.mean(1, keepdim=True)
+    mean = groups.mean(1, keepdim=True)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    adv = groups - mean
     if scale == "std":
         adv = adv / (groups.std(1, keepdim=True) + 1e-4)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    elif scale == "batch":
+        adv = adv / (rewards.std() + 1e-4)
+    elif scale == "maxrl":
+        equal = equal | (groups.amin(1, keepdim=True) < 0) | (mean <= 0)
+        adv = adv / mean
     return adv.masked_fill(equal, 0.0).view(-1)
 
 
@@ -633,6 +645,38 @@ def histories(nodes: Tensor, group_size: int) -> Tensor:
     return torch.cat([-2 - group, nodes[:, :-1]], 1)
 
 
+@torch.no_grad()
+def decided(rewards: Tensor, nodes: Tensor, mask: Tensor, group_size: int) -> dict[str, float]:
+    """How much of the reward is decided before a token is taken: rho^2 of claim C27.
+
+    rho^2 = 1 - Var(R | history) / Var(R). Both variances are leave-one-out means of
+    R_i (R_i - mean of the others): those at the token's history, and those of its group. The mean
+    is over all tokens at whose history another answer of the group takes one, too: over visitors,
+    of whom a history has `visitors` on average. Against the group's mean, a baseline at every
+    history lowers the noise of tokens that earn nothing about where `decided` is above
+    `break_even`, (G - n) / (n (G - 1)) for n visitors. (D, ours)
+    It is negative by chance where rewards have little to do with the history. The variance at a
+    history has no bias. That of a group has one as far as a group with more shared tokens has
+    rewards that differ more.
+    (N,), (N, T) prefix_nodes, (N, T) bool -> the three numbers, or {} if nothing is shared, or all
+    rewards of each group are equal.
+    """
+    ids, history = histories(nodes, group_size)[mask].unique(return_inverse=True)  # (K,) tokens
+    R = rewards.double()[:, None].expand(mask.shape)[mask]  # (K,)
+    n = torch.bincount(history)[history].double()  # (K,) visitors
+    others = (R.new_zeros(len(ids)).index_add_(0, history, R)[history] - R) / (n - 1)
+    groups = rewards.double().view(-1, group_size)  # (P, G)
+    of_group = groups.var(1).repeat_interleave(group_size)[:, None].expand(mask.shape)[mask]
+    shared = n > 1
+    total = of_group[shared].sum()
+    if not total > 0:
+        return {}
+    within = (R * (R - others))[shared].sum()
+    n = n[shared].mean().item()
+    break_even = (group_size - n) / (n * (group_size - 1))
+    return {"decided": float(1 - within / total), "visitors": n, "break_even": break_even}
+
+
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
     """What unequal weights add to a batch's push on shared tokens, relative to all of it there.
 
@@ -641,10 +685,9 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     nodes with at least 2 visitors: 0 if all visitors of a node have one weight; it may exceed 1.
     Answers with A_i = 0 are left out.
 
-    It speaks of this batch, not of the expected push. Under `cancel` it says nothing, because c is
-    no longer in proportion to A.
-    (N, T), (N,) trajectory advantages, (N, T), (N, T) -> float. Claim C15 (D); the paper has no
-    such number.
+    It speaks of this batch, not of the expected push. Under `prefix_baseline` it says nothing,
+    because c is no longer in proportion to A. (N, T), (N,) trajectory advantages, (N, T), (N, T) ->
+    float. Claim C15 (D); the paper has no such number.
     """
     adv = advantages[:, None].expand_as(mask)
     used = mask & (adv != 0)
@@ -662,7 +705,7 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     return float(tax[shared].abs().sum() / size) if size > 0 else 0.0
 
 
-def cancel(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
+def prefix_baseline(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     """Any loss, with coefficients that add up to 0 where all with one history take one token.
 
     A token's history is its prompt and the tokens before it. The answers of a group that take a

@@ -44,13 +44,14 @@ from tqdm import tqdm
 
 from losses import (
     METHODS,
+    SCALES,
     Batch,
     Method,
     OldPolicy,
-    cancel,
     group_advantages,
     k3,
     learning_tax,
+    prefix_baseline,
     prefix_nodes,
     token_coefficients,
 )
@@ -69,7 +70,8 @@ class Config:
     task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
     method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
     hyper: str = knob("", "its hyperparameters, as in 'eps_high=0.3 kl=0.04'; x=0 lists them")
-    cancel: bool = knob(False, "make every batch cancel at shared tokens (cancel in losses.py)")
+    prefix_baseline: bool = knob(False, "a leave-one-out baseline at every history (losses.py)")
+    scale: str = knob("", "what A is divided by; empty: the method's own", choices=["", *SCALES])
 
     # The model and the data.
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
@@ -557,7 +559,7 @@ def score(
     rewards = answers.rewards
     if method.repair:  # IBPO: a wrong answer earns a part if its correction is right
         rewards = method.repair(rewards, answers.repaired)
-    advantages = group_advantages(rewards, G, method.scale)  # (N,)
+    advantages = group_advantages(rewards, G, config.scale or method.scale)  # (N,)
     # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
     adv = advantages[:, None].expand_as(old).masked_fill(~mask, 0.0)  # (N, T)
     if method.credit:  # ... unless a rule reshapes it token by token, by what the old policy knew
@@ -739,8 +741,8 @@ def coefficients(loss_fn, batch: Batch, nodes: Tensor, config: Config) -> tuple[
     """A loss at batch.logp, and the coefficient that it gives to every token (n, T)."""
     batch = replace(batch, logp=batch.logp.clone().requires_grad_())
     loss = loss_fn(batch)
-    if config.cancel:
-        loss = cancel(loss, batch, nodes)
+    if config.prefix_baseline:
+        loss = prefix_baseline(loss, batch, nodes)
     return loss.item(), token_coefficients(loss, batch.logp)
 
 

@@ -49,11 +49,11 @@ TABLES = {  # claims with a table of their own: title, head
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
     "C22b": (
-        "`cancel`, off-policy, fixed baseline: by how much the expected update moves",
+        "`prefix_baseline`, off-policy, fixed baseline: by how much the expected update moves",
         ["method", "moves"],
     ),
     "C23": (
-        "Variance with `cancel` over without, for n visitors: it pays only if t is above 1/n",
+        "Variance with a prefix baseline over without, n visitors: it pays only if t is above 1/n",
         ["coefficients", "t", *(f"n = {n}" for n in (2, 4, 8, 16))],
     ),
     "Q2": (

@@ -1,10 +1,10 @@
 """C21 to C26: cancelling is a control variate. What it moves, and what it does to the noise.
 
 A history is the prompt and what an answer has said so far. The visitors of a history are the
-answers of the group that take a token there. `cancel` compares the push of each visitor with that
-of the others. C22 says when this moves no expected update, and C23 what it does to the noise. C21
-and C24 are about weights that cancel and have no bias off-policy, C25 about a sampler that is not
-the trainer, and C26 about a mask by the sign of A.
+answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
+with that of the others. C22 says when this moves no expected update, and C23 what it does to the
+noise. C21 and C24 are about weights that cancel and have no bias off-policy, C25 about a sampler
+that is not the trainer, and C26 about a mask by the sign of A.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -101,10 +101,10 @@ OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a consta
 OTHERS = ("dfpo_min", "dfpo_orthogonal", "recentred", "balanced")
 
 
-@claim("C22", "cancel")
+@claim("C22", "prefix_baseline")
 def c22(name, draws, evidence):
-    """After `cancel` the coefficients of any loss sum to 0, in every batch, at every token that all
-    visitors of its history take, if there are two or more.
+    """After `prefix_baseline` the coefficients of any loss sum to 0, in every batch, at every token
+    that all visitors of its history take, if there are two or more.
 
     Source: cancelling as a control variate (D, ours)
 
@@ -124,7 +124,7 @@ def c22(name, draws, evidence):
     for draw in draws:
         batch, k = draw.batch(0.6), draw.randn(*draw.mask.shape)
         loss = -(k * batch.logp)[draw.mask].sum() / draw.N
-        cancelled = losses.cancel(loss, batch, draw.nodes)
+        cancelled = losses.prefix_baseline(loss, batch, draw.nodes)
         evidence.equal(loss, cancelled, what="the loss's value")
         c = coefficients(cancelled, batch)
         visitors = Counter()  # of each history
@@ -137,10 +137,10 @@ def c22(name, draws, evidence):
 
 
 def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) -> list[Tensor]:
-    """Without `cancel` and with it. (V, D) both."""
+    """Without `prefix_baseline` and with it. (V, D) both."""
     batch = toy.batch(off_policy, scale=scale)
     loss = loss_fn(batch)
-    cancelled = losses.cancel(loss, batch, toy.groups.nodes)
+    cancelled = losses.prefix_baseline(loss, batch, toy.groups.nodes)
     return [ascent(x, toy.policy.W) for x in (loss, cancelled)]
 
 
@@ -152,14 +152,14 @@ def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) 
     extremes=False,
 )
 def c22b(name, draws, evidence):
-    """`cancel` does not move the expected update of a loss whose coefficients are made of each
-    answer alone, with A_i = R_i - b and a fixed b.
+    """`prefix_baseline` does not move the expected update of a loss whose coefficients are made of
+    each answer alone, with A_i = R_i - b and a fixed b.
 
     Source: cancelling as a control variate (D, ours); setting: C22
 
     Draw the group's answers independently from pi_old. Take everything else as given: the other
     answers, and that answer i visits the history h. Then the mean of c_jt / r_jt over the others is
-    a number m, and what `cancel` takes from the update is expected to be
+    a number m, and what `prefix_baseline` takes from the update is expected to be
 
       E_old[r m grad log pi(a|h)] = m sum_a pi(a|h) grad log pi(a|h) = m grad 1 = 0.
 
@@ -219,21 +219,21 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
 
 @claim(
     "C22c",
-    "cancel",
+    "prefix_baseline",
     only_if="A is R minus the group's mean, and the weight of A knows no reward",
     extremes=False,
 )
 def c22c(name, draws, evidence):
-    """With the group's mean as baseline, `cancel` does move the expected update: by
+    """With the group's mean as baseline, `prefix_baseline` does move the expected update: by
     (P/G) (1 - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each history.
 
     Source: the leak of the group's mean (D, ours); setting: C22b
 
-    A_j = R_j - (1/G) sum_k R_k holds -R_i/G. So the baseline that `cancel` gives to answer i holds
-    -(R_i/G) mean over j != i of (w_j/r_j), where c_j = w_j A_j, and this part is not independent of
-    the token that i takes. The rest of the baseline is, and drops out as in C22b. Let P be the
-    chance of a visit to h. Answer i visits it with chance P, and then somebody else does with
-    1 - (1-P)^(G-1). Given both, the gain is
+    A_j = R_j - (1/G) sum_k R_k holds -R_i/G. So the baseline that `prefix_baseline` gives to answer
+    i holds -(R_i/G) mean over j != i of (w_j/r_j), where c_j = w_j A_j, and this part is not
+    independent of the token that i takes. The rest of the baseline is, and drops out as in C22b.
+    Let P be the chance of a visit to h. Answer i visits it with chance P, and then somebody else
+    does with 1 - (1-P)^(G-1). Given both, the gain is
 
       (1/G) E_old[w/r|h] E_old[r R grad log pi|h]
         = (1/G) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a),
@@ -276,7 +276,7 @@ def variance_ratio(outcomes, n: int, logits, logits_old, b: float | None) -> Ten
     odds = groups.probabilities(logp_old)  # (groups,)
     scores = one_hot(groups.way) - logits.softmax(0)  # (N, ways), grad log pi
     loss, variances = losses.grpo(batch, **UNCLIPPED), []
-    for x in (loss, losses.cancel(loss, batch, groups.nodes)):
+    for x in (loss, losses.prefix_baseline(loss, batch, groups.nodes)):
         updates = (coefficients(x, batch)[:, :1] * scores).view(-1, n, len(logits)).mean(1)
         variances.append(odds @ updates.square().sum(1) - (odds @ updates).square().sum())
     return variances[1] / variances[0]
@@ -291,10 +291,10 @@ def share_of_the_mean(ends: list[tuple], b: float) -> float:
 LONG_IF_RIGHT = [(0.6, 1.0, 24), (0.4, 0.0, 4)]
 
 
-@claim("C23", "cancel", only_if="the token earns nothing and c/r is iid", extremes=False)
+@claim("C23", "prefix_baseline", only_if="the token earns nothing and c/r is iid", extremes=False)
 def c23(name, draws, evidence):
-    """At a token that earns nothing, `cancel` multiplies the variance by (1 - t) n/(n - 1), with
-    t = m^2/(m^2 + v): it pays only if t > 1/n.
+    """At a token that earns nothing, `prefix_baseline` multiplies the variance by (1 - t) n/(n -
+    1), with t = m^2/(m^2 + v): it pays only if t > 1/n.
 
     Source: the law of the variance (D, ours); shrinkage baselines are known (2511.03710)
 
@@ -302,8 +302,8 @@ def c23(name, draws, evidence):
     the mean m and the variance v, and also independent of the token taken there: which way an
     answer goes says nothing about what becomes of it. Let s = grad log pi. Then E_old[r s] = 0, so
     the terms r x s of different answers are uncorrelated, and one of them has the variance (m^2 +
-    v) E[r^2 |s|^2]. After `cancel` x_i is x_i - mean of the other x_j, with mean 0 and variance v +
-    v/(n-1). Hence
+    v) E[r^2 |s|^2]. After `prefix_baseline` x_i is x_i - mean of the other x_j, with mean 0 and
+    variance v + v/(n-1). Hence
 
       Var(cancelled) / Var(not) = v n/(n-1) / (m^2 + v) = (1 - t) n/(n-1).
 
@@ -495,8 +495,8 @@ def c26(name, draws, evidence):
       r P - 0                       below it, where it stops the losers, masked or not,
 
     all divided by the common T. So inside the range the mask pushes what all answers share,
-    whatever it earns. `cancel` takes that away without a change of the expected update, if the
-    baseline is fixed (C22b). What may cost reward is that the mask makes the answers behind it
+    whatever it earns. `prefix_baseline` takes that away without a change of the expected update, if
+    the baseline is fixed (C22b). What may cost reward is that the mask makes the answers behind it
     heavier or lighter by their sign: a bias in a choice, as the min's is (C19).
 
     With unequal lengths each A_i is divided by its T_i, so the winners' sum differs from the

@@ -56,7 +56,7 @@ class Options:
     model: str = knob("", "directory or hub id; none: tiny and random")
     method: str = knob("grpo", f"trl for its own loss, or {', '.join(METHODS)}")
     hyper: str = knob("", "of the method: eps_low=.1 eps_high=.3")
-    cancel: bool = knob(False, "cancel at every history (losses.cancel)")
+    prefix_baseline: bool = knob(False, "cancel at every history (losses.prefix_baseline)")
 
 
 CPU = {"use_cpu": True, "bf16": False}
@@ -120,7 +120,7 @@ def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
         processing_class=tokenizer,
         method=options.method,
         hyper=dict(text.partition("=")[::2] for text in options.hyper.split()),
-        cancel=options.cancel,
+        prefix_baseline=options.prefix_baseline,
     )
 
 

@@ -28,9 +28,9 @@ from losses import (
     Batch,
     Method,
     OldPolicy,
-    cancel,
     group_advantages,
     learning_tax,
+    prefix_baseline,
     prefix_nodes,
     token_coefficients,
 )
@@ -41,8 +41,8 @@ class Trainer(GRPOTrainer):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method].
 
     hyper: hyperparameters of the method; the weight of grpo's KL term is args.beta. cancel: give
-    the loss the cancelled gradient of losses.cancel. Logs what log_learning_tax logs. Raises
-    ValueError for settings that the method cannot honour.
+    the loss the cancelled gradient of losses.prefix_baseline. Logs what log_learning_tax logs.
+    Raises ValueError for settings that the method cannot honour.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Trainer(GRPOTrainer):
         *more,
         method: str,
         hyper: dict | None = None,
-        cancel: bool = False,
+        prefix_baseline: bool = False,
         **named,
     ):
         self.method = method_for(args, method, hyper or {})
-        self.takes_sampler, self.cancel = method == "recentred", cancel
+        self.takes_sampler, self.prefix_baseline = method == "recentred", prefix_baseline
         super().__init__(model, reward_funcs, args, *more, **named)
         refuse_dropout(self.model)
         log_learning_tax(self)
@@ -145,8 +145,8 @@ class Trainer(GRPOTrainer):
         batch = Batch(leaf, old, adv, mask, G, self.max_completion_length, ref)
         iteration = self._step // self.args.steps_per_generation % self.num_iterations
         loss = self.method.passes[iteration % len(self.method.passes)](batch)
-        if self.cancel:
-            loss = cancel(loss, batch, prefix_nodes(tokens, mask, G))
+        if self.prefix_baseline:
+            loss = prefix_baseline(loss, batch, prefix_nodes(tokens, mask, G))
         c = token_coefficients(loss, leaf)
         own = of_this_process(self, c, len(logp))[:, : logp.shape[1]]
         return loss.detach(), own * self.accelerator.num_processes / len(c)

@@ -246,7 +246,7 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
 def cancelled(c: list[float], r: list[float]) -> list[float]:
     """One history, at which all answers take a token, and an empty answer beside them."""
     batch = start_alike([*r, 1.0], [*c, 0.0], [1] * len(c) + [0])
-    loss = losses.cancel(losses.reinforce(batch), batch, batch.mask.long())
+    loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
     return token_coefficients(loss, batch.logp)[:-1, 0].tolist()
 
 

@@ -1,6 +1,6 @@
 """Train several methods on several seeds, and compare them.
 
-    python -m experiments.compare --method grpo "grpo --cancel" dfpo-min --seeds 5 --plot curves.png
+    python -m experiments.compare --method grpo "grpo --prefix-baseline" --seeds 5 --plot curves.png
     python -m experiments.compare --runs runs/*
 
 A method may bring flags of train.py, in quotes: "gspo --hyper eps_low=0.2 --lr 3e-4". Every other

@@ -104,7 +104,7 @@ def kept(a, b):
 # ---------------- shared tokens
 
 
-def cancel(c, r, answers, G):
+def prefix_baseline(c, r, answers, G):
     """Each push less r times the mean of c / r over the others that take a token at its history."""
     new = [list(row) for row in c]
     for i, answer in enumerate(answers):

@@ -70,12 +70,12 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
     # Its own name alone: matplotlib, too, runs processes when it looks for fonts.
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
     monkeypatch.setattr(compare.os, "cpu_count", lambda: 1)
-    argv = [*TINY, "--method", "grpo", "gspo --cancel --hyper eps_low=0.2 --minibatches 1"]
+    argv = [*TINY, "--method", "grpo", "gspo --prefix-baseline --hyper eps_low=0.2 --minibatches 1"]
     argv += ["--seed", "1", "--seeds", "2", "--out", f"{tmp_path}/a"]
     compare.main(argv)
     said = capsys.readouterr().out
-    assert "4 runs to do" in said
-    assert "gspo, hyper eps_low=0.2, cancel True, minibatches 1" in said and "minus grpo" in said
+    assert "4 runs to do" in said and "minus grpo" in said
+    assert "gspo, hyper eps_low=0.2, prefix_baseline True, minibatches 1" in said
 
     folder = tmp_path / "a/grpo-s2"
     before = metrics(folder)

@@ -116,7 +116,7 @@ def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, quick,
     """With a KL term where there is one, and cancelled."""
     options = dict(layers=1, width=16, fast=quick)
     sizes = dict(group_size=3, max_tokens=6, prompts=4, minibatches=2, micro_rows=2)
-    config = train.Config(cancel=True, **options, **sizes)
+    config = train.Config(prefix_baseline=True, **options, **sizes)
     method = train.bind(name, {"kl": 0.1} if "kl" in train.bind(name, {}).hyper else {})
     with pretended_cuda(card):
         policy, task, dtypes = load("scratch", **options), Arithmetic(), set()

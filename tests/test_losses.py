@@ -17,12 +17,12 @@ import losses
 from claims.evidence import Draw
 from claims.formulas import FORMULAS, defaults, formula_of
 from llm.neighbours import kept_tokens, nthr_scores
-from losses import METHODS, Batch, OldPolicy, cancel, group_advantages
+from losses import METHODS, Batch, OldPolicy, group_advantages, prefix_baseline
 from toy.policy import pad
 
 DRAW = Draw(0, 5)  # three groups of seven answers
 LOSSES = {f.__name__: f for method in METHODS.values() for f in method.passes}
-LOSSES["cancelled"] = lambda batch: cancel(losses.grpo(batch), batch, DRAW.nodes)
+LOSSES["cancelled"] = lambda batch: prefix_baseline(losses.grpo(batch), batch, DRAW.nodes)
 LOSSES["with kl"] = lambda batch: losses.grpo(batch, kl=0.3)
 
 
@@ -68,7 +68,7 @@ def test_coefficients_stay_finite_where_ratios_do_not():
     old = torch.tensor([[-80.0], [-80.0], [120.0]]).expand(3, 9)
     adv = torch.tensor([[1.0], [-0.5], [-0.5]]).expand(3, 9)
     batch = Batch(logp, old, adv, old == old, 3, 9)
-    cancelled = cancel(losses.grpo(batch), batch, nodes=torch.zeros(3, 9).long())
+    cancelled = prefix_baseline(losses.grpo(batch), batch, nodes=torch.zeros(3, 9).long())
     for loss in (losses.recentred(batch), cancelled):
         assert losses.token_coefficients(loss, logp).isfinite().all()
 
@@ -167,7 +167,9 @@ WRONG = {
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
     "a credit rule's rows, likewise": lambda: OldPolicy(X, MASK, X, X[:, 0], 3),
     "a KL term without a reference": lambda: losses.grpo(Batch(X, X, X, MASK, 2, 3), kl=0.04),
-    "nodes of another shape": lambda: cancel(X.sum(), Batch(X, X, X, MASK, 2, 3), X[:, :1].long()),
+    "nodes of another shape": lambda: prefix_baseline(
+        X.sum(), Batch(X, X, X, MASK, 2, 3), X[:, :1].long()
+    ),
     "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
     "an unknown reading": lambda: losses.ibpo(X, CORRECTED, "kept"),

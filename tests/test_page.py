@@ -64,7 +64,7 @@ def check(shown: dict, group: tree.Group, state: int, method, cancel: str) -> li
     batch = losses.Batch(logp, group.old, adv, group.mask, 4, group.max_tokens)
     loss = method.passes[0](batch)
     if cancel == "on":
-        loss = losses.cancel(loss, batch, group.nodes)
+        loss = losses.prefix_baseline(loss, batch, group.nodes)
     c, numbers = losses.token_coefficients(loss, logp), []
     for place, visitors in ((0, 4), (1, 2)):
         pushes, of = c[:visitors, place], A[:visitors]
@@ -111,7 +111,7 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
 
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
-    flags = "--cancel --steps 1 --warm-steps 0 --layers 1 --width 16 --prompts 4 --eval-items 2"
+    flags = "--prefix-baseline --steps 1 --warm-steps 0 --width 16 --prompts 4 --eval-items 2"
     train.main([*flags.split(), "--hyper", "eps_low=0.4 kl=0.04", "--out", str(run)])
     (path,) = run.glob("batches/*.pt")
     group = tree.toy_group("unequal", "1010")  # as if it were another batch of the run

@@ -280,9 +280,11 @@ def test_a_mistake_is_one_line_before_anything_is_trained(args, tmp_path, monkey
 
 
 def test_a_flag_beats_a_preset_and_a_preset_the_defaults():
-    flags = "--task gsm8k --out x --lr 1 --fast false --micro-rows 3 --no-reference --cancel"
+    flags = (
+        "--task gsm8k --out x --lr 1 --fast false --micro-rows 3 --no-reference --prefix-baseline"
+    )
     given = dict(task="gsm8k", out="x", lr=1.0, fast=False, micro_rows=3)
-    given |= dict(reference=False, cancel=True)
+    given |= dict(reference=False, prefix_baseline=True)
     assert asdict(train.parse(flags.split())) == asdict(train.Config()) | train.GSM8K | given
 
 

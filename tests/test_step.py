@@ -149,8 +149,8 @@ def naive_step(start, first_rows, config, hyper):
             value, c = formula(loss_fn.__name__, Rows(*lists, G, BUDGET), **hyper)
             moved = [x.detach() - torch.tensor(row.old) for x, row in zip(now, some, strict=True)]
             r = [x.exp().tolist() for x in moved]
-            if config.cancel:
-                c = naive.cancel(c, r, its_answers, G)
+            if config.prefix_baseline:
+                c = naive.prefix_baseline(c, r, its_answers, G)
             pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(some)
             norms.append(naive.gradient(policy.model, pushed, config.grad_clip))
             losses.append(value)
@@ -169,11 +169,11 @@ def naive_step(start, first_rows, config, hyper):
     return policy, log, norms, k3 / tokens
 
 
-CASES = [(dict(method=name, cancel=cancel), {}) for name in METHODS for cancel in (False, True)]
+CASES = [(dict(method=name, prefix_baseline=on), {}) for name in METHODS for on in (False, True)]
 CASES += [
     (dict(method="grpo", micro_rows=5), dict(kl=0.1)),
     (dict(method="gspo", minibatches=1, schedule="constant"), dict(eps_low=0.1, eps_high=0.2)),
-    (dict(method="lopti", cancel=True, minibatches=1, micro_rows=5), {}),
+    (dict(method="lopti", prefix_baseline=True, minibatches=1, micro_rows=5), {}),
     (dict(method="ibpo", minibatches=1, repair_references=1), {}),
     (dict(method="nthr", minibatches=1, fast=True), dict(self_term=True)),
     (dict(method="ibpo", micro_rows=5, fast=True), {}),
@@ -202,7 +202,9 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     assert metrics.pop("max_logp_gap") < 1e-9
     assert metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
     assert 0 < log["truncated"] < 1 and log.get("repair_rate", 1) > 0
-    if flags == dict(method="grpo", cancel=False):  # in some updates the gradient is clipped
+    if flags == dict(
+        method="grpo", prefix_baseline=False
+    ):  # in some updates the gradient is clipped
         assert min(norms) < config.grad_clip < max(norms)
         assert 0 < log["equal_groups"] < 1 and log["tax"] > 0 and log["clip_share"] > 0
 

@@ -17,7 +17,7 @@ def test_tax_cancelling_saves_nothing_and_one_divisor_everything():
     ends = {  # the reward, and the tax where it is published
         (long, "grpo"): (0.596, 0.583),
         (worse, "gspo"): (0.207, 0.535),
-        (worse, "grpo, cancel"): (0.592,),
+        (worse, "grpo, prefix baseline"): (0.592,),
         (short, tax.EXACT): (0.411,),
         (short, tax.CANCELLED): (0.411,),
         (short, "balanced"): (0.573, 0.557),
@@ -45,7 +45,7 @@ def test_gate_grpos_min_costs_a_token_with_and_without_cancelling():
 def test_drift_on_one_batch_is_a_push_and_over_fresh_ones_a_walk_as_wide_as_predicted():
     ends = {
         "grpo": (0.445, 0.453),
-        "grpo, cancel": (0, 0.460),
+        "grpo, prefix baseline": (0, 0.460),
         "grpo, no clip": (2.397, 0.949),
         "gspo": (1.731, 0.843),
         "dfpo-min, eps 0.2": (0, 0.453),
@@ -57,7 +57,7 @@ def test_drift_on_one_batch_is_a_push_and_over_fresh_ones_a_walk_as_wide_as_pred
         assert torch.stack(runs).mean(0).tolist() == published(*values), name
     for name, deviation in ((tax.EXACT, 0.151), (tax.CANCELLED, 0.156)):
         row = tax.ROWS[name]
-        assert [drift.predict_deviation(row.cancels)] == published(deviation)
+        assert [drift.predict_deviation(row.prefix_baseline)] == published(deviation)
         assert float(drift.wander(row, runs=800).std()) == pytest.approx(deviation, rel=0.05)
 
 

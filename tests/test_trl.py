@@ -87,7 +87,7 @@ class Record(TrainerCallback):
         self.prompts, self.answers = [], []
 
 
-def make(model, method=None, hyper=None, cancel=False, **options):
+def make(model, method=None, hyper=None, prefix_baseline=False, **options):
     """Our trainer of a model or the one at a path; TRL's own without a method."""
     config = dict(
         output_dir=tempfile.gettempdir(),
@@ -113,7 +113,7 @@ def make(model, method=None, hyper=None, cancel=False, **options):
     )
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model)
-    ours = {"method": method, "hyper": hyper, "cancel": cancel} if method else {}
+    ours = {"method": method, "hyper": hyper, "prefix_baseline": prefix_baseline} if method else {}
     config, data = GRPOConfig(**config | options), Dataset.from_list(PROMPTS)
     trainer = Trainer if method else GRPOTrainer
     return trainer(model, [by_sum, by_length], config, data, **ours)
@@ -125,7 +125,9 @@ def hand_on(generate, *args):
     return answers, [list(map(sampled, y)) for y in answers]
 
 
-def again(path, steps, method, cancel=False, sampler=False, num_iterations=2, beta=0.0, **_):
+def again(
+    path, steps, method, prefix_baseline=False, sampler=False, num_iterations=2, beta=0.0, **_
+):
     """The same optimiser steps by losses.py and naive.py: gradients, and what is to be logged."""
     hyper = HYPER.get(method, {}) | ({"kl": beta} if beta else {})
     rule, policy = bind(method, hyper), load_policy(Config(), None, path)
@@ -153,8 +155,8 @@ def again(path, steps, method, cancel=False, sampler=False, num_iterations=2, be
             adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
         batch = Batch(logp, old, adv, mask, G, L, ref)
         loss = rule.passes[k % len(rule.passes)](batch)
-        if cancel:
-            loss = losses.cancel(loss, batch, losses.prefix_nodes(tokens, mask, G))
+        if prefix_baseline:
+            loss = losses.prefix_baseline(loss, batch, losses.prefix_nodes(tokens, mask, G))
         c = losses.token_coefficients(loss, logp).tolist()
         loss.backward()
         log = {
@@ -206,8 +208,8 @@ def split(micro, accumulate, pieces, **options):
 SETTINGS = {  # micro-batches of 2 rows tear groups of 4
     "grpo": split(2, 4, 4, beta=0.3, num_iterations=1),  # so that old is not the reference
     "dapo": split(2, 2, 4),
-    "gspo": split(4, 1, 2, cancel=True),
-    "cispo": split(2, 4, 4, cancel=True),
+    "gspo": split(4, 1, 2, prefix_baseline=True),
+    "cispo": split(2, 4, 4, prefix_baseline=True),
     "reinforce": dict(num_iterations=1),
     "dr-grpo": dict(sampler=True),  # which it does not look at; L is in its average
     "recentred": dict(sampler=True),
@@ -272,9 +274,9 @@ def test_an_answer_without_a_reward_is_refused(qwen_path):
 def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert example.reward(["3", "34", "43"], ["3"] * 3) == [1.0, 0.5, 0.0]
-    flags = ["--method", "dfpo-min", "--hyper", "eps=.1", "--cancel"]
+    flags = ["--method", "dfpo-min", "--hyper", "eps=.1", "--prefix-baseline"]
     trainer = example.make_trainer(*example.parse(flags))
-    assert trainer.method.hyper["eps"] == 0.1 and trainer.cancel
+    assert trainer.method.hyper["eps"] == 0.1 and trainer.prefix_baseline
     for flags in ([], ["--method", "trl", "--max_steps", "10"]):
         example.main(flags)
         said = capsys.readouterr().out
@@ -305,5 +307,5 @@ def test_two_processes(qwen_path):
 if __name__ == "__main__":
     for accumulate in (1, 2):  # 6 rows a process, groups of 4
         options = split(6 // accumulate, accumulate, accumulate)
-        check_run(sys.argv[1], "ar-lopti", cancel=True, **options)
+        check_run(sys.argv[1], "ar-lopti", prefix_baseline=True, **options)
         check_run(sys.argv[1], "grpo", **options)

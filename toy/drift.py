@@ -61,7 +61,7 @@ SEEDS, GROUPS, STEPS = 5, 8, 32  # start policies; groups of a batch; steps on i
 SIZE = 0.6  # the length of the first step
 METHODS = {
     "grpo": ROWS["grpo"],
-    "grpo, cancel": ROWS["grpo, cancel"],
+    "grpo, prefix baseline": ROWS["grpo, prefix baseline"],
     "grpo, no clip": Row(functools.partial(losses.grpo, eps_low=math.inf, eps_high=math.inf)),
     # Its own clip range is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)),
@@ -101,12 +101,12 @@ def repeat(row: Row, seed: int) -> Tensor:
 BATCHES, RUNS, RATE = 100, 4000, 1.0
 
 
-def predict_deviation(cancels: bool) -> float:
+def predict_deviation(prefix_baseline: bool) -> float:
     """Of the opener's log-odds after the last batch, from 0, where c = (R - J) / T (C23)."""
     p = chances(torch.zeros(6, dtype=torch.float64))
     c = (REWARDS - p @ REWARDS) / LENGTHS
     square = p @ c**2
-    factor = (1 - (p @ c) ** 2 / square) * G / (G - 1) if cancels else 1.0
+    factor = (1 - (p @ c) ** 2 / square) * G / (G - 1) if prefix_baseline else 1.0
     return float(RATE * (BATCHES * 0.25 * square * factor / G).sqrt())
 
 

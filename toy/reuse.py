@@ -2,8 +2,8 @@
 
     python -m toy.reuse               the table: three minutes
 
-Claim C22 says that `cancel` moves no expected update, if theta does not depend on the batch. After
-the first of M updates on one batch it does. So what happens then is measured here.
+Claim C22 says that `prefix_baseline` moves no expected update, if theta does not depend on the
+batch. After the first of M updates on one batch it does. So what happens then is measured here.
 
 An answer is an opener, which earns nothing, and then one of two ways, right with probability .6 and
 .4. A batch is 8 sampled groups. Whole training runs are compared, each method at the learning rate

@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     loss: Callable[[Batch], Tensor]
     scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
-    cancels: bool = False
+    prefix_baseline: bool = False
 
 
 G, BATCHES, UPDATES = 4, 120, 8
@@ -51,12 +51,12 @@ SETTINGS = {
     "better way: wrong is short": ((24, 6), 0.0, (32, 32)),
     "worse way: right is short": ((16, 16), 0.2, (4, 24)),
 }
-EXACT, CANCELLED = "grpo, fixed baseline", "grpo, fixed baseline, cancel"
+EXACT, CANCELLED = "grpo, A = R - J", "grpo, A = R - J, prefix baseline"
 ROWS = {
     "grpo": Row(losses.grpo),
     EXACT: Row(losses.grpo, "exact"),
-    CANCELLED: Row(losses.grpo, "exact", cancels=True),
-    "grpo, cancel": Row(losses.grpo, cancels=True),
+    CANCELLED: Row(losses.grpo, "exact", prefix_baseline=True),
+    "grpo, prefix baseline": Row(losses.grpo, prefix_baseline=True),
     # Its own clip, 3e-4, is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
     "balanced": Row(losses.balanced),
@@ -64,7 +64,7 @@ ROWS = {
     "cispo": Row(losses.cispo),
     "dfpo-min": Row(losses.dfpo_min),
 }
-LINES = (EXACT, CANCELLED, "grpo, cancel", "gspo", "balanced", "dr-grpo")  # of the picture
+LINES = (EXACT, CANCELLED, "grpo, prefix baseline", "gspo", "balanced", "dr-grpo")  # of the picture
 
 
 def make_groups(setting: str) -> Groups:
@@ -111,8 +111,8 @@ def compute_push(
     weights = weights.detach().requires_grad_()
     batch = replace(batch, logp=forward(weights))
     loss = row.loss(batch)
-    if row.cancels:
-        loss = losses.cancel(loss, batch, nodes)
+    if row.prefix_baseline:
+        loss = losses.prefix_baseline(loss, batch, nodes)
     c = losses.token_coefficients(loss, batch.logp)
     return torch.autograd.grad(batch.logp, weights, c / len(c))[0], c
 
@@ -170,7 +170,9 @@ def plot(curves: dict[tuple[str, str], Tensor]):
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, setting in zip(axes, SETTINGS, strict=True):
         for name in LINES:
-            style = line_style(name) | ({"linestyle": ":"} if name == "grpo, cancel" else {})
+            style = line_style(name)
+            if name == "grpo, prefix baseline":
+                style["linestyle"] = ":"
             axis.plot(curves[setting, name], label=name, **style)
         axis.set(title=setting, xlabel=f"batches of {UPDATES} updates")
     axes[0].legend()
@@ -185,7 +187,7 @@ def main():
         rows[name] = []
         for setting in SETTINGS:
             curves[setting, name], tax = find_rewards(setting, row)
-            of_group = row.scale != "exact" and not row.cancels  # of this the tax speaks
+            of_group = row.scale != "exact" and not row.prefix_baseline  # of this the tax speaks
             cell = f"{curves[setting, name][-1]:.3f}"
             rows[name].append(cell + f" ({tax:.3f})" * of_group)
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")

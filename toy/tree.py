@@ -4,7 +4,7 @@
     python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
 
 The page is one file, without a network or a library. It has every method that is one loss of a
-batch, with and without `losses.cancel`. All coefficients c of all its settings are computed here,
+batch, with and without a prefix baseline. All coefficients c of all its settings are computed here,
 by token_coefficients(loss(batch), logp) on the losses of losses.py. Its script draws them, and adds
 them up at the tokens that several answers share:
 
@@ -161,7 +161,8 @@ def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     batch = Batch(logp, group.old.repeat(S, 1), adv, mask, G, group.max_tokens)
     loss = method.passes[0](batch)
     nodes = losses.prefix_nodes(group.tokens.repeat(S, 1), mask, G)
-    pair = (losses.token_coefficients(x, logp) for x in (loss, losses.cancel(loss, batch, nodes)))
+    both = (loss, losses.prefix_baseline(loss, batch, nodes))
+    pair = (losses.token_coefficients(x, logp) for x in both)
     plain, cancelled = (c.view(S, G, T) for c in pair)
     return plain, cancelled
 
@@ -259,7 +260,7 @@ def run_page(run: Path) -> str:
     scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
     states = ["before the step", "after it"]
     start = {"group": next(iter(scenes)), "method": name, "policy": states[0]}
-    start |= {"cancel": "on" if flags["cancel"] else "off"}
+    start |= {"cancel": "on" if flags["prefix_baseline"] else "off"}
     controls = [
         control("group", "group", scenes, "scene", "select"),
         control("policy", "policy", states, "state"),
