@@ -6,9 +6,10 @@ torch's Adam. Only the random numbers are the trainer's own, so that both see th
 twin of the losses is claims.formulas.formula.
 """
 
+import math
 from collections import defaultdict
 from functools import cache
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 
 import torch
 
@@ -53,8 +54,8 @@ def advantages(rewards, G, scale):
     found = []
     for start in range(0, len(rewards), G):
         group = rewards[start : start + G]
-        deviation = stdev(group) + 1e-4 if scale == "std" else 1.0
-        equal = len(set(group)) == 1
+        by = {"std": stdev(group) + 1e-4, "batch": stdev(rewards) + 1e-4, "maxrl": fmean(group)}
+        deviation, equal = by.get(scale, 1.0), len(set(group)) == 1
         found += [0.0 if equal else (reward - fmean(group)) / deviation for reward in group]
     return found
 
@@ -117,19 +118,28 @@ def prefix_baseline(c, r, answers, G):
     return new
 
 
-def tax(c, answers, A, G):
-    """sum over shared nodes of |sum (w - wbar) A| over the sum of all |c| there."""
-    nodes = defaultdict(list)  # the visits (i, t) of each, by group and prefix
-    for i, answer in enumerate(answers):
-        for t in range(len(answer) if A[i] else 0):
-            nodes[(i // G, *answer[: t + 1])].append((i, t))
-    found = total = 0.0
-    for members in nodes.values():
+def decided(rows, G):
+    """1 - (what is left of the variance of R at a history) / (that of the group); mean visitors.
+
+    A row has an answer, a reward, and the old log-probs: a token counts 1 - pi.
+    """
+    visits = defaultdict(list)  # of each history: answer, and the weight of the token taken there
+    for i, row in enumerate(rows):
+        for t, old in enumerate(row.old):
+            visits[(i // G, *row.answer[:t])].append((i, 1 - math.exp(old)))
+    left = total = visitors = weights = 0.0
+    for (group, *_), members in visits.items():
         if len(members) > 1:
-            mean = sum(c[i][t] / A[i] for i, t in members) / len(members)
-            found += abs(sum((c[i][t] / A[i] - mean) * A[i] for i, t in members))
-            total += sum(abs(c[i][t]) for i, t in members)
-    return found / total if total else 0.0
+            here = [rows[i].reward for i, _ in members]
+            whole = variance(row.reward for row in rows[group * G : group * G + G])
+            for i, weight in members:
+                others = (sum(here) - rows[i].reward) / (len(here) - 1)
+                left += weight * rows[i].reward * (rows[i].reward - others)
+                total += weight * whole
+                visitors += weight * len(here)
+                weights += weight
+    n = visitors / weights
+    return {"decided": 1 - left / total, "visitors": n, "break_even": (G - n) / (n * (G - 1))}
 
 
 # ---------------- the optimiser

@@ -21,7 +21,8 @@ def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float
     padded = torch.tensor([[-1] * (width - len(row)) + row for row in prompts])
     tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
     n = len(prompts)
-    return train.Answers([None] * n, [""] * n, padded, tokens, mask, logp, torch.zeros(n), 0)
+    rewards, sampled = torch.zeros(n), (padded, tokens, mask, logp)
+    return train.Answers([None] * n, [""] * n, *sampled, rewards, rewards, generated=0)
 
 
 def numbers(policy, answers, temperature) -> list:
@@ -132,13 +133,13 @@ def test_chunks_of_logits_change_nothing_and_are_not_kept(quick, monkeypatch):
 @pytest.mark.parametrize(
     "name, wrong",
     [
-        ("sampler", lambda tokens, mask, logp: (tokens, mask, logp + 0.01)),
-        ("scorer", lambda logp, entropy: (logp - 0.01, entropy)),
-        ("scorer", lambda logp, entropy: (logp * torch.nan, entropy)),
+        ("generate", lambda tokens, mask, logp: (tokens, mask, logp + 0.01)),
+        ("log_probs", lambda logp, entropy: (logp - 0.01, entropy)),
+        ("log_probs", lambda logp, entropy: (logp * torch.nan, entropy)),
     ],
 )
-def test_the_check_sees_what_differs(quick, name, wrong):
-    train.check_fast(quick, Letters(), train.Config())
-    real = getattr(quick, name)
-    broken = replace(quick, **{name: lambda *args: wrong(*real(*args))})
-    assert "--fast" in refused(train.check_fast, broken, Letters(), train.Config())
+def test_the_check_sees_what_differs(scratch, monkeypatch, name, wrong):
+    train.use_fast(replace(scratch), Letters(), train.Config())
+    real = getattr(fast, name)
+    monkeypatch.setattr(fast, name, lambda *args: wrong(*real(*args)))
+    assert "--fast" in refused(train.use_fast, replace(scratch), Letters(), train.Config())

@@ -19,6 +19,7 @@ import torch
 from conftest import Letters, float64, load, random_policy, refused
 from torch.nn.utils import parameters_to_vector
 
+import losses
 import train
 from claims.formulas import Rows, defaults, formula
 from losses import METHODS
@@ -127,7 +128,7 @@ def naive_step(start, first_rows, config, hyper):
             row.old, row.ref = old.tolist(), ref.tolist()
         for group in groups if method.needs_scores else []:
             naive.nthr_select(policy, group, TEMPERATURE, "self_term" in hyper)
-    A = naive.advantages(rewards, G, method.scale)
+    A = naive.advantages(rewards, G, config.scale or method.scale)
     for row, advantage in zip(rows, A, strict=True):
         row.A = advantage
     credit(config.method, rows)
@@ -138,7 +139,7 @@ def naive_step(start, first_rows, config, hyper):
     # Learning: what pushes each token, and what is logged of it.
     lr = config.lr * (2 / 3 if config.schedule == "linear" else 1)
     adam, gen = naive.adam(policy.model, lr), train.rng(5, "learn", 2)
-    losses, norms, outside, taxes = [], [], [], []
+    values, norms, outside = [], [], []
     for _ in range(config.epochs):
         order = torch.randperm(len(groups), generator=gen).chunk(config.minibatches)
         for loss_fn, chunk in itertools.product(method.passes, order):
@@ -153,7 +154,7 @@ def naive_step(start, first_rows, config, hyper):
                 c = naive.prefix_baseline(c, r, its_answers, G)
             pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(some)
             norms.append(naive.gradient(policy.model, pushed, config.grad_clip))
-            losses.append(value)
+            values.append(value)
             if any(any(x) for x in c):
                 adam.step()
             clip = defaults(loss_fn) | hyper
@@ -162,8 +163,8 @@ def naive_step(start, first_rows, config, hyper):
                     r = [[math.prod(x) ** (1 / len(x))] * len(x) for x in r]
                 low, high = 1 - clip["eps_low"], 1 + clip["eps_high"]
                 outside.append(fmean(not low <= x <= high for row in r for x in row))
-            taxes.append(naive.tax(c, its_answers, [row.A for row in some], G))
-    log |= {"loss": fmean(losses), "grad_norm": fmean(norms), "tax": fmean(taxes)}
+    log |= {"loss": fmean(values), "grad_norm": fmean(norms)}
+    log |= naive.decided(rows, G)
     if outside:
         log["clip_share"] = fmean(outside)
     return policy, log, norms, k3 / tokens
@@ -177,6 +178,9 @@ CASES += [
     (dict(method="ibpo", minibatches=1, repair_references=1), {}),
     (dict(method="nthr", minibatches=1, fast=True), dict(self_term=True)),
     (dict(method="ibpo", micro_rows=5, fast=True), {}),
+    (dict(method="grpo", scale="mean"), {}),
+    (dict(method="dr-grpo", scale="batch"), {}),
+    (dict(method="cispo", scale="maxrl"), {}),
 ]
 
 
@@ -187,12 +191,12 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     config = train.Config(**common | flags)
     expected, log, norms, divergence = naive_step(start, first_rows, config, hyper)
     plain, fast, reference = copy.deepcopy(start)
-    policy, method = fast if config.fast else plain, train.bind(config.method, hyper)
+    policy, method = fast if config.fast else plain, losses.bind(config.method, hyper)
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     if method.repair:
-        train.correct(policy, task, answers, config)
+        train.correct(policy, task, answers, method, config)
     config.max_tokens = BUDGET
     scored = train.score(policy, answers, method, config, reference)
     assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
@@ -202,11 +206,9 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     assert metrics.pop("max_logp_gap") < 1e-9
     assert metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
     assert 0 < log["truncated"] < 1 and log.get("repair_rate", 1) > 0
-    if flags == dict(
-        method="grpo", prefix_baseline=False
-    ):  # in some updates the gradient is clipped
-        assert min(norms) < config.grad_clip < max(norms)
-        assert 0 < log["equal_groups"] < 1 and log["tax"] > 0 and log["clip_share"] > 0
+    if flags == dict(method="grpo", prefix_baseline=False):
+        assert min(norms) < config.grad_clip < max(norms)  # some gradients are clipped
+        assert 0 < log["equal_groups"] < 1 and log["decided"] and log["clip_share"] > 0
 
 
 # ---------------- evaluation and warm start
@@ -262,7 +264,7 @@ def test_the_warm_start_is_the_naive_one(biased, method):
     config, task = train.Config(temperature=0.7, grad_clip=0.3, **sizes), Arithmetic()
     task.train = task.train[:20]
     ours, theirs = copy.deepcopy(biased[0]), copy.deepcopy(biased[0])
-    train.warm_start(ours, task, train.bind(method, {}), config)
+    train.warm_start(ours, task, losses.bind(method, {}), config)
     adam, norms, end = naive.adam(theirs.model, 0.1), [], theirs.tokenizer.eos_token_id
     for step in range(25):
         picks = torch.randint(20, (10,), generator=train.rng(4, "warm", step)).tolist()
@@ -298,9 +300,9 @@ def prepared():
     """A policy, 4 x 3 scored answers of its step 1, and what `learn` wants to know besides."""
     task, policy = Arithmetic(), load("scratch", layers=1, width=16)
     sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
-    config, method = train.Config(**sizes, trace=True), train.bind("grpo", {})
+    config, method = train.Config(**sizes, trace=True), losses.bind("grpo", {})
     answers = train.sample(policy, task, task.train[:4], 1, config)
-    answers.rewards = torch.tensor([1.0, 0.0, 0.0] * 4)
+    answers.rewards = answers.compared = torch.tensor([1.0, 0.0, 0.0] * 4)
     return policy, train.score(policy, answers, method, config, None), method, config
 
 
@@ -340,8 +342,10 @@ def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(prepared):
     first, last = train.learn(policy, train.adamw(policy.model, 0.01), scored, method, config)
     hook.remove()
     assert sizes == 5 * [5, 1]  # of an update: before it, in it, after it; the first is scored
-    assert torch.equal(first.batch.logp, old[first.rows])
-    now, _ = train.log_probs_in_pieces(policy, train.take(scored.answers, last.rows), config)
+    assert torch.equal(first.batch.logp, first.part.batch.logp_old)
+    seen = torch.cat([first.part.batch.logp_old, last.part.batch.logp_old]).sum(1)
+    assert seen.sort()[0].tolist() == old.sum(1).sort()[0].tolist()
+    now, _ = train.log_probs_in_pieces(policy, last.part.answers, config)
     assert torch.equal(last.after, now)
 
 
