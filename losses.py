@@ -320,8 +320,8 @@ class Method:
     """The three independent choices that make a method, and what they need."""
 
     passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; each goes over all minibatches
-    formula: str  # J, which is maximised: what a token adds, and the average
-    cancels: str  # when pushes on a token that the whole group shares cancel
+    formula: str = ""  # J, which is maximised: what a token adds, and its divisor
+    cancels: str = ""  # when pushes on a token that the whole group shares cancel
     scale: str = "std"  # of group_advantages
     credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T), once a rollout
     repair: Callable[..., Tensor] | None = None  # wrong answers are corrected -> rewards (N,)

@@ -79,7 +79,7 @@ def climb(policy: Policy, scored: Scored, losses: Sequence[Callable]) -> tuple[T
     """
     trial = replace(policy, model=copy.deepcopy(policy.model))
     config = Config(lr=RATE, minibatches=1, schedule="constant")
-    method = Method(tuple(losses), formula="", cancels="")
+    method = Method(tuple(losses))
     updates = learn(trial, adamw(trial.model, RATE), scored, method, config)
     return log_probs_in_pieces(trial, scored.answers, config)[0], updates[0].grad_norm
 

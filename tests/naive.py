@@ -1,9 +1,7 @@
-"""To whoever changes train.py: the trainer a second time, as plainly as possible, sharing no code.
+"""To whoever changes train.py: what it does beyond toy/plain.py, as plainly, sharing no code.
 
-One answer at a time: no cache, no padding, no batches. An answer is a list of tokens, its log-probs
-are a tensor (T_i,), and gradients are autograd's, through whole forward passes. The optimiser is
-torch's Adam. Only the random numbers are the trainer's own, so that both see the same draws. The
-twin of the losses is claims.formulas.formula.
+One answer at a time: no cache, no padding, no batches. Only the random numbers are the trainer's
+own, so that both see the same draws. The twin of the losses is claims.formulas.formula.
 """
 
 import math
@@ -13,41 +11,15 @@ from statistics import fmean, stdev, variance
 
 import torch
 
-# ---------------- sample
-
-
-@torch.no_grad()
-def rollout(policy, prompts, max_tokens, temperature, gen):
-    """An answer to each prompt, with its EOS; temperature 0 is greedy."""
-    if temperature:
-        uniform = torch.rand(len(prompts), max_tokens, generator=gen, dtype=torch.float64)
-    answers = []
-    for i, prompt in enumerate(prompts):
-        answer = []
-        while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
-            logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
-            if temperature:
-                sums = (logits / temperature).double().softmax(-1).cumsum(-1)
-                answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
-            else:
-                answer.append(int(logits.argmax()))
-        answers.append(answer)
-    return answers
-
+from toy import plain
 
 # ---------------- score
 
 
-def read(policy, prompt, answer, temperature):
-    """log pi of every id of the vocabulary after each prefix of the answer. (T_i, V)."""
-    logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)
-
-
 def log_probs(policy, prompts, answers, temperature):
     """log pi of the rows' tokens: tensors (T_i,), differentiable."""
-    full = [read(policy, *row, temperature) for row in zip(prompts, answers, strict=True)]
-    return [x[range(len(y)), y] for x, y in zip(full, answers, strict=True)]
+    pairs = zip(prompts, answers, strict=True)
+    return [plain.log_probs(policy, *pair, temperature) for pair in pairs]
 
 
 def advantages(rewards, G, scale):
@@ -69,7 +41,7 @@ def nthr_select(policy, group, temperature, self_term):
     ids, known = sorted({token for row in group for token in row.answer}), []
     for row in group:
         h = policy.model.base_model(torch.tensor([row.prompt + row.answer])).last_hidden_state
-        g = -read(policy, row.prompt, row.answer, temperature).exp()
+        g = -plain.read(policy, row.prompt, row.answer, temperature).exp()
         g[range(len(row.answer)), row.answer] += 1  # e_y - pi
         known.append((g[:, ids], h[0, len(row.prompt) - 1 : -1]))
 
@@ -103,19 +75,6 @@ def kept(a, b):
 
 
 # ---------------- shared tokens
-
-
-def prefix_baseline(c, r, answers, G):
-    """Each push less r times the mean of c / r over the others that take a token at its history."""
-    new = [list(row) for row in c]
-    for i, answer in enumerate(answers):
-        for t in range(len(answer)):
-            group = range(i - i % G, i - i % G + G)
-            others = [j for j in group if j != i and len(answers[j]) > t]
-            others = [j for j in others if answers[j][:t] == answer[:t]]
-            if others:
-                new[i][t] -= r[i][t] * sum(c[j][t] / r[j][t] for j in others) / len(others)
-    return new
 
 
 def decided(rows, G):

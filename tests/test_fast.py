@@ -13,6 +13,7 @@ from conftest import TRANSFORMERS_4, Letters, build, float64, load, random_polic
 
 import train
 from llm import fast
+from toy import plain
 
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
@@ -64,7 +65,7 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         assert "--fast false" in refused(lambda: load(path, fast=True))
     else:
         policies.append(load(path, fast=True))
-    expected = naive.rollout(policies[0], PROMPTS, 24, 1.5, train.rng(1))
+    expected = plain.rollout(policies[0], PROMPTS, 24, 1.5, train.rng(1))
     logp = torch.cat(naive.log_probs(policies[0], PROMPTS, expected, 1.5))
     for policy in policies:
         answers = answer(policy, PROMPTS, 24, 1.5, train.rng(1))
@@ -73,8 +74,8 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         made.append(numbers(policy, answers, 1.5))
         for sampled_or_scored in made[-1][:2]:
             torch.testing.assert_close(sampled_or_scored[answers.mask], logp, rtol=1e-4, atol=1e-4)
-    for plain, quick in zip(made[0], made[-1], strict=True):
-        assert (plain - quick).norm() <= 1e-4 * plain.norm() + 1e-5
+    for slow, quick in zip(made[0], made[-1], strict=True):
+        assert (slow - quick).norm() <= 1e-4 * slow.norm() + 1e-5
 
 
 @pytest.mark.parametrize("ends", [1, 3, 20])  # how many ids end an answer

@@ -23,6 +23,7 @@ import losses
 import train
 from claims.formulas import Rows, defaults, formula
 from losses import METHODS
+from toy import plain
 from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
@@ -44,7 +45,7 @@ def start():
 def ask(policy, task, items, temperature, gen):
     """The naive answer to each item, a row each."""
     prompts, rows = task.encode(policy.tokenizer, items), []
-    answers = naive.rollout(policy, prompts, L, temperature, gen)
+    answers = plain.rollout(policy, prompts, L, temperature, gen)
     for item, prompt, answer in zip(items, prompts, answers, strict=True):
         row = SimpleNamespace(item=item, prompt=prompt, answer=answer, repaired=False)
         row.text = policy.tokenizer.decode([x for x in answer if x not in policy.eos])
@@ -121,7 +122,7 @@ def naive_step(start, first_rows, config, hyper):
     entropy = k3 = 0.0
     with torch.no_grad():
         for row in rows:
-            full = naive.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
+            full = plain.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
             entropy -= float((full.exp() * full).sum())
             (old,), (ref,) = log_probs(policy, [row]), log_probs(reference, [row])
             k3 += float(((ref - old).exp() - (ref - old) - 1).sum())
@@ -151,7 +152,7 @@ def naive_step(start, first_rows, config, hyper):
             moved = [x.detach() - torch.tensor(row.old) for x, row in zip(now, some, strict=True)]
             r = [x.exp().tolist() for x in moved]
             if config.prefix_baseline:
-                c = naive.prefix_baseline(c, r, its_answers, G)
+                c = plain.prefix_baseline(c, r, its_answers, G)
             pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(some)
             norms.append(naive.gradient(policy.model, pushed, config.grad_clip))
             values.append(value)
@@ -209,6 +210,25 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     if flags == dict(method="grpo", prefix_baseline=False):
         assert min(norms) < config.grad_clip < max(norms)  # some gradients are clipped
         assert 0 < log["equal_groups"] < 1 and log["decided"] and log["clip_share"] > 0
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_the_plain_algorithm_makes_the_trainers_step(start, first_rows, baseline):
+    """toy/plain.py, from the sampled answers to the weights."""
+    flags = dict(prompts=4, group_size=G, max_tokens=L, minibatches=2, seed=5, lr=0.02)
+    config = train.Config(**flags, schedule="constant", prefix_baseline=baseline)
+    (policy, _, _), task, method = copy.deepcopy(start), Letters(), losses.bind("grpo", {})
+    theirs, rows = copy.deepcopy(policy), [copy.copy(row) for row in first_rows]
+    config.temperature = TEMPERATURE
+    answers = train.sample(policy, task, task.train, 2, config)
+    config.temperature = 1.0
+    answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
+    scored = train.score(policy, answers, method, config, None)
+    train.learn(policy, train.adamw(policy.model, 9.0), scored, method, config)
+    order = torch.randperm(4, generator=train.rng(5, "learn", 2)).view(2, -1).tolist()
+    plain.step(theirs, naive.adam(theirs.model, 0.02), rows, order, baseline)
+    assert not torch.equal(weights(policy), weights(start[0]))
+    torch.testing.assert_close(weights(policy), weights(theirs), rtol=0, atol=1e-9)
 
 
 # ---------------- evaluation and warm start
