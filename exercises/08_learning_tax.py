@@ -13,7 +13,7 @@ answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the node gets
 
 The credit says how much more than the group the visitors earned. That is the luck or merit of all
 their tokens so far, not of the last one alone. At a token that the whole group shares it is 0. The
-tax does not come from rewards at all: it is there because the weights differ. The result is
+tax is there because the weights differ: with equal weights it is 0. The result is
 
     sum_v |tax_v| / sum_v sum_{S_v} |c_i|        over the nodes v with at least two visitors
 

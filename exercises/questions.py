@@ -433,9 +433,11 @@ EXERCISES = {
         ),
     ),
     9: Exercise(
-        "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Sizes do not "
-        "count. So a rare way is pushed down that wins less than every second time, whatever it "
-        "earns. With the mean it gets (1 - 1/G) (chance - crumb), what it earns more.",
+        "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Only the "
+        "sign counts, because the std grows with the difference. So a rare way that wins less than "
+        "every second time is pushed down, -0.25 in the example, however much it earns. With the "
+        "mean it gets (1 - 1/G) times what it earns more, +0.31. This matters on hard prompts with "
+        "a small bonus for something else.",
         "the docstring of group_advantages in losses.py",
         (
             Question(
