@@ -112,9 +112,34 @@ def test_another_wrong_answer_is_told_what_it_lacks(name, source, line):
     assert verdict.state == "NOT YET" and line in " ".join(verdict.lines)
 
 
-def test_a_mistake_in_the_last_case_only_is_found():
-    source = LESSONS["min_replace"].solution.replace("return", "return w if w[0, 0] == 1.42 else")
-    assert judge(source, "min_replace").state == "NOT YET"
+def test_a_mistake_in_any_case_is_found_and_small_cases_alone_do_not_pass():
+    lesson = LESSONS["min_replace"]
+    (last, _), small = lesson.cases[-1], [w for w, _ in lesson.cases[: -grader.RANDOM_CASES]]
+    for wrong in (f"w.tolist() == {last}", f"w.tolist() not in {small}"):
+        source = lesson.solution.replace("return", f"return w if {wrong} else")
+        assert judge(source, "min_replace").state == "NOT YET"
+    assert grader.read_lessons.__wrapped__() == LESSONS  # a student sees the same case again
+
+
+@pytest.mark.parametrize(
+    "name, source",
+    [
+        (
+            "left_at_a_shared_token",  # where A sums to 0
+            "(r, A, a, b): return r * sum(x for x in A if x > 0) * ((r < 1 - a) - (r > 1 + b))",
+        ),
+        ("gate_is_open", "(r, A, a, b): return r * A <= min(max(r, 1 - a), 1 + b) * A"),
+        ("lone_advantage", "(R, c, G): return ((R > c) - (R < c)) * (G - 1) / math.sqrt(G)"),
+        ("min_replace", "(w, adv): return torch.ones_like(w) * w.detach().sort(1).values[:, :1]"),
+        (
+            "over_all_pairs",  # C22: the expected push stays
+            "(pi, q, c):\n    m = sum(x * y for x, y in zip(q, c))\n"
+            "    return [x * y - p * m for p, x, y in zip(pi, q, c)], 0",
+        ),
+    ],
+)
+def test_another_right_answer_passes(name, source):
+    assert judge(f"def {name}{source}", name).state == "PASS"
 
 
 @pytest.mark.parametrize(
