@@ -118,6 +118,8 @@ def test_a_mistake_in_any_case_is_found_and_small_cases_alone_do_not_pass():
     for wrong in (f"w.tolist() == {last}", f"w.tolist() not in {small}"):
         source = lesson.solution.replace("return", f"return w if {wrong} else")
         assert judge(source, "min_replace").state == "NOT YET"
+    drawn = lesson.cases[-grader.RANDOM_CASES :]
+    assert {len(w[0]) for w, _ in drawn} == {2, 3, 4, 5}
     assert grader.read_lessons.__wrapped__() == LESSONS  # a student sees the same case again
 
 
