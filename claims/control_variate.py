@@ -542,9 +542,9 @@ def c28(name, draws, evidence):
         t, most = measure_t(ends, n, b), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
         evidence.equal(True, bool(t <= most + TOLERANCE), what="whether t is within the bound")
         evidence.record_left(measure_t(ends, n, b + 1) - t)
-    for short, long in ((33, 34), (5, 6), (1, 2), (1, 3), (1, 6)):
+    for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
         q, most = long / (short + long), ((long - short) / (long + short)) ** 2
-        row = [f"{long / short:.2f}", most]
+        row = [f"{long / short:g}", most]
         for n in (4, 8):
             t = measure_t([(q, 1.0, short), (1 - q, 0.0, long)], n, q)
             evidence.equal(most, t, what="t where the bound is sharp")
