@@ -329,13 +329,10 @@ def c26(name, draws, evidence):
 def pushes(groups: Groups, logp: Tensor, logp_old: Tensor, b: float | None) -> tuple[Tensor, ...]:
     """Of every group the probability, (groups,), and the push of every token under grpo without a
     clip: without `prefix_baseline` and with it, (groups, G, T) each. b None: the group's mean."""
-    A = (
-        losses.group_advantages(groups.rewards, groups.G, "mean")
-        if b is None
-        else groups.rewards - b
-    )
+    A, width = losses.group_advantages(groups.rewards, groups.G, "mean"), logp.shape[1]
+    if b is not None:
+        A = groups.rewards - b
     adv = A[:, None].expand(logp.shape)
-    width = logp.shape[1]
     batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, groups.G, width)
     loss = losses.grpo(batch, **UNCLIPPED)
     both = loss, losses.prefix_baseline(loss, batch, groups.nodes)
@@ -382,7 +379,7 @@ def c27(name, draws, evidence):
 
     Measured: the noise of a choice over all groups of 2 to 5 visitors that go two or three ways and
     end in random rewards and lengths, off-policy, with grpo unclipped. "left": the error of the
-    short law where the token earns something. Table: on-policy, one token, rewards 0 and 1.
+    short law where the token earns something. The table is on-policy, with rewards 0 and 1.
     """
     for j, draw in enumerate(draws[::2]):
         ways, n, b = 2 + j % 2, 2 + j // 2 % 4, float(draw.randn(1))
