@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -472,21 +471,19 @@ def c27b(name, draws, evidence):
         groups = world_l(G, q, 1 - q, edge=edge)
         mask = groups.mask.clone()
         mask[:, 0] = False  # the environment's draw
+        batches = [x.view(-1, G, *x.shape[1:]) for x in (groups.rewards, groups.nodes, mask)]
+        results = [losses.decided(*batch, G) for batch in zip(*batches, strict=True)]
+        found = torch.tensor([x.get("decided", 1.0) for x in results], dtype=torch.float64)
+        said = torch.stack([groups.way, 2 * groups.way + groups.plan], 1)[:, : mask.shape[1] - 1]
+        said = said.view(-1, G, said.shape[1])  # before each token
+        n = (said[:, :, None] == said[:, None]).double().sum(2)  # (groups, G, T - 1) visitors
+        shared, variances = n > 1, batches[0].var(1)
+        visitors = (n * shared).sum((1, 2)) / shared.sum((1, 2)) * (variances > 0)
+        evidence.equal(visitors, [x.get("visitors", 0) for x in results], what="visitors")
         odds = groups.probabilities(torch.zeros(mask.shape, dtype=torch.float64))
-        variances, found, sizes = groups.rewards.view(-1, G).var(1), [], []
-        paths = torch.stack([groups.way, groups.plan], 1).view(-1, G, 2).tolist()
-        for k, group in enumerate(paths):
-            rows = slice(k * G, k * G + G)
-            said = [[y[:t] for y in group] for t in range(1, mask.shape[1])]  # before each token
-            n = [x.count(h) for x in said for h in x if x.count(h) > 1]
-            result = losses.decided(groups.rewards[rows], groups.nodes[rows], mask[rows], G)
-            evidence.equal(fmean(n) if variances[k] else 0, result.get("visitors", 0))
-            found.append(result.get("decided", 1.0))
-            sizes.append(len(n) * variances[k])
-        found, sizes = (torch.tensor(x, dtype=torch.float64) for x in (found, sizes))
+        sizes, mixed = shared.sum((1, 2)) * variances, odds * (variances > 0)
         within = odds @ ((1 - found) * sizes)
-        many, mixed = 1 - within / (odds @ sizes), odds * (variances > 0)
-        one = mixed @ found / mixed.sum()
+        one, many = mixed @ found / mixed.sum(), 1 - within / (odds @ sizes)
         histories = [(1 / 2, q), (1 / 2, 1 - q)]  # how often they are visited, and are right
         if edge:
             histories += [(1 / 4, x + gain) for _, x in histories for gain in (edge, -edge)]
