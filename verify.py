@@ -49,12 +49,23 @@ TABLES = {  # claims with a table of their own: title, head
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
     "C22b": (
-        "`prefix_baseline`, off-policy, fixed baseline: by how much the expected update moves",
-        ["method", "moves"],
+        "By how much a baseline moves the expected update, off-policy, b fixed: made of the others "
+        "with the same history (`prefix_baseline`), state or position, of all others, or random",
+        ["method", "history", "state", "position", "constant", "random"],
     ),
-    "C23": (
-        "Variance with a prefix baseline over without, n visitors: it pays only if t is above 1/n",
-        ["coefficients", "t", *(f"n = {n}" for n in (2, 4, 8, 16))],
+    "C27": (
+        "Noise with a baseline at every history over without, 4 visitors, b = .5: it pays below 1",
+        ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
+    ),
+    "C27b": (
+        "What `decided` finds, and what a baseline at every history does to the noise of a token "
+        "that earns nothing: against b = E[R], and against the group's mean",
+        ["world L", "rho^2", "one group", "many groups", "noise, b", "noise, group's mean"],
+    ),
+    "C28": (
+        "The most that a baseline takes off the noise of a token that the whole group shares, and "
+        "the noise with it over without, if weights lie in [m, M]",
+        ["M/m", "most", "G = 4", "G = 8"],
     ),
     "Q2": (
         "Q2: a question's expected update is K grad p, in groups of 8",

@@ -5,7 +5,7 @@
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
     choice.py           C18..C20   what a tax, the min and graded rewards cost
-    control_variate.py  C21..C26   cancelling moves no expected update; off-policy samplers, masks
+    control_variate.py  C21..C28   a baseline at every history; off-policy samplers, masks
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N4         negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti

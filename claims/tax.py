@@ -8,59 +8,30 @@ visitors of a node are called exchangeable.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 import losses
 from claims.evidence import TOLERANCE, ascent, claim
 from claims.formulas import FORMULAS, every_loss, fitting
-from toy.worlds import Toy
+from toy.worlds import Groups, Outcome, Toy
 
 # ---------------- C15: the tax is a covariance
 
 
 @claim("C15", "learning_tax", "prefix_nodes", only_if="w does not depend on A")
 def c15(name, draws, evidence):
-    """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A): 0 for every A only if w
-    is constant.
+    """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A), which is 0 for every A
+    only if w is constant. Sum A_i is what the token earned at the root only: deeper it also holds
+    what the tokens before it earned.
 
-    Source: learning tax (D)
+    Source: learning tax (D); TEMPO (2509.18314) had the tree's nodes and this credit before
 
-    Let S_v be the answers through a node v, w_i = c_i / A_i their weights, and wbar the mean weight
-    over S_v. Then
-
-      sum w_i A_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax,
-
-    and the second sum is |S_v| Cov(w, A). The first is what these answers earned more than their
-    siblings: the empirical advantage of taking the token a at h. TEMPO (2509.18314) had both the
-    tree's nodes and this credit before. The second depends on who else shares the prefix and on
-    what comes after it, not on this token.
-
-    A constant w has w_i - wbar = 0, so its tax is 0 for every A. Let w not depend on A. If it is
-    not constant, the advantages A = w - wbar are taxed with ||w - wbar||^2 > 0. So then the tax is
-    0 for every possible A exactly where w is exchangeable. Min-Replace is so at every node (C9).
-    Adv-Orthogonal's w does depend on A: it is not constant, and has no tax at fully shared nodes
-    (C10).
-
-    This divides one batch. What is expected divides otherwise, because wbar and sum A_i are made of
-    the same answers. Let n of G independent answers visit the node, let A be R minus the group's
-    mean, let w_i depend on answer i alone, and C = Cov(w, R) over the answers that visit. Then
-    E[sum w_i A_i] has the tax n (1 - 1/G) C in it, but E[sum (w_i - wbar) A_i] = (n - 1) C, which
-    is smaller, as a sample covariance is without Bessel's correction. So the tax of a batch times
-    n (G - 1) / (G (n - 1)) is the expected tax on average. The rest, (1 - n/G) C, stands in the
-    batch's credit.
-
-    The number for a whole batch is sum_v |tax_v| / sum_v sum_{S_v} |c_i|, over nodes with at least
-    two visitors. Full exchangeability gives 0. Answers with A_i = 0 have no w and are left out. w
-    is always taken against the answer's own advantage A_i, also for methods with a credit rule:
-    what such a rule breaks on purpose should show. The number needs token ids and dLoss/dlogp only,
-    so it can be logged for any model, any loss and every step.
-
-    What a 0 does not say: that the expected push is credit alone, or that single visitors pay
-    nothing, whom the number leaves out. What a number above 0 does not say: that a token
-    drifts. A tax that all siblings pay alike per visit cancels between them.
-
-    learning_tax is compared with a loop over nodes for random coefficients ("left": its value), and
-    with 0 for constant w. prefix_nodes is compared with a dictionary of prefixes.
+    Measured: learning_tax against a loop over nodes for random coefficients ("left": its value),
+    and 0 for constant w; prefix_nodes against a dictionary of prefixes. And in world L, where four
+    of eight answers follow an easy draw (right .9, else .1), the mean of sum A_i at a token after
+    it that earns nothing: 1.6.
     """
     for draw in draws:
         if name == "prefix_nodes":
@@ -83,6 +54,15 @@ def c15(name, draws, evidence):
         evidence.record_left(whole)
         for constant in (0 * c, draw.fill((2 + draw.noise) * draw.rows(draw.adv))):
             evidence.equal(0, losses.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
+    if name == "learning_tax":
+        ends = itertools.product(enumerate((0.9, 0.1)), (1.0, 0.0))
+        world = [Outcome(way, (q if R else 1 - q) / 2, R, 2, plan=0) for (way, q), R in ends]
+        groups = Groups(world, 8)
+        easy = (groups.way == 0).view(-1, 8)
+        A = losses.group_advantages(groups.rewards, 8, "mean").view(-1, 8)
+        odds = groups.probabilities(torch.zeros(groups.mask.shape)) * (easy.sum(1) == 4)
+        measured = odds @ (A * easy).sum(1) / odds.sum()
+        evidence.equal(4 * (0.9 - 0.5), measured, what="sum A after an easy draw")
 
 
 # ---------------- C16: the price
