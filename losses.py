@@ -366,7 +366,8 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
-    them. TEMPO (2509.18314) builds the same tree, for values of its nodes.
+    them. TEMPO (2509.18314) builds the same tree, for values of its nodes. mask: all tokens, those
+    of an environment too; a loss may leave these out by a mask of its own.
     (N, T), (N, T) -> (N, T) int64. Raises ValueError for rows that are not whole groups.
     """
     n, width = tokens.shape
@@ -710,10 +711,10 @@ def decided(
     """Would a baseline at every history lower the noise? How much earlier tokens decide (C27).
 
     decided = rho^2 = 1 - Var(R | history) / Var(R) over the tokens whose history has n >= 2
-    visitors; visitors = mean n; break_even = (G - n) / (n (G - 1)): in place of the group's mean
-    it pays about where decided is above that. (D, ours) With logp a token counts 1 - pi: what was
-    sure to be taken has no gradient, so its noise does not matter. Else all count alike; then
-    Var(R | history) has no bias, and the group's Var(R) one as far as it goes with what is shared.
+    visitors; visitors = mean n; break_even = (G - n) / (n (G - 1)), or its like for the mean of
+    n / (n - 1): in place of the group's mean it pays about where decided is above that, for tokens
+    that earn nothing. With logp a token counts 1 - pi, because what was sure to be taken has no
+    gradient; else all count alike, and Var(R | history) has no bias (C27b). (D, ours)
     (N,), (N, T) prefix_nodes, (N, T), G, (N, T) -> the three, by name; none where nothing is shared
     or no reward differs.
     """
@@ -728,9 +729,10 @@ def decided(
     within, total, n, weight = (x[n > 1] for x in (within, total, n, weight))
     if not weight @ total > 0:
         return {}
-    rho2, n = 1 - (weight @ within / (weight @ total)).item(), (weight @ n / weight.sum()).item()
-    break_even = (group_size - n) / (n * (group_size - 1))
-    return {"decided": rho2, "visitors": n, "break_even": break_even}
+    weight = weight / weight.sum()
+    price = (group_size - 1) / group_size * (weight @ (n / (n - 1)))  # of not knowing the mean
+    numbers = 1 - weight @ within / (weight @ total), weight @ n, 1 - 1 / price
+    return dict(zip(("decided", "visitors", "break_even"), map(float, numbers), strict=True))
 
 
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:

@@ -86,7 +86,7 @@ def decided(rows, G):
     for i, row in enumerate(rows):
         for t, old in enumerate(row.old):
             visits[(i // G, *row.answer[:t])].append((i, 1 - math.exp(old)))
-    left = total = visitors = weights = 0.0
+    left = total = visitors = price = weights = 0.0
     for (group, *_), members in visits.items():
         if len(members) > 1:
             here = [rows[i].reward for i, _ in members]
@@ -96,9 +96,10 @@ def decided(rows, G):
                 left += weight * rows[i].reward * (rows[i].reward - others)
                 total += weight * whole
                 visitors += weight * len(here)
+                price += weight * len(here) / (len(here) - 1) * (G - 1) / G
                 weights += weight
-    n = visitors / weights
-    return {"decided": 1 - left / total, "visitors": n, "break_even": (G - n) / (n * (G - 1))}
+    found = {"decided": 1 - left / total, "visitors": visitors / weights}
+    return found | {"break_even": 1 - weights / price}
 
 
 # ---------------- the optimiser
