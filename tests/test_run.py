@@ -123,6 +123,54 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
     assert lines[0]["greedy"] < 0.3 and lines[-1]["greedy"] > 0.95
 
 
+@pytest.mark.parametrize("given", ["None", "'good'", "'1'", "float('nan')", "-float('inf')"])
+def test_a_reward_that_is_no_finite_number_is_named_with_its_item(tmp_path, monkeypatch, given):
+    """Of the demonstration before anything is trained; of an answer when it comes."""
+    monkeypatch.setattr(train, "warm_start", lambda *_: pytest.fail("training began"))
+    (tmp_path / "mine.py").write_text(OWN_TASK.replace("item.answer in text", given))
+    said = refused(train.main, ["--task", str(tmp_path / "mine.py")])
+    assert "'so !'" in said and "'0?'" in said and repr(eval(given)) in said and "finite" in said
+    task = Arithmetic()
+    monkeypatch.setattr(Arithmetic, "reward", lambda *_: eval(given))
+    policy, config = load("scratch", layers=1, width=16), train.Config(max_tokens=3)
+    assert task.train[4].prompt in refused(
+        train.ask, policy, task, task.train[4:5], config, train.rng(0)
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_task_without_items_is_said_so(tmp_path, split):
+    empty = f"        self.{split} = []\n    def reward"
+    (tmp_path / "mine.py").write_text(OWN_TASK.replace("    def reward", empty))
+    assert f"{split} split" in refused(train.main, ["--task", str(tmp_path / "mine.py")])
+
+
+def test_a_tracker_gets_the_flags_and_every_number(tmp_path, monkeypatch):
+    got = []
+    tracker = SimpleNamespace(
+        init=lambda **given: got.append(given), log=lambda x, step: got.append(x | {"step": step})
+    )
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name == "trackio")
+    folder = run(tmp_path / "run", "--track", "trackio")
+    assert got[0]["name"] == "run" and got[0]["config"]["width"] == 16
+    lines = [json.loads(x) for x in open(folder / "metrics.jsonl")]
+    assert got[1:] == [{k: x for k, x in line.items() if k != "examples"} for line in lines]
+
+
+def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
+    first, last = {"greedy": 0.5, "sampled": 0.5}, {"greedy": 0.4, "sampled": 0.6, "truncated": 0.3}
+    for lines, wrong in (
+        ([first, last], True),
+        ([first, last | {"greedy": 0.5, "truncated": 0.2}], 0),
+    ):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        train.summarize(tmp_path)
+        said = capsys.readouterr().out
+        assert (wrong, wrong) == ("below its start" in said, "30% of the last answers" in said)
+        assert f"--runs {tmp_path} --plot" in said
+
+
 TRACED = """
 answer 1: reward 6, A +1.000
   token         s       o       #       1       2
