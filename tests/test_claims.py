@@ -102,17 +102,28 @@ def more_with_scale(spoilt, right, rewards, group_size, scale="std"):
 
 
 def a_little_more(right, *args):
-    return 1.0001 * right(*args)
+    return (1 + 1e-5) * right(*args)
+
+
+def more_of_the_second(right, *args, **hyper):
+    first, second = right(*args, **hyper)
+    return first, 1.01 * second
+
+
+def only_defaults(right, rewards, repaired, *hyper):
+    return right(rewards, repaired)
 
 
 SCALED = [(scale, functools.partial(more_with_scale, scale)) for scale in losses.SCALES]
-# Faults of other kinds, and in functions that a claim is about, too: claim, where, what.
+# Faults of other kinds, and in functions that a claim is about, too: claim, where, what, how.
 FURTHER = [
     *(("M1", losses, name, more_where_A_is_0) for name in formulas.every_loss()),
     *(("M2", losses, name, more_without_tokens) for name in formulas.every_loss()),
     *(("M2", losses, name, more_without_advantages) for name in formulas.every_loss()),
     *(("M3", losses, "group_advantages", fault) for _, fault in SCALED),
     ("C13", drift, "kl", a_little_more),
+    ("I1", losses, "shaped_rewards", only_defaults),
+    ("N4", neighbours, "nthr_scores", more_of_the_second),
     *(("C18", losses, "group_advantages", fault) for x, fault in SCALED if x in ("mean", "std")),
     ("C22b", losses, "prefix_baseline", functools.partial(a_hundredth_more, "all")),
     ("C25", control_variate, "coefficients", a_little_more),  # of the sum
@@ -133,6 +144,12 @@ SILENT = [
     ("AUDIT", WHERE, {"pos_only"}, "1 whatever the pushes, since all go up"),
     ("Q4", ["winners"], None, "no advantages"),
 ]
+
+
+def test_trees_have_answers_and_groups_without_an_advantage():
+    groups = [group for draw in TREES for group in draw.adv.view(-1, draw.G)]
+    assert any(not group.any() for group in groups)
+    assert any(group.any() and not group.all() for group in groups)
 
 
 def message(monkeypatch, claim, function, fault=None, module=losses, name=None):
@@ -171,7 +188,7 @@ def test_a_better_way_must_grow_also_if_push_and_prediction_agree(monkeypatch):
     (c18,) = [claim for claim in CLAIMS if claim.id == "C18"]
     for name in ("measure_push", "predict_push"):
         right = getattr(choice, name)
-        patched = lambda *args, right=right: -torch.as_tensor(right(*args))  # noqa: E731
+        patched = lambda *args, right=right: -torch.as_tensor(right(*args), dtype=torch.float64)  # noqa: E731
         monkeypatch.setattr(choice, name, patched)
     assert message(monkeypatch, c18, "reinforce")
 
