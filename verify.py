@@ -3,7 +3,7 @@ known exactly.
 
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
-    python verify.py --explain C14      what a claim says, and its proof
+    python verify.py --explain C14      what a claim says, and its proof from claims/PROOFS.md
     python verify.py --explain gspo     which claims speak of a method, and questions about it
     python verify.py --explain loss     questions people ask about that word
     python verify.py --explain symbols  what the letters mean
@@ -32,11 +32,12 @@ from pathlib import Path
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, Claim, Evidence, examine, random_draws
+from claims import CLAIMS, Claim, Evidence, examine, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 
 QUESTIONS = Path(__file__).parent / "claims" / "README.md"
+PROOFS = Path(__file__).parent / "claims" / "PROOFS.md"
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
         "What is left at a token that the whole group shares, |sum c| / sum |c|, if the group is "
@@ -113,6 +114,7 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
             verdict = "WRONG"
         predicted, measured, error, left = map(format_number, (*worst.pair, worst.error, mean_left))
         statement, source, _ = claim.text
+        source = source.removeprefix("Source: ")
         numbers = f"{predicted:>11}{measured:>11}{error:>9}{left:>9}"
         print(f"\n{claim.id:6}{verdict:17}{numbers}   {source}")
         print(f"      {statement}")
@@ -141,14 +143,22 @@ def show_table(lines: list[list]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def proofs() -> dict[str, str]:
+    """The sections of PROOFS.md, by their titles."""
+    _, *sections = PROOFS.read_text().split("\n## ")
+    parts = (section.partition("\n") for section in sections)
+    return {title: text.strip() for title, _, text in parts}
+
+
 def explain(claims: list[Claim]) -> None:
-    """Statement, source and proof."""
+    """Statement, source, what is measured, and the proof."""
+    sections = proofs()
     for claim in claims:
-        statement, source, proof = claim.text
-        print(textwrap.fill(f"{claim.id}  {statement}", width=96, subsequent_indent="    "))
-        if claim.condition:
-            print(f"Holds only if: {claim.condition}.")
-        print(f"Source: {source}\n\n{proof}\n")
+        statement, *others = claim.text
+        condition = [f"Holds only if: {claim.condition}."] if claim.condition else []
+        for line in (f"{claim.id}  {statement}", *condition, *others):
+            print(textwrap.fill(line, width=96, subsequent_indent="    "))
+        print(f"\n{sections[claim.id]}\n")
 
 
 def look_up(word: str) -> list[str]:
@@ -192,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         word = " ".join(options.explain).lower()
         known = set().union(*map(ids_of, CLAIMS))
         if word == "symbols":
-            found = [NOTATION]
+            found = [proofs()["Notation"]]
         else:
             found = look_up(word) if word.upper() not in known else []
         if found:
