@@ -4,8 +4,9 @@
     cancellation.py     C2..C11    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
-    choice.py           C18..C20   what a tax, the min and graded rewards cost
+    choice.py           C18, C19   what a tax and the min cost
     control_variate.py  C21..C26   cancelling moves no expected update; off-policy samplers, masks
+    objective.py        C29, C30   what an update ascends, and the crumb
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N4         negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti
@@ -23,6 +24,7 @@ from claims import drift  # noqa: F401
 from claims import tax  # noqa: F401
 from claims import choice  # noqa: F401
 from claims import control_variate  # noqa: F401
+from claims import objective  # noqa: F401
 from claims import audit  # noqa: F401
 from claims import nthr  # noqa: F401
 from claims import low_probability  # noqa: F401

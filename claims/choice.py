@@ -41,9 +41,9 @@ def random_worlds(draws: list[Draw], ways: int, binary: bool = False) -> Iterato
         yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
-def measure_push(name: str, world: World, scale: str) -> Tensor:
-    """On the logit of each way. (ways,)."""
-    logits = world.logits()
+def measure_push(name: str, world: World, scale: str, logits: Tensor | None = None) -> Tensor:
+    """On the logit of each way, at the world's shares or at other logits. (ways,)."""
+    logits = world.logits() if logits is None else logits
     return ascent(getattr(losses, name)(world.expected_batch(logits, scale)), logits)
 
 
@@ -61,17 +61,17 @@ def predict_push(name: str, world: World, K: float) -> list[float]:
     return [p * (world.mean(earn, way) - fbar) for way, p in enumerate(world.shares)]
 
 
-def factor(G: int, b: float, scale: str) -> float:
-    """K: the mean advantage of a right answer over 1 - b, if answers are right with chance b."""
+def factor(G: int, p: float, scale: str) -> float:
+    """K(p) of C29a: what being right is worth if answers are right with chance p."""
     if scale == "mean":
         return 1 - 1 / G
-    mean = 0.0
-    for k in range(G - 1):  # right siblings; if all are right, there is no advantage
-        share = (k + 1) / G
-        std = math.sqrt(G / (G - 1) * share * (1 - share))
-        chance = math.comb(G - 1, k) * b**k * (1 - b) ** (G - 1 - k)
-        mean += chance * (1 - share) / (std + 1e-4)
-    return mean / (1 - b)
+    if scale == "maxrl":
+        return sum((1 - p) ** k for k in range(G - 1))
+    K = 0.0
+    for m in range(1, G):  # right answers in the group
+        divisor = math.sqrt(m * (G - m) / G / (G - 1)) + 1e-4
+        K += math.comb(G, m) * p ** (m - 1) * (1 - p) ** (G - m - 1) * m * (G - m) / G**2 / divisor
+    return K
 
 
 @claim(
@@ -265,47 +265,3 @@ def c19(name, draws, evidence):
             logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
             loss = loss_fn(off_policy_batch(world, logits, scale), **hyper)
             evidence.equal([predicted, -predicted], ascent(loss, logits))
-
-
-# ---------------- C20: graded rewards
-
-
-@claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
-def c20(name, draws, evidence):
-    """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
-    scale with one weight never does.
-
-    Source: what the std and pos-only cost (D)
-
-    Way A gives .5 or 1 evenly, so Q = .75. Way B gives 1 with chance .72 and else 0, so Q = .72.
-    All answers are equally long and the weight is one constant: every node's tax is 0. With the
-    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18). The std
-    multiplies a group by 1 / std, a number of its own. Groups with a 0 in them, which came from B,
-    have a large std. So B's failures count for less than they cost. That is enough for the push to
-    be negative: at G = 4 and 8, from the shares .05, .5 and .95 alike. So B takes all, .720 in
-    place of .750.
-
-    pos-only needs no std for it. Let A give .5 surely, and B 1 with chance .4. pos-only sees
-    how far B's lucky answers are above the mean, but does not blame the others. With the mean scale
-    it pushes towards B from the same shares, so it ends at .400 in place of .500.
-
-    With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
-    same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -
-    f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
-    tax, K q (1 - q) a visitor, differs between the ways. With the credit K q (q - b) it adds up to
-    K q (1 - b), so it costs nothing.
-
-    Measured: the push on A is down, and with binary rewards of the same Q it is up. "left": the
-    size of the push over reinforce's with the mean scale.
-    """
-    even = [Outcome(0, 0.5, 0.5, 1), Outcome(0, 0.5, 1.0, 1)]
-    better, Q, scale = even, (0.75, 0.72), "std"
-    if name == "pos_only":
-        better, Q, scale = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4), "mean"
-    for G, share in itertools.product((4, 8), (0.05, 0.5, 0.95)):
-        binary = binary_world(G, Q, share)
-        graded = World(G, better + binary.outcomes[2:], binary.shares)
-        push, push_binary = (measure_push(name, world, scale)[0] for world in (graded, binary))
-        evidence.equal([True, True], [push < 0, push_binary > 0])
-        credit = share * (1 - share) * (Q[0] - Q[1])
-        evidence.record_left(push / ((1 - 1 / G) * credit))
