@@ -11,7 +11,7 @@
     nthr.py             N4         negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti
     ibpo.py             I1, I3     comparing and correcting
-    questions.py        Q1..Q5     what people ask about the numbers of a run
+    questions.py        Q1, Q4, Q5 what people ask about the numbers of a run
 
 evidence.py says what a claim is, draws the random prefix trees and examines the claim on them.
 toy/worlds.py has worlds without chance.
@@ -54,8 +54,9 @@ v, S_v     a node (h, a) of the group's prefix tree, and the answers that pass t
 u_i        the product of answer i's ratios without the shared token's: s_i = rho u_i (C4, C5)
 k_a, k_b   the weights that a method gives to two answers y_a and y_b of equal reward (C14)
 Q_a, q, b  of the answers that go a way: the mean reward, Q_a, or the chance to be right, q; b is
-           that chance for all answers (C18 to C20). q_u, q_d: of the way whose ratio went up, down
-f_a, K     what pushes way a's logit, pi_a (f_a - fbar), and the factor in it (C18, C19, Q2)
+           that chance for all answers (C18, C19). q_u, q_d: of the way whose ratio went up, down
+f_a, K     what pushes way a's logit, pi_a (f_a - fbar), and the factor in it (C18, C19)
+K(p)       E[A(right) - A(wrong)], if answers are right with chance p (C29)
 eta        the length of a step (C13, C14); NTHR's factor (M6); Lopti's threshold (A4)
 sg         stop-gradient: no derivative is taken through it; such a tensor is called detached
 W, phi     the toy's policy: pi(.|h) = softmax(W phi(h)), with fixed features phi and a matrix W

@@ -1,10 +1,7 @@
 """C29 and C30: what an update ascends on-policy, if all answers have one divisor.
 
-The expected update is a vector field over policies. If it is the gradient of something, training
-climbs that; if it is not, no reward can be named that training makes larger. Groups are enumerated
-by toy/worlds.py and judged by losses.py. The formulas here count the siblings in another way.
-
-The 1e-4 that group_advantages adds to the std is called eps. Rewards times LARGE make it nothing.
+The expected update is a field of arrows over policies. If it is the gradient of something, training
+climbs that. If not, there is nothing that training as a whole makes larger.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ from claims.choice import binary_world, factor, measure_push
 from claims.evidence import ascent, claim
 from toy.worlds import Outcome, World
 
-EPS = 1e-4
-LARGE = 2.0**40
+EPS = 1e-4  # what group_advantages adds to the std
+LARGE = 2.0**40  # times rewards: then EPS is nothing
 RARE = 1e-13  # a share that is as good as none
 
 # ---------------- C29a: rewards 0 and 1
@@ -34,15 +31,14 @@ RARE = 1e-13  # a share that is as good as none
 
 @claim("C29a", "group_advantages", "pos_only", extremes=False)
 def c29a(name, draws, evidence):
-    """With rewards 0 and 1 the expected update is K(p) grad p: it ascends the integral of K, where
-    K is what being right is worth, given the siblings. The std's K is below 1/sqrt(p (1-p)).
+    """With rewards 0 and 1 the expected update is K(p) grad p, so it climbs the integral of K. K is
+    what being right is worth, E[A(right) - A(wrong)] over the siblings.
 
-    Source: objectives of group rules (D); frame as in 2510.13651 and 2510.23049 (S, abstracts),
-    maxrl 2602.02710 (S)
+    Source: what a group's update ascends (D). The frame: 2510.13651, 2510.23049 (S, abstracts).
+    maxrl: 2602.02710 (S)
 
-    Measured: the push on two noisy ways through reinforce and pos_only, groups of 2 to 6 and of 8,
-    against K(p) times the slope of p. For the scale "batch": batches of two groups that answer one
-    question.
+    Measured: the push on two noisy ways, G = 2 to 6 and 8. For "batch": two groups that answer one
+    question. That the std's K stays below the folklore's 1/sqrt(p(1-p)).
     """
     loss = "pos_only" if name == "pos_only" else "reinforce"
     for (k, draw), scale in itertools.product(enumerate(draws[:6]), ("mean", "std", "maxrl")):
@@ -124,11 +120,11 @@ def c29b(name, draws, evidence):
     """If the advantages of every group sum to 0, K is a polynomial of degree at most G - 2, and
     each of these has one such rule. So they train pass@k without bias for k < G, and never pass@G.
 
-    Source: the price of cancelling (D; we know of no other text that has it). Unbiased estimators:
-    PKPO 2505.15201, MaxPO 2606.06080 (S, abstracts)
+    Source: the price of cancelling (D; we know of no other text that says "never"). Estimators of
+    pass@k: PKPO 2505.15201, MaxPO 2606.06080 (S, abstracts)
 
-    Measured: G = 2 to 6, in exact fractions; then each rule as the advantages of a Batch. "left":
-    how far the nearest such K stays from pass@G's: 1 at G = 2, .012 at G = 6.
+    Measured: G = 2 to 6 in exact fractions; then each rule as the advantages of a Batch. "left":
+    how far the nearest such K is from pass@G's at its worst p: 1 at G = 2, .012 at G = 6.
     """
     for G in range(2, 7):
         c = [Fraction(float(x)).limit_denominator(99) for x in draws[G].randn(G - 1)]
@@ -196,16 +192,15 @@ def curl(loss: str, world: World, scale: str) -> float:
 
 @claim("C29c", "reinforce", "pos_only", extremes=False)
 def c29c(name, draws, evidence):
-    """For sure rewards a group rule has an objective for all policies exactly if A is a score of
-    the whole group minus a function of the siblings. R minus the mean is so; divided by the group's
-    std it is not, as soon as there are three levels.
+    """For sure rewards a rule climbs something for every policy exactly if A is a score of the whole
+    group minus a function of the siblings. R minus the mean is that. Divided by the group's std it
+    is not, once there are three levels.
 
-    Source: objectives of group rules (D); frame as in 2510.13651 (S, abstract); groups of two as
-    comparisons 2502.18548 (S, abstract)
+    Source: what a group's update ascends (D; we know of no other text that says so of the std).
+    2510.13651 and, for G = 2, 2502.18548 (S, abstracts)
 
-    Measured: the curl of the expected update on three ways, by differences, against a sum over
-    siblings; the integrals C_G; the rate of what an orbit at G = 2 conserves. "left": the curl over
-    (G-1) pi_1 pi_2 pi_3, where it is not 0.
+    Measured: the curl of the expected update on three ways; the integrals C_G; what an orbit
+    conserves at G = 2. "left": the curl over (G-1) pi_1 pi_2 pi_3, where there is one.
     """
     scales, rule = ("mean", "std", "maxrl"), compare
     if name == "pos_only":
@@ -259,14 +254,13 @@ def c29c(name, draws, evidence):
 
 @claim("C29d", "reinforce", extremes=False)
 def c29d(name, draws, evidence):
-    """With the std a rare way among answers that all earn c gets E[(1 - 1/G) (R-c) / (|R-c|/sqrt(G)
-    + 1e-4)]: it grows exactly if R is more often above c than below, whatever the sizes, but for
-    the 1e-4.
+    """With the std, a rare way among answers that all earn c gets (G-1)/sqrt(G) (P(R > c) -
+    P(R < c)), nearly. So sizes do not count: it is a median rule.
 
     Source: the median rule (D). The std under noise: 2508.11800 (S, abstract)
 
-    Measured: a way of share 1e-13 with five random rewards. "left": how far that is from
-    (G-1)/sqrt(G) (P(R > c) - P(R < c)).
+    Measured: a way of share 1e-13 with five random rewards, with the 1e-4 in the formula. "left":
+    what the 1e-4 changes.
     """
     for k, draw in enumerate(draws[:6]):
         G, c = 2 + k % 3, float(draw.randn(1))
@@ -345,22 +339,27 @@ def measure_own_std(G: int, q: tuple[float, float], weight: float, share: float)
 
 @claim("C30", "reinforce", extremes=False)
 def c30(name, draws, evidence):
-    """A small sure reward can hold a policy: if the usual way earns .1 surely and a rare one 1 with
-    chance .45, then with the std the rare one dies out below a share of .080 (G = 8), while with
-    the mean scale it always grows.
+    """A crumb can hold a policy for good. The usual way earns .1 surely, a rare one 1 with chance
+    .45: with the std and G = 8 the rare one dies out below a share of .08. With the mean scale it
+    always grows.
 
-    Source: the crumb (D). Dividing each component by its own std: GDPO 2601.05242 (S, abstract)
+    Source: the crumb (D). Each part's own std: GDPO 2601.05242 (S, abstract)
 
-    Measured: the push is 0 at each threshold. First table: the thresholds. Second: how large it is
-    in practice, as the largest gain in J that the std refuses. It is an effect of hard prompts and
-    small bonuses.
+    Measured: the push on the rare way is 0 at each threshold of std and GDPO. The batch's
+    std of identical prompts is the std of a larger group (C29a).
     """
-    rows = {"std": [], "std, eps 0": [], "batch's std, 32 groups of this prompt": []}
+    rows: dict[str, list[float]] = {}
     for G in (2, 4, 8, 16):
-        found = crumb_threshold(G), crumb_threshold(G, 0.0), crumb_threshold(32 * G)
-        for row, share in zip(rows.values(), found, strict=True):
-            row.append("never" if share == 1 else f"{share:.4f}")
-        for share, unit in zip(found, (1.0, LARGE), strict=False):
+        found = {
+            "std": crumb_threshold(G),
+            "std, eps = 0": crumb_threshold(G, 0.0),
+            "batch's std, 32 groups of this prompt": crumb_threshold(32 * G),
+            "mean scale": escape(lambda share: 0.45 - 0.1),
+            "each part's own std": escape(lambda share, G=G: own_std(G, (0, 0.45), 0.1, share)),
+        }
+        for row, share in found.items():
+            rows.setdefault(row, []).append(share)
+        for share, unit in zip(found.values(), (1.0, LARGE), strict=False):
             if share < 1:
                 evidence.equal(0, measure_push(name, crumb(G, share, unit), "std")[1])
         for share in (RARE, 0.5):
@@ -368,23 +367,23 @@ def c30(name, draws, evidence):
             evidence.equal((1 - 1 / G) * (0.45 - 0.1), mean)
             own = measure_own_std(G, (0.0, 0.45), 0.1, share)
             evidence.equal(own_std(G, (0.0, 0.45), 0.1, share), own)
-            evidence.equal(True, own > 0)
-    evidence.rows += [[row, *cells] for row, cells in rows.items()]
     refused = escape(lambda share: own_std(8, (0.3, 0.9), 0.5, share))
     evidence.equal(0, measure_own_std(8, (0.3, 0.9), 0.5, refused))
-    evidence.rows.append(["GDPO refused", f"{refused:.4f}"])
+    for row, shares in rows.items():
+        evidence.rows.append([row, *("never" if s == 1 else f"{s:.4f}" for s in shares)])
+    last = "the same; format weighs .5, right .3 and .9"
+    evidence.rows.append([last, "", "", f"{refused:.4f}", ""])
 
 
 @claim("C30b", "reinforce", extremes=False)
 def c30b(name, draws, evidence):
-    """The most that the std refuses is large where prompts are hard and the bonus small: of a way
-    that always has the format, the std prefers to a rare one without it up to .400 of J.
+    """The std refuses much only where prompts are hard and the bonus is small: up to .40 of J at
+    best, and nothing if the bonus weighs as much as half of being right.
 
     Source: the crumb (D)
 
-    Measured: at G = 8 and a vanishing share the push is 0 at the gain in the table. The usual way
-    is right with chance q0 and always has the format, which earns a weight beside the 1 for being
-    right. The rare way never has it.
+    Measured: at G = 8 and a share of 1e-13 the push is 0 where the gain is that of the table. The
+    usual way has the format, and is right with chance q0. The rare one never has it.
     """
     for weight in (0.1, 0.2, 0.5):
         row = []

@@ -1,4 +1,4 @@
-"""Q1 to Q5: what people ask about the numbers of a run.
+"""Q1, Q4 and Q5: what people ask about the numbers of a run.
 
 The answers in words stand in claims/README.md, "Questions people ask".
 """

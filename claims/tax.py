@@ -119,13 +119,13 @@ def c16(name, draws, evidence):
     |E g - unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with
     grad J and L |E g| / |grad J| for A = R minus the mean, which is what the proof is about. Its
     rewards are graded. So the scale "std", with which METHODS ships most methods, turns the update
-    on-policy already (C20). The rows of dapo, cispo and the other token means have the divisor of
+    on-policy already (C29c). The rows of dapo, cispo and the other token means have the divisor of
     an infinite batch. lopti_high and off_policy_mask get the hyperparameters of AUDIT, and gspo its
     clip range.
 
     A descent is cancelled as well as an ascent, and may be its own formula. So a positive cosine
-    with grad J is required on-policy, of every loss, in every toy. This is no law: C18 and C20 have
-    worlds in which grpo, gspo, the std or pos-only descend.
+    with grad J is required on-policy, of every loss, in every toy. This is no law: C18 and C30 have
+    worlds in which grpo, gspo or the std descend.
     """
     prices = []
     for toy in (Toy(draw.seed) for draw in draws[::4]):
