@@ -192,7 +192,7 @@ def curl(loss: str, world: World, scale: str) -> float:
 
 @claim("C29c", "reinforce", "pos_only", extremes=False)
 def c29c(name, draws, evidence):
-    """For sure rewards a rule climbs something for every policy exactly if A is a score of the whole
+    """For sure rewards a rule climbs something for every policy exactly if A is a score of the
     group minus a function of the siblings. R minus the mean is that. Divided by the group's std it
     is not, once there are three levels.
 
@@ -395,5 +395,5 @@ def c30b(name, draws, evidence):
             outcomes += [Outcome(1, q1, 1.0, 1), Outcome(1, 1 - q1, 0.0, 1)]
             world = World(8, outcomes, [1 - RARE, RARE])
             evidence.equal(0, measure_push(name, world, "std")[1] / RARE)
-            row.append(q1 - q0 - weight)
+            row.append(max(0.0, q1 - q0 - weight))  # 0: what it refuses would lose
         evidence.rows.append([f"weight {weight}", *row])
