@@ -301,7 +301,7 @@ def escape(favour: Callable[[float], float]) -> float:
     low, high = 1e-12, 1 - 1e-12
     if favour(low) > 0 or favour(high) < 0:
         return float(favour(high) < 0)
-    for _ in range(50):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if favour(middle) > 0 else (middle, high)
     return low
