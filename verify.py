@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import losses
-from claims import CLAIMS, Claim, Evidence, examine, random_draws
+from claims import CLAIMS, Claim, Evidence, examine, objective, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 
@@ -68,9 +68,24 @@ TABLES = {  # claims with a table of their own: title, head
         "the noise with it over without, if weights lie in [m, M]",
         ["M/m", "most", "G = 4", "G = 8"],
     ),
-    "Q2": (
-        "Q2: a question's expected update is K grad p, in groups of 8",
-        ["", *(f"p = {p}" for p in (0.05, 0.1, 0.25, 0.5))],
+    "C29a": (
+        "Rewards 0 and 1, G = 8: the expected update is K(p) grad p, and without a signal a group "
+        "teaches nothing",
+        ["", *(f"p = {p}" for p in objective.CHANCES)],
+    ),
+    "C29c": (
+        "Rewards 0, .5, 1: the largest D(x,y|S) + D(y,z|S) + D(z,x|S). 0: the update is a gradient",
+        ["loss, scale", *(f"G = {G}" for G in (2, 3, 4, 8))],
+    ),
+    "C30": (
+        "The crumb: .1 surely, or rarely 1 with chance .45: the share above which the better way "
+        "grows",
+        ["divided by", *(f"G = {G}" for G in (2, 4, 8, 16))],
+    ),
+    "C30b": (
+        "The largest gain in J that the std refuses, G = 8, by the weight of the format and by how "
+        "often the usual way is right",
+        ["", *(f"q0 = {q0}" for q0 in (0.0, 0.05, 0.1, 0.2, 0.3))],
     ),
 }
 

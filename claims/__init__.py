@@ -4,13 +4,14 @@
     cancellation.py     C2..C11    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
-    choice.py           C18..C20   what a tax, the min and graded rewards cost
+    choice.py           C18, C19   what a tax and the min cost
     control_variate.py  C21..C28   a baseline at every history; off-policy samplers, masks
+    objective.py        C29, C30   what an update ascends, and the crumb
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N4         negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti
     ibpo.py             I1, I3     comparing and correcting
-    questions.py        Q1..Q5     what people ask about the numbers of a run
+    questions.py        Q1, Q4, Q5 what people ask about the numbers of a run
 
 PROOFS.md has their proofs, and what the letters mean. evidence.py says what a claim is, draws the
 random prefix trees and examines the claim on them. toy/worlds.py has worlds without chance.
@@ -26,6 +27,7 @@ from claims import (
     ibpo,
     low_probability,
     nthr,
+    objective,
     questions,
     tax,
 )
@@ -40,6 +42,7 @@ THEMES = (
     tax,
     choice,
     control_variate,
+    objective,
     audit,
     nthr,
     low_probability,

@@ -1,4 +1,4 @@
-"""Q1 to Q5: what people ask about the numbers of a run.
+"""Q1, Q4 and Q5: what people ask about the numbers of a run.
 
 The answers in words stand in claims/README.md, "Questions people ask".
 """
@@ -6,13 +6,11 @@ The answers in words stand in claims/README.md, "Questions people ask".
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import torch
 
 import losses
-from claims.choice import factor
 from claims.evidence import ascent, claim, coefficients
 from claims.formulas import UNCLIPPED, average_of, formula_of, shares_in
 from toy.policy import Policy
@@ -48,45 +46,6 @@ def q1(name, draws, evidence):
         evidence.equal(-terms.mean(), loss_fn(batch))
         if average_of(name) == "answer":
             evidence.equal(0, loss_fn(batch))
-
-
-@claim("Q2", "group_advantages", extremes=False)
-def q2(name, draws, evidence):
-    """A question's expected update is K grad p, p its chance to be right; the std makes K grow
-    towards p = 0 and 1, less than 1/sqrt(p(1-p)).
-
-    Source: questions of users (D); binary rewards, on-policy, one constant divisor
-
-    Let E[A | right] = u and E[A | wrong] = -v. Then the expected update is u grad p - v grad (1-p)
-    = (u + v) grad p. Advantages sum to 0, so p u = (1-p) v and u + v = p u / (p (1-p)). With k of G
-    answers right and m = k/G, the mean of A_i R_i over the group is m (1-m) without the division,
-    and m (1-m) / (std + 1e-4) with it, where std = sqrt(G/(G-1) m (1-m)). So K is C18's:
-
-      K = E[m (1-m)] / (p (1-p)) = 1 - 1/G                            scale "mean",
-      K = sqrt((G-1)/G) E[sqrt(m (1-m))] / (p (1-p)), nearly          scale "std",
-
-    over m = Bin(G, p)/G. E sqrt(m (1-m)) is below sqrt(p (1-p)), so K stays below the folklore's
-    1/sqrt(p (1-p)). It is bounded, by (G-1)/sqrt(G). A question's log-odds move by p (1-p) K: hard
-    and easy questions move less than others with both scales, but less so with the std. A group
-    teaches nothing with the chance p^G + (1-p)^G.
-    """
-    G = 8
-    rows = {name: [name] for name in ("K, mean", "K, std", "folklore", "no signal")}
-    for p in (0.05, 0.1, 0.25, 0.5):
-        chances = [math.comb(G, k) * p**k * (1 - p) ** (G - k) for k in range(G + 1)]
-        for scale in ("mean", "std"):
-            K = 0.0
-            for k, chance in enumerate(chances):
-                rewards = torch.tensor([1.0] * k + [0.0] * (G - k), dtype=torch.float64)
-                A = losses.group_advantages(rewards, G, scale)
-                K += chance * float((A * rewards).mean()) / (p * (1 - p))
-            evidence.equal(factor(G, p, scale), K)
-            rows[f"K, {scale}"].append(K)
-        folklore = 1 / math.sqrt(p * (1 - p))
-        evidence.equal(True, K < folklore)
-        rows["folklore"].append(folklore)
-        rows["no signal"].append(chances[0] + chances[-1])
-    evidence.rows += rows.values()
 
 
 @claim("Q4", "k3", extremes=False)

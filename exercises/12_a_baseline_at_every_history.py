@@ -4,7 +4,7 @@
 
 **Aim:** make any loss cancel at shared tokens, and see what that moves. It takes a leave-one-out
 baseline away at every history. So the expected push stays, as with any baseline. (The noise
-changes, for the better or the worse: claims C22 and C23.)
+changes, for the better or the worse: claims C22 and C27.)
 
 **a)** At one history n answers take a token, the same one or others. A loss pushes them with c_i.
 Their ratios are r_i = pi / pi_old. Let every answer be compared with the others:

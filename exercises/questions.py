@@ -487,7 +487,7 @@ EXERCISES = {
         "What is taken away has the mean 0: the other answers are drawn without looking at this "
         "one, and r grad log pi has the mean 0. So the expected push stays. The noise changes: "
         "less where earlier tokens already explain much of the reward, often more elsewhere.",
-        "python verify.py --explain C22 C23",
+        "python verify.py --explain C22 C27",
         (
             Question(
                 "prefix_baseline",
