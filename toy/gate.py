@@ -77,8 +77,8 @@ def sweep(row: Row, M: int, rates: Tensor = RATES, optimizer=PLAIN) -> Tensor:
 
 def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
     figure = make_figure(
-        "A clip blind to the sign of A (grpo-symmetric) teaches both tokens. By plain ascent GRPO's\n"
-        "min does so at no learning rate; with Adam it does as well, at ordinary rates.",
+        "A clip blind to the sign of A (grpo-symmetric) teaches both tokens. By plain ascent\n"
+        "GRPO's min does so at no learning rate; with Adam it does as well, at ordinary rates.",
         3.4,
     )
     panels = figure.subplots(1, 2, sharey=True)
