@@ -27,6 +27,9 @@ losers. The last column says where a token that the whole group shares cancels.
     dfpo-min               std   min of s          none            budget   always
     dfpo-orthogonal        std   s, not along A    none            budget   always
     recentred              mean  product of two s  none            budget   always
+    sapo                   std   r, fading         soft, by signs  answer   equal lengths, on-policy
+    dppo                   mean  r                 |p-p_old|, .2   tokens   unclipped
+    symmetric-trust        mean  r                 no min, .1      tokens   always
     balanced               std   r                 min, 0.2        signs    equal mean T, unclipped
     off-policy-mask        std   r; far losers 0   min, 0.2        answer   as grpo, if none is far
     pos-only               std   r; losers 0       min, 0.2        tokens   never
@@ -41,7 +44,8 @@ verify.py --explain C8` proves it. `python losses.py` prints every formula.
 
 Papers: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO (MiniMax-M1)
 2506.13585, DFPO 2604.13088v1, NTHR 2505.18830, Advantage Reweighting and Lopti ("AR/Lopti")
-2505.12929, IBPO 2605.16302, Balanced Aggregation 2605.04077, DeepSeek-V3.2 2512.02556.
+2505.12929, IBPO 2605.16302, Balanced Aggregation 2605.04077, DeepSeek-V3.2 2512.02556, SAPO
+2511.20347, DPPO 2602.04879.
 """
 
 from __future__ import annotations
@@ -180,12 +184,14 @@ def token_mean(x: Tensor, batch: Batch) -> Tensor:
     return x.masked_fill(~batch.mask, 0.0).sum() / batch.mask.sum().clamp(min=1)
 
 
-def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
+def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("inf")) -> Tensor:
     """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T).
 
-    The min takes the gradient of winners (A > 0) above the range, and of losers below it.
+    The min takes the gradient of winners (A > 0) above the range, and of losers below it. Dual clip
+    (1912.09729) also takes that of losers above `dual`; verl has it by default, with 3.
     """
     ratio = token_ratio(batch)
+    ratio = torch.where(batch.adv < 0, ratio.clamp(max=dual), ratio)
     return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
 
 
@@ -227,17 +233,26 @@ def reinforce(batch: Batch) -> Tensor:
     return -budget_mean(masked_adv(batch) * batch.logp, batch)
 
 
-def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 0.0) -> Tensor:
+def grpo(
+    batch: Batch,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    kl: float = 0.0,
+    kl_ratio: bool = False,
+    dual: float = float("inf"),
+) -> Tensor:
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P).
     The paper's kl is 0.04. Here it is off by default. The paper prints no e; 0.2 is PPO's.
+    kl_ratio: kl r k3, TRL's since 1.10, after DeepSeek-V3.2 (S). Its gradient is another one (Q4).
+    dual: dual clip, as in clipped; off by default.
     Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
     winners act (C6).
     """
-    surrogate = clipped(batch, eps_low, eps_high)
+    surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
-        surrogate = surrogate - kl * k3(batch)
+        surrogate = surrogate - kl * k3(batch) * (token_ratio(batch) if kl_ratio else 1)
     return -seq_mean(surrogate, batch)
 
 
@@ -464,6 +479,42 @@ def lopti_high(
 
 def _lopti(batch: Batch, chosen: Tensor, eps_low: float, eps_high: float) -> Tensor:
     return -token_mean(clipped(batch, eps_low, eps_high).masked_fill(~chosen, 0.0), batch)
+
+
+def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+    """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
+
+    J = (4/tau) sigmoid(tau (r - 1)) A, tau by the sign of A, mean per answer. SAPO 2511.20347 (S:
+    as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
+    Shared token: sum A_i/T_i is left on-policy (C8); off-policy a little more, by the two taus.
+    """
+    ratio = token_ratio(batch)
+    soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
+    return -seq_mean(torch.where(batch.adv > 0, *soft) * masked_adv(batch), batch)
+
+
+def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
+    """A clip by probabilities in place of ratios, which looks at the sign of A.
+
+    J = r A, but 0 if A > 0 and p - p_old > delta, or if A < 0 and p_old - p > delta; token mean.
+    DPPO 2602.04879, "binary TV" (S: as in verl 0.9.1's dppo_tv and prime-rl's default loss).
+    Left out: verl's largest weight r <= 3, prime-rl's penalty of 0.001 log(r)^2.
+    Shared token: cancels while p is within delta of p_old; beyond, only one side acts (C6).
+    """
+    moved = (batch.logp.exp() - batch.logp_old.exp()).detach()  # (N, T)
+    outside = torch.where(batch.adv > 0, moved > delta, moved < -delta)
+    return -token_mean((token_ratio(batch) * masked_adv(batch)).masked_fill(outside, 0.0), batch)
+
+
+def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
+    """dppo without the sign: a clip that is blind to it.
+
+    J = r A, but 0 if |p - p_old| > delta; token mean. prime-rl's loss of type "ipo", there called
+    "a symmetric trust region" (P: its source; its penalty of 0.001 log(r)^2 is left out).
+    Shared token: cancels always (C7).
+    """
+    outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
+    return -token_mean((token_ratio(batch) * masked_adv(batch)).masked_fill(outside, 0.0), batch)
 
 
 # ---------------- credit rules: what the old policy knew -> (N, T) advantages
@@ -772,6 +823,9 @@ METHODS: dict[str, Method] = {
     "recentred": Method((recentred,), scale="mean"),
     "balanced": Method((balanced,)),
     "off-policy-mask": Method((off_policy_mask,)),
+    "sapo": Method((sapo,)),
+    "dppo": Method((dppo,), scale="mean"),
+    "symmetric-trust": Method((symmetric_trust,), scale="mean"),
     "pos-only": Method((pos_only,)),
     "nthr": Method((nthr_grpo,), credit=nthr, needs_scores=True),
     "nthr-random": Method((nthr_grpo,), credit=nthr_random, needs_scores=True),

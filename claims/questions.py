@@ -102,12 +102,13 @@ def q2(name, draws, evidence):
     evidence.rows += rows.values()
 
 
-@claim("Q4", "k3", extremes=False)
+@claim("Q4", "k3", "grpo", extremes=False)
 def q4(name, draws, evidence):
-    """The value of the KL term estimates KL(pi || pi_ref), but its gradient is that of
-    KL(pi_ref || pi).
+    """The value of the KL term estimates KL(pi || pi_ref). Its gradient is that of KL(pi_ref || pi)
+    for k3 alone, and that of KL(pi || pi_ref) for k3 times the ratio.
 
-    Source: k3 in GRPO Eq. 4 (P); gradient (D)
+    Source: k3 in GRPO Eq. 4 (P); with the ratio in DeepSeek-V3.2 (S), as TRL has it (P); gradients
+    (D)
 
     Let q = pi_ref/pi at a sampled token. The term is k3 = q - log q - 1, which is never negative.
     Over tokens drawn from pi, E q = 1, so E k3 = E[-log q] = KL(pi || pi_ref). So the value can be
@@ -117,19 +118,34 @@ def q4(name, draws, evidence):
       E[(1 - q) grad log pi] = -sum_a pi_ref(a) grad log pi(a) = grad KL(pi_ref || pi),
 
     because E grad log pi = 0. "left" is how far that is from grad KL(pi || pi_ref).
+
+    grpo with kl_ratio has r k3. On-policy r is 1, so the value is the same. But r has a slope, too,
+    which is r. So the slope of r k3 is r k3 + r (1 - q) = -r log q, and over tokens from pi_old
+
+      E_old[-r log q grad log pi] = sum_a pi(a) (log pi - log pi_ref) grad log pi(a)
+                                  = grad KL(pi || pi_ref),
+
+    on-policy and off-policy. Here "left" is how far it is from grad KL(pi_ref || pi).
     """
+    has_ratio = name == "grpo"
     for draw in draws:
         z = draw.randn(5).requires_grad_()
         logp, ref = z.log_softmax(0), draw.randn(5).log_softmax(0)
+        old = draw.randn(5).log_softmax(0) if has_ratio else logp.detach()
         rows = logp.expand(2, 5)  # two answers to one prompt, a column for each token
-        batch = losses.Batch(rows, rows.detach(), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
-        pi = logp.detach().exp()
-        term = (pi * losses.k3(batch)[0]).sum()
+        batch = losses.Batch(rows, old.expand(2, 5), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
+        terms = losses.k3(batch)[0]
+        if has_ratio:  # A is 0: nothing but the KL term is left, with 1/T_i = 1/5
+            slopes = -5 * coefficients(losses.grpo(batch, kl=1.0, kl_ratio=True), batch)[0]
+            terms = slopes.detach() * logp  # with this gradient; the value is tested by M1
+        term = (old.exp() * terms).sum()
         forward = (logp.exp() * (logp - ref)).sum()
         backward = (ref.exp() * (ref - logp)).sum()
-        evidence.equal(forward, term)
-        evidence.equal(ascent(backward, z), ascent(term, z))
-        evidence.record_left(ascent(forward, z) - ascent(term, z))
+        if not has_ratio:
+            evidence.equal(forward, term)
+            forward, backward = backward, forward
+        evidence.equal(ascent(forward, z), ascent(term, z))
+        evidence.record_left(ascent(backward, z) - ascent(term, z))
 
 
 @claim("Q5", "reinforce", only_if="the log-probs are at the sampling temperature", extremes=False)
