@@ -1,17 +1,17 @@
 """What the corrections for another sampler cost: bias and noise against the spread of an answer.
 
 vLLM draws the answers with other numerics than the trainer, so its policy mu is not quite the
-trainer's pi. Trainers multiply what an answer pushes by a weight made of u = pi / mu. Here all 1,024
-answers of 10 tokens are enumerated, so nothing is estimated:
+trainer's pi. Trainers multiply what an answer pushes by a weight made of u = pi / mu. Here all
+1,024 answers of 10 tokens are enumerated, so nothing is estimated:
 
     bias    |expected update - gradient under pi| / |gradient under pi|. It stays, however many
             answers an update has.
     noise   the variance of one answer's update, over that with the answer's full weight, which is
             unbiased. It falls with the number of answers.
 
-tau is the spread of an answer: the standard deviation of log(pi / mu), summed over its tokens. If a
-token's is sd, and tokens are alike, tau is sd sqrt(T). Updates are group-relative and on-policy, but
-for the sampler. Means over WORLDS random policies, with a logit for each history (claim C25).
+tau is the spread of an answer: the standard deviation of log(pi / mu), summed over its tokens. If
+tokens are alike, it is the token's times sqrt(T). Updates are group-relative and on-policy, but for
+the sampler. Means over WORLDS random policies, with a logit for each history (claim C25).
 
     python -m engines.sampler
 """

@@ -81,7 +81,7 @@ def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
 
     from engines.example import load
 
-    model, tokenizer = load("")
+    model, tokenizer = load(trl.ModelConfig())
     config = getattr(trl, f"{kind}Config")(
         output_dir=tempfile.gettempdir(),
         report_to="none",
