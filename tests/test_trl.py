@@ -15,6 +15,7 @@ import tempfile
 from collections import defaultdict
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean, variance
 from types import SimpleNamespace
 
@@ -22,6 +23,8 @@ import naive
 import pytest
 import torch
 from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -80,12 +83,17 @@ class Record(TrainerCallback):
         return self.take_loss(model, inputs)
 
     def on_pre_optimizer_step(self, args, state, control, model, **_):
-        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        grads = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        weights = {name: whole(x.detach()).clone() for name, x in model.named_parameters()}
+        grads = {name: whole(x.grad).clone() for name, x in model.named_parameters()}
         self.steps.append(
             (weights, grads, gather_object(self.prompts), gather_object(self.answers))
         )
         self.prompts, self.answers = [], []
+
+
+def whole(x):
+    """FSDP leaves each process a part of a weight."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def make(model, method=None, hyper=None, prefix_baseline=False, kind=Trainer, **options):
@@ -141,8 +149,8 @@ def again(path, steps, config, method, hyper, prefix_baseline=False, sampler=Fal
     for k, (weights, _, prompts, answers) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
         generation = sum((x[3] for x in steps[first : first + pieces]), [])
-        at = k % pieces * len(answers)
-        A = advantages(total(generation), config.scale_rewards)[at : at + len(answers)]
+        start = k % pieces * len(answers)
+        A = advantages(total(generation), config.scale_rewards)[start : start + len(answers)]
 
         def score(weights, prompts=prompts, answers=answers):
             policy.model.load_state_dict(weights, strict=False)
@@ -168,10 +176,11 @@ def again(path, steps, config, method, hyper, prefix_baseline=False, sampler=Fal
         loss.backward()
         full = [naive.read(policy, *row, TEMPERATURE) for row in zip(prompts, answers, strict=True)]
         spread = [-(x.exp() * x).sum(1).detach() for x in full]  # of each token, in nats
-        size = (
-            len(answers) // config.gradient_accumulation_steps
-        )  # the mean of micro-batches' means
-        parts = [torch.cat(spread[i : i + size]).mean() for i in range(0, len(spread), size)]
+        micro, accumulate = config.per_device_train_batch_size, config.gradient_accumulation_steps
+        parts = [  # of a micro-step of all processes; the rows of a process are together
+            torch.cat([x for i, x in enumerate(spread) if i // micro % accumulate == at]).mean()
+            for at in range(accumulate)
+        ]
         log = {"loss": loss.item(), "entropy": fmean(map(float, parts))}
         if k == first:
             log |= of_siblings(generation)
@@ -218,6 +227,7 @@ def check_run(path, method, sampler=False, prefix_baseline=False, **options):
         a, b = (torch.cat([g[name].flatten() for name in sorted(ours)]).double() for g in pair)
         assert b.norm() > 1e-4
         assert (a - b).norm() <= 5e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
+    return trainer
 
 
 def split(micro, accumulate, pieces, **options):
@@ -360,16 +370,49 @@ def test_siblings_share_all_words_before(monkeypatch, capsys):
     assert "first 4 tokens of 3 answers: sibling_share 0.727" in said  # of 11
 
 
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="several processes: LONG=1")
-def test_two_processes(qwen_path):
-    """Groups torn over processes and micro-batches. Each process checks the whole."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launch, __file__, qwen_path], capture_output=True, text=True)
+def launch(launcher, *arguments):
+    command = [sys.executable, "-m", *launcher, __file__, *arguments]
+    # Ours, wherever another copy is installed.
+    env = {"PYTHONPATH": str(Path(losses.__file__).parent), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="several processes: LONG=1")
+def test_two_processes(qwen_path):
+    """Groups torn over processes and micro-batches. Each process checks the whole."""
+    launch(["torch.distributed.run", "--standalone", "--nproc-per-node=2"], qwen_path)
+
+
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="several processes: LONG=1")
+def test_fsdp_of_the_shipped_file(qwen_path):
+    """fsdp.yaml with two CPU processes and float32: the steps of an undivided model."""
+    file = str(Path(example.__file__).parent / "fsdp.yaml")
+    launcher = ["accelerate.commands.launch", "--config_file", file, "--num_processes", "2"]
+    launch([*launcher, "--mixed_precision", "no"], qwen_path, "sharded")
+
+
+def shard_on_cpus():
+    """accelerate 1.15 shards on GPUs alone, and says nothing: on CPUs each has the whole model."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    start = AcceleratorState.__init__
+
+    def start_sharded(self, *args, fsdp_plugin=None, **more):
+        start(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = start_sharded
+
+
 if __name__ == "__main__":
+    path, is_sharded = sys.argv[1], len(sys.argv) > 2
+    if is_sharded:
+        shard_on_cpus()
     for accumulate in (1, 2):  # 6 rows a process, groups of 4
         options = split(6 // accumulate, accumulate, accumulate)
-        check_run(sys.argv[1], "ar-lopti", prefix_baseline=True, **options)
-        check_run(sys.argv[1], "grpo", **options)
+        check_run(path, "ar-lopti", prefix_baseline=True, **options)
+        trainer = check_run(path, "grpo", beta=0.3, **options)
+        assert isinstance(trainer.model, FSDPModule) == is_sharded
