@@ -394,7 +394,7 @@ def test_fsdp_of_the_shipped_file(qwen_path):
 
 def shard_on_cpus():
     """accelerate 1.15 shards on GPUs alone, and says nothing: on CPUs each has the whole model."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     start = AcceleratorState.__init__
@@ -402,6 +402,7 @@ def shard_on_cpus():
     def start_sharded(self, *args, fsdp_plugin=None, **more):
         start(self, *args, fsdp_plugin=fsdp_plugin, **more)
         if fsdp_plugin:
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
     AcceleratorState.__init__ = start_sharded
