@@ -157,12 +157,14 @@ def token_mean(x: Tensor, batch: Batch) -> Tensor:
     return x.masked_fill(~batch.mask, 0.0).sum() / batch.mask.sum().clamp(min=1)
 
 
-def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
+def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("inf")) -> Tensor:
     """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T).
 
-    The min takes the push from winners (A > 0) above the range, and from losers below it.
+    The min takes the push from winners (A > 0) above the range, and from losers below it. Dual clip
+    (1912.09729) also takes that of losers above `dual`; verl has it by default, with 3.
     """
     ratio = token_ratio(batch)
+    ratio = torch.where(batch.adv < 0, ratio.clamp(max=dual), ratio)
     return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
 
 
@@ -192,17 +194,25 @@ def reinforce(batch: Batch) -> Tensor:
     return -budget_mean(masked_adv(batch) * batch.logp, batch)
 
 
-def grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2, kl: float = 0.0) -> Tensor:
+def grpo(
+    batch: Batch,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    kl: float = 0.0,
+    kl_ratio: bool = False,
+    dual: float = float("inf"),
+) -> Tensor:
     """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P; kl 0.04 there, off
-    here; it prints no e, 0.2 is PPO's).
+    here; it prints no e, 0.2 is PPO's). kl_ratio: kl r k3, TRL's since 1.10, after DeepSeek-V3.2
+    (S); its gradient is another one (Q4). dual: as in clipped.
     Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
     winners act (C6).
     """
-    surrogate = clipped(batch, eps_low, eps_high)
+    surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
-        surrogate = surrogate - kl * k3(batch)
+        surrogate = surrogate - kl * k3(batch) * (token_ratio(batch) if kl_ratio else 1)
     return -seq_mean(surrogate, batch)
 
 
@@ -468,6 +478,42 @@ def off_policy_mask(
     return -seq_mean(clipped(batch, eps_low, eps_high).masked_fill(masked[:, None], 0.0), batch)
 
 
+def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+    """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
+
+    J = (4/tau) sigmoid(tau (r - 1)) A, tau by the sign of A, mean per answer. SAPO 2511.20347 (S:
+    as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
+    Shared token: sum A_i/T_i is left on-policy (C8); off-policy a little more, by the two taus.
+    """
+    ratio = token_ratio(batch)
+    soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
+    return -seq_mean(torch.where(batch.adv > 0, *soft) * masked_adv(batch), batch)
+
+
+def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
+    """A clip by probabilities in place of ratios, which looks at the sign of A.
+
+    J = r A, but 0 if A > 0 and p - p_old > delta, or if A < 0 and p_old - p > delta; token mean.
+    DPPO 2602.04879, "binary TV" (S: as in verl 0.9.1's dppo_tv and prime-rl's default loss).
+    Left out: verl's largest weight r <= 3, prime-rl's penalty of 0.001 log(r)^2.
+    Shared token: cancels while p is within delta of p_old; beyond, only one side acts (C6).
+    """
+    moved = (batch.logp.exp() - batch.logp_old.exp()).detach()  # (N, T)
+    outside = torch.where(batch.adv > 0, moved > delta, moved < -delta)
+    return -token_mean((token_ratio(batch) * masked_adv(batch)).masked_fill(outside, 0.0), batch)
+
+
+def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
+    """dppo without the sign: a clip that is blind to it.
+
+    J = r A, but 0 if |p - p_old| > delta; token mean. prime-rl's loss of type "ipo", there called
+    "a symmetric trust region" (P: its source; its penalty of 0.001 log(r)^2 is left out).
+    Shared token: cancels always (C7).
+    """
+    outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
+    return -token_mean((token_ratio(batch) * masked_adv(batch)).masked_fill(outside, 0.0), batch)
+
+
 # ---------------- NTHR, Advantage Reweighting and Lopti: GRPO's surrogate, averaged over all tokens
 
 
@@ -665,6 +711,13 @@ METHODS |= {
     ),
     "off-policy-mask": Method(
         (off_policy_mask,), "grpo's; far losers 0", "as grpo, if no loser is left out"
+    ),
+    "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T", "equal lengths, on-policy"),
+    "dppo": Method(
+        (dppo,), "r A / tokens, 0 where p left p_old the way A says", _INSIDE, scale="mean"
+    ),
+    "symmetric-trust": Method(
+        (symmetric_trust,), "r A / tokens, 0 where p left p_old", "always", scale="mean"
     ),
     "pos-only": Method((pos_only,), "min(r A+, clip(r) A+) / tokens", "never"),
     "nthr": Method(

@@ -100,7 +100,9 @@ def clip(r, hyper):
 
 def ppo(r, a, hyper):
     """min(r A, clip(r) A): the slope is r A, but 0 for a winner above the range and a loser below
-    it."""
+    it. With a dual clip also for a loser above that."""
+    if a < 0 and r > getattr(hyper, "dual", math.inf):
+        return hyper.dual * a, 0.0
     closed = r > 1 + hyper.eps_high and a > 0 or r < 1 - hyper.eps_low and a < 0
     return (clip(r, hyper) * a, 0.0) if closed else (r * a, r * a)
 
@@ -111,8 +113,11 @@ def surrogate(y, t, hyper):
 
 def grpo(y, t, hyper):
     value, slope = ppo(y.r[t], y.adv[t], hyper)
-    q = math.exp(y.ref[t] - y.logp[t])
-    return value - hyper.kl * (q - math.log(q) - 1), slope - hyper.kl * (1 - q)
+    log_q = y.ref[t] - y.logp[t]
+    k3, k3_slope = math.exp(log_q) - log_q - 1, 1 - math.exp(log_q)
+    if hyper.kl_ratio:  # r k3; the slope of r is r
+        k3, k3_slope = y.r[t] * k3, -y.r[t] * log_q
+    return value - hyper.kl * k3, slope - hyper.kl * k3_slope
 
 
 def without_min(y, t, hyper):
@@ -159,6 +164,25 @@ def off_policy_mask(y, t, hyper):
     return (0.0, 0.0) if masked else surrogate(y, t, hyper)
 
 
+def sapo(y, t, hyper):
+    tau = hyper.tau_pos if y.adv[t] > 0 else hyper.tau_neg
+    gate = 1 / (1 + math.exp(-tau * (y.r[t] - 1)))
+    return 4 / tau * gate * y.adv[t], 4 * gate * (1 - gate) * y.r[t] * y.adv[t]
+
+
+def dppo(y, t, hyper):
+    moved = math.exp(y.logp[t]) - math.exp(y.old[t])
+    outside = (moved if y.adv[t] > 0 else -moved) > hyper.delta
+    term = 0.0 if outside else y.r[t] * y.adv[t]
+    return term, term
+
+
+def symmetric_trust(y, t, hyper):
+    outside = abs(math.exp(y.logp[t]) - math.exp(y.old[t])) > hyper.delta
+    term = 0.0 if outside else y.r[t] * y.adv[t]
+    return term, term
+
+
 def pos_only(y, t, hyper):
     return ppo(y.r[t], max(y.adv[t], 0.0), hyper)
 
@@ -185,6 +209,9 @@ FORMULAS = {
     "recentred": (recentred, "budget"),
     "balanced": (balanced, "answer"),
     "off_policy_mask": (off_policy_mask, "answer"),
+    "sapo": (sapo, "answer"),
+    "dppo": (dppo, "tokens"),
+    "symmetric_trust": (symmetric_trust, "tokens"),
     "pos_only": (pos_only, "tokens"),
     "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),
@@ -274,6 +301,7 @@ def m1(name, draws, evidence):
     if known.get("eps_high", 1.0) < 1e-3:
         cases.append((1.5e-3, {}))
     variants = [{"eps_low": 0.1, "eps_high": 0.4}, {"kl": 0.1}, {"ratio": "product"}]
+    variants += [{"kl": 0.1, "kl_ratio": True}, {"dual": 1.3, "eps_high": 0.5}]
     variants += [{"ratio": "geometric"}, {"eps": 0.3}, {"eta": 0.25}, {"delta": 0.02}]
     named = set().union(*variants)  # and those of a loss of your own
     more = {key: x for key, x in known.items() if type(x) is float and key not in named}

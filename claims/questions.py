@@ -48,28 +48,36 @@ def q1(name, draws, evidence):
             evidence.equal(0, loss_fn(batch))
 
 
-@claim("Q4", "k3", extremes=False)
+@claim("Q4", "k3", "grpo", extremes=False)
 def q4(name, draws, evidence):
-    """The value of the KL term estimates KL(pi || pi_ref), but its gradient is that of KL(pi_ref ||
-    pi).
+    """The value of the KL term estimates KL(pi || pi_ref). Its gradient is that of KL(pi_ref || pi)
+    for k3 alone, and that of KL(pi || pi_ref) for k3 times the ratio.
 
-    Source: k3 in GRPO Eq. 4 (P); gradient (D)
+    Source: k3 in GRPO Eq. 4 (P); with the ratio in DeepSeek-V3.2 (S), as TRL has it (P); gradients
+    (D)
 
-    Measured: both expectations over one softmax. "left": how far the gradient is from that of KL(pi
-    || pi_ref).
+    Measured: the expectations over one softmax, with the ratio off-policy. "left": how far the
+    gradient is from that of the other KL.
     """
+    has_ratio = name == "grpo"
     for draw in draws:
         z = draw.randn(5).requires_grad_()
         logp, ref = z.log_softmax(0), draw.randn(5).log_softmax(0)
+        old = draw.randn(5).log_softmax(0) if has_ratio else logp.detach()
         rows = logp.expand(2, 5)  # two answers to one prompt, a column for each token
-        batch = losses.Batch(rows, rows.detach(), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
-        pi = logp.detach().exp()
-        term = (pi * losses.k3(batch)[0]).sum()
+        batch = losses.Batch(rows, old.expand(2, 5), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
+        terms = losses.k3(batch)[0]
+        if has_ratio:  # A is 0: nothing but the KL term is left, with 1/T_i = 1/5
+            slopes = -5 * coefficients(losses.grpo(batch, kl=1.0, kl_ratio=True), batch)[0]
+            terms = slopes.detach() * logp  # with this gradient; the value is tested by M1
+        term = (old.exp() * terms).sum()
         forward = (logp.exp() * (logp - ref)).sum()
         backward = (ref.exp() * (ref - logp)).sum()
-        evidence.equal(forward, term)
-        evidence.equal(ascent(backward, z), ascent(term, z))
-        evidence.record_left(ascent(forward, z) - ascent(term, z))
+        if not has_ratio:
+            evidence.equal(forward, term)
+            forward, backward = backward, forward
+        evidence.equal(ascent(forward, z), ascent(term, z))
+        evidence.record_left(ascent(backward, z) - ascent(term, z))
 
 
 @claim("Q5", "reinforce", only_if="the log-probs are at the sampling temperature", extremes=False)
