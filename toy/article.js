@@ -11,7 +11,7 @@
   function live(id, start, sliders, draw) {
     const figure = $(id).querySelector("figure"), state = parse(start);
     const rows = sliders.map(([name, label, min, max, step, format]) => {
-      const input = Object.assign(make("input"), { type: "range", name, min, max, step });
+      const input = Object.assign(make("input"), { type: "range", name: `${id}-${name}`, min, max, step });
       const shown = make("output");
       input.oninput = () => set({ [name]: input.value });
       figure.querySelector(".sliders").append(make("label", "", make("span", "", label), shown, input));
@@ -99,10 +99,7 @@
     state.r = String(facts.ratios[k]); // no ratio at the edge of a range, where a rounding decides
     Object.values(facts.clips).forEach(([win, lose], i) => {
       const panel = figure.querySelectorAll(".panels div")[i], left = win[k] - lose[k];
-      const line = panel.querySelector(".at") ?? document.createElementNS("http://www.w3.org/2000/svg", "path");
-      line.setAttribute("class", "at");
-      line.setAttribute("d", `M${(facts.ratios[k] / 2) * 150} 0v110`);
-      panel.querySelector("svg").append(line);
+      panel.querySelector(".at").setAttribute("d", `M${(facts.ratios[k] / 2) * 150} 0v110`);
       const verdict = !win[k] && !lose[k] ? "no push" : left ? `left ${signed(left)}` : "cancels";
       panel.querySelector("output").textContent = `▲${win[k].toFixed(2)} ▼${lose[k].toFixed(2)}\n${verdict}`;
     });
@@ -110,7 +107,7 @@
 
   // ---------------- lengths: the expected update of claim C18, by two logits
 
-  const GROUP = 4, UPDATES = 240, FIRST = 0.4;
+  const GROUP = 4, UPDATES = 120, FIRST = 0.8;
 
   // The policy's expected reward before each update and after the last. length: the divisor of an
   // answer; local: whether a baseline stands at every history; ofGroup: whether A subtracts the
@@ -160,7 +157,7 @@
     const paths = curves.map(([length, local]) => rewards(state, length, local, ofGroup));
     write(figure.querySelectorAll(".keys output"), paths.map((path) => path.at(-1).toFixed(3)));
     const lines = [2, 0, 1].map((i) => ["abc"[i], paths[i].map((y, x) => [x, y])]);
-    plot(figure.querySelector(".plot"), [0, UPDATES, [0, 60, 120, 180, 240], "updates"],
+    plot(figure.querySelector(".plot"), [0, UPDATES, [0, 30, 60, 90, 120], "updates"],
       [0, 0.6, [0, 0.2, 0.4, 0.6], "expected reward"], lines);
   });
 
@@ -181,7 +178,7 @@
     const line = (f) => [[0, f(0)], [1, f(1)]];
     plot(figure.querySelector(".plot"), [0, 1, [0, 0.25, 0.5, 0.75, 1], "ρ²"],
       [0, 2, [0, 0.5, 1, 1.5, 2], "noise with the baseline / without"],
-      [["a", line(group)], ["b", line(fixed)]], [[rho, group(rho)]]);
+      [["one", line(() => 1)], ["a", line(group)], ["b", line(fixed)]], [[rho, group(rho)]]);
   });
 
   // ---------------- the crumb
@@ -213,7 +210,7 @@
   }
   const SHARES = Array.from({ length: 61 }, (_, k) => 1 / (1 + exp(6.9 - (13.8 * k) / 60)));
 
-  live("crumb", "c=0.45&q=0.45&p=5&B=8", [
+  live("crumb", "c=0&q=0.45&p=5&B=8", [
     ["c", "the crumb, for the format", 0, 0.6, 0.01, (c) => c.toFixed(2)],
     ["q", "rare way: chance of a reward of 1", 0.05, 0.95, 0.05, (q) => q.toFixed(2)],
     ["p", "rare way: share at the start", 1, 99, 1, (p) => `${p} %`],
@@ -239,7 +236,7 @@
       return [make("span", "", name), strip,
         make("span", "", "pull ", make("output", "", signed(start)), " ends at ", make("output", "", J))];
     });
-    const heads = ["A divided by", "share of the rare way", "at the start; reward at the end"];
+    const heads = ["A divided by", "share of the rare way: who gains", "at the start; reward at the end"];
     figure.querySelector(".strips").replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells);
   });
 

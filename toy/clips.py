@@ -58,6 +58,7 @@ def panel(name: str, place: str = "") -> str:
         f'<path class="axis" d="M0 0V{HEIGHT}H{WIDTH}M{WIDTH / 2:g} {HEIGHT}v4"/>',
         f'<polyline class="win" points="{" ".join(win)}"/>',
         f'<polyline class="lose" points="{" ".join(lose)}"/>',
+        f'<path class="at" d="M{WIDTH / 2:g} 0v{HEIGHT}"/>',
         f'<text x="{WIDTH / 2:g}" y="{HEIGHT + 15}" class="middle">1</text>',
         f'<text x="{WIDTH}" y="{HEIGHT + 15}" class="middle">{TOP:g}</text>',
         f'<text x="-4" y="{HEIGHT / 2 + 4:g}" class="end">1</text>',
@@ -67,7 +68,9 @@ def panel(name: str, place: str = "") -> str:
 
 
 LIGHT = "--win: #0072b2; --lose: #d55e00; --tax: #cc79a7; --ink: #1d2126; --soft: #5b636e;"
+LIGHT += " --card: #fff;"
 DARK = "--win: #56b4e9; --lose: #f08a3c; --tax: #e29fc4; --ink: #e9e6df; --soft: #a4abb5;"
+DARK += " --card: #1e2227;"
 STYLE = """\
 .panel { overflow: visible; font: 11px system-ui, sans-serif; fill: var(--soft); }
 .panel .name { font-size: 13px; font-weight: 600; fill: var(--ink); }
@@ -76,6 +79,7 @@ STYLE = """\
 .panel .axis { stroke: var(--soft); }
 .panel .win { stroke: var(--win); stroke-width: 3.5; }
 .panel .lose { stroke: var(--lose); stroke-width: 1.8; stroke-dasharray: 4 2.5; }
+.panel .at { stroke: var(--soft); stroke-dasharray: 1.5 2.5; }
 .panel .gap { fill: var(--tax); fill-opacity: 0.3; }
 """
 
@@ -96,6 +100,7 @@ def picture() -> str:
         "<title>|push| / |A| of winners and losers against the ratio, for each method</title>",
         f"<style>\n:root {{ {LIGHT} }}",
         f"@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n{STYLE}</style>",
+        '<path d="M0 0H620V1000H0z" style="fill: var(--card)"/>',
         '<g class="panel"><text x="14" y="20" class="name" style="font-size: 15px">',
         "Where the two lines part, pushes on a shared token do not cancel</text>",
         '<path d="M14 38h24" class="win"/><text x="44" y="42">winners</text>',

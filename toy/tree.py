@@ -5,9 +5,9 @@
 
 The page is one file, without a network or a library. tree_page.html has the tree, with its story in
 eight steps; article.html and article.js are what follows it. The tree has every method that is one
-loss of a batch, without and with a baseline at every history. All coefficients c of all its settings are computed here,
-by token_coefficients(loss(batch), logp) on the losses of losses.py. Its script draws them, and adds
-them up at the tokens that several answers share:
+loss of a batch, without and with a baseline at every history. All coefficients c of all its
+settings are computed here, by token_coefficients(loss(batch), logp) on the losses of losses.py. Its
+script draws them, and adds them up at the tokens that several answers share:
 
     sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
 
@@ -153,9 +153,10 @@ def advantages(group: Group, method: Method) -> Tensor:
 
 
 def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy of the group, without a baseline at every history, and with it. (S, G, T).
+    """c of every token under every policy of the group, without a prefix baseline and with it.
 
     The S groups are one batch, in which averages over all tokens are what they are for one group.
+    (S, G, T) each.
     """
     S, G, T = group.logp.shape
     logp = group.logp.reshape(S * G, T).requires_grad_()
