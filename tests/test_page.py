@@ -46,6 +46,7 @@ PRESS = """<script type="module">
       said: texts(".guess p:last-child:not([hidden])").map((text) => text.replace(/\\s+/g, " ")),
       figures: Object.fromEntries(all("section[id]")
         .map((of) => [of.id, texts("figure output", of)])),
+      cells: texts("section td"), captions: texts("#trainer figcaption"),
       strips: all(".strip").map((of) => all("i", of).map((cell) => cell.className[0]).join("")),
       images: all("img").length, beyond: document.documentElement.scrollWidth - innerWidth,
     };
@@ -257,32 +258,18 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
 # ---------------- what follows the tree
 
 SLIDERS = {"a": 8, "b": 20, "c": 12, "d": 5, "q": 0.3}
-PRESSES = [
-    *[
-        ("down", ""),
-        ("only on", ""),
-        ("GRPO: 1/T", ""),
-        ("identity-w2", "0.45"),
-        ("REINFORCE, answers 1", ""),
-    ],
-    *[("only losers", ""), ("r = 0.61", ""), ("clip-r", "1.24"), ("on-policy", "")],
-    *[("half of", ""), ("the group's mean", ""), ("3: worse", "")],
-    *[(f"lengths-{name}", str(x)) for name, x in SLIDERS.items()],
-    *[
-        ("it stays", ""),
-        ("a tree with", ""),
-        ("noise-n", "5"),
-        ("noise-G", "4"),
-        ("noise-rho", "0.5"),
-    ],
-    *[
-        ("to the crumb", ""),
-        ("… from", ""),
-        ("crumb-B", "2"),
-        ("crumb-c", "0.3"),
-        ("crumb-p", "20"),
-        ("crumb-q", "0.3"),
-    ],
+PRESSES = """\
+down | only on | GRPO: 1/T | identity-w2 0.45 | REINFORCE, answers 1
+only losers | r = 0.61 | clip-r 1.24 | on-policy
+half of | the group's mean | 3: worse
+lengths-a 8 | lengths-b 20 | lengths-c 12 | lengths-d 5 | lengths-q 0.3
+it stays | a tree with | noise-n 5 | noise-G 4 | noise-rho 0.5
+to the crumb | … from | crumb-B 2 | crumb-c 0.3 | crumb-p 20 | crumb-q 0.3
+trainer slime"""
+PRESSES = [press.strip() for press in re.split(r"[|\n]", PRESSES)]
+TRAINERS = [
+    dict(trainer=name, version="1", checked=checked, divisor={"is": is_, "source": "x.py:1"})
+    for name, checked, is_ in (("TRL", "ran", "tokens"), ("slime", "read", "1/T_i"))
 ]
 
 
@@ -291,7 +278,13 @@ def article(tmp_path_factory):
     """What is shown after each of PRESSES, on a phone."""
     if not CHROMIUM:
         pytest.skip("no chromium, in which to press the page")
-    seen = press(toy_page(), PRESSES, tmp_path_factory.mktemp("article"), 390)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "find_trainers", lambda: TRAINERS)
+        patch.setattr(tree, "find_table", lambda command: [["a", "b"], [command, NASTY]])
+        page = tree.toy_page()
+    control = re.compile(r"\w+-\w+ |trainer ")
+    pairs = [x.rsplit(" ", 1) if control.match(x) else (x, "") for x in PRESSES]
+    seen = press(page, pairs, tmp_path_factory.mktemp("article"), 390)
     return dict(zip(PRESSES, seen, strict=True))
 
 
@@ -305,17 +298,17 @@ def test_guesses_are_judged_and_shown(article):
     right = "No Yes Yes No Yes Yes".split()
     assert [text.split(".")[0] for text in said] == right
     assert "Up, by 0.150," in said[0]
-    assert article["down", ""]["outputs"][4] == "+0.150"  # the story has gone to its step 5
+    assert article["down"]["outputs"][4] == "+0.150"  # the story has gone to its step 5
 
 
 def test_a_push_is_credit_plus_tax(article):
     group, sums = toy(), []
     nodes = losses.prefix_nodes(group.tokens, group.mask, 4)
     for key, w, A in (
-        (("only on", ""), [0.2, 0.2, 0.4, 0.2], [0.5, -0.5, 0.5, -0.5]),
-        (("GRPO: 1/T", ""), [1 / 4, 1 / 5, 1 / 2, 1 / 4], [0.5, -0.5, 0.5, -0.5]),
-        (("identity-w2", "0.45"), [1 / 4, 0.45, 1 / 2, 1 / 4], [0.5, -0.5, 0.5, -0.5]),
-        (("REINFORCE, answers 1", ""), [1 / 5] * 4, [0.5, 0.5, -0.5, -0.5]),
+        ("only on", [0.2, 0.2, 0.4, 0.2], [0.5, -0.5, 0.5, -0.5]),
+        ("GRPO: 1/T", [1 / 4, 1 / 5, 1 / 2, 1 / 4], [0.5, -0.5, 0.5, -0.5]),
+        ("identity-w2 0.45", [1 / 4, 0.45, 1 / 2, 1 / 4], [0.5, -0.5, 0.5, -0.5]),
+        ("REINFORCE, answers 1", [1 / 5] * 4, [0.5, 0.5, -0.5, -0.5]),
     ):
         shown = [*map(number, article[key]["figures"]["identity"])]
         w, A = torch.tensor(w).double(), torch.tensor(A).double()
@@ -334,8 +327,8 @@ def test_a_push_is_credit_plus_tax(article):
 
 def test_a_clip_is_drawn_as_losses_has_it(article):
     assert [*clips.NAMES[:6]] == ["reinforce", "grpo", "grpo-symmetric", "cispo", "dapo", "gspo"]
-    for key, r in (("only losers", 1.61), ("r = 0.61", 0.61), ("clip-r", 1.23), ("on-policy", 1.0)):
-        key = next(pressed for pressed in PRESSES if pressed[0] == key)
+    ratios = {"only losers": 1.61, "r = 0.61": 0.61, "clip-r 1.24": 1.23, "on-policy": 1.0}
+    for key, r in ratios.items():
         first, *cells = article[key]["figures"]["clip"]
         assert float(first) == r
         for name, cell in zip(clips.NAMES, cells, strict=True):
@@ -352,7 +345,7 @@ def test_a_clip_is_drawn_as_losses_has_it(article):
             said = f"left {left:+.3f}" if abs(left) > 1e-6 else "cancels" if win else "no push"
             expected = f"▲{win:.2f} ▼{-lose:.2f}\n{said}".replace("-0.00", "0.00").replace("-", "−")
             assert cell == expected, (name, r)
-    grpo = article["only losers", ""]["figures"]["clip"][2]
+    grpo = article["only losers"]["figures"]["clip"][2]
     assert grpo == "▲0.00 ▼1.61\nleft −1.610"
 
 
@@ -385,26 +378,26 @@ def test_the_curves_end_where_enumerated_groups_end(article, monkeypatch):
         "mean": [tax.Row(losses.grpo, "mean"), tax.Row(losses.grpo, "mean", True), one],
     }
     cases = {
-        ("half of", ""): ("better way: wrong is short", "exact"),
-        ("the group's mean", ""): ("better way: wrong is short", "mean"),
-        PRESSES[16]: ("by hand", "mean"),
+        "half of": ("better way: wrong is short", "exact"),
+        "the group's mean": ("better way: wrong is short", "mean"),
+        "lengths-q 0.3": ("by hand", "mean"),
     }
     for key, (setting, scale) in cases.items():
         shown = [*map(float, article[key]["figures"]["lengths"][5:])]
         assert shown == pytest.approx([end_of(row, setting) for row in rows[scale]], abs=6e-4)
-    sliders = [*map(float, article["3: worse", ""]["figures"]["lengths"])]
+    sliders = [*map(float, article["3: worse"]["figures"]["lengths"])]
     assert sliders == [16, 16, 4, 24, 0.2, 0.205, 0.592, 0.597]  # toy/README's world 3
-    said = article["half of", ""]["said"][3]
+    said = article["half of"]["said"][3]
     assert re.findall(r"0\.\d+", said) == ["0.411", "0.6", "0.597"]
 
 
 def test_noise_follows_its_law(article):
     for key, G, n, rho in (
-        (("it stays", ""), 8, 8, 0),
-        (("a tree with", ""), 8, 4, 0.64),
-        (("noise-n", "5"), 8, 5, 0.64),
-        (("noise-G", "4"), 4, 4, 0.64),  # no more can come by than there are
-        (("noise-rho", "0.5"), 4, 4, 0.5),
+        ("it stays", 8, 8, 0),
+        ("a tree with", 8, 4, 0.64),
+        ("noise-n 5", 8, 5, 0.64),
+        ("noise-G 4", 4, 4, 0.64),  # no more can come by than there are
+        ("noise-rho 0.5", 4, 4, 0.5),
     ):
         shown = [float(x.replace("× ", "")) for x in article[key]["figures"]["noise"]]
         fixed = (1 - rho) * n / (n - 1)
@@ -452,22 +445,36 @@ def test_where_a_crumb_leads(article):
             zip(("std", "batch", "mean"), zip(values[::2], values[1::2], strict=True), strict=True)
         )
 
-    ends = {key: [end for _, end in shown(key).values()] for key in PRESSES[22:]}
-    assert ends["to the crumb", ""] == [0.1, 0.45, 0.45]
-    assert ends["… from", ""] == [0.45, 0.45, 0.45]  # above the threshold of 0.080
+    def ends(key):
+        return [end for _, end in shown(key).values()]
+
+    assert ends("to the crumb") == [0.1, 0.45, 0.45]
+    assert ends("… from") == [0.45, 0.45, 0.45]  # above the threshold of 0.080
     for p, q, c, B, key in (
-        (0.05, 0.45, 0.1, None, ("to the crumb", "")),
-        (0.1, 0.45, 0.1, 2, ("crumb-B", "2")),
-        (0.2, 0.3, 0.3, None, ("crumb-q", "0.3")),
+        (0.05, 0.45, 0.1, None, "to the crumb"),
+        (0.1, 0.45, 0.1, 2, "crumb-B 2"),
+        (0.2, 0.3, 0.3, None, "crumb-q 0.3"),
     ):
         pulls = shown(key)
         for scale in ("std", "mean", *["batch"] * bool(B)):
             assert pulls[scale][0] == pytest.approx(pull_of(scale, p, q, c, B or 1), abs=6e-4)
     # A strip changes its colour where the pull changes its sign: at 0.080, for the batch of 64
     # answers at 0.008.
-    strip = article["to the crumb", ""]["strips"][0]
+    strip = article["to the crumb"]["strips"][0]
     assert strip == "l" * 20 + "w" * 41
-    assert article["to the crumb", ""]["strips"][1:] == ["l" * 9 + "w" * 52, "w" * 61]
+    assert article["to the crumb"]["strips"][1:] == ["l" * 9 + "w" * 52, "w" * 61]
+
+
+def test_tables_come_from_their_homes(article):
+    shown = article["trainer slime"]
+    assert shown["cells"] == ["python -m toy.luck", NASTY, "divisor", "1/T_i", "x.py:1"]
+    assert shown["captions"] == ["slime 1: read, not run."] and shown["images"] == 0
+    table = tree.find_table("python -m toy.tax")
+    assert len(table) > 3 and {len(row) for row in table} == {4}
+    # The article's worlds end as toy/README says.
+    (grpo,) = (row for row in table if row[0] == "grpo")
+    assert [cell.split()[0] for cell in grpo[1:]] == ["0.596", "0.411", "0.205"]
+    assert tree.find_table("python -m toy.nothing") == []
 
 
 # ---------------- README's picture

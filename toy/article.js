@@ -220,7 +220,7 @@
     const scales = {
       "group's std": (x) => pull(x, q, c, 8),
       "batch's std": (x) => pull(x, q, c, 8 * B),
-      "mean": () => (1 - 1 / 8) * (q - c),
+      "nothing": () => (1 - 1 / 8) * (q - c),
     };
     const cells = Object.entries(scales).flatMap(([name, f]) => {
       const pulls = SHARES.map(f), start = Math.abs(f(p)) > 1e-9 ? f(p) : 0;
@@ -240,15 +240,31 @@
     figure.querySelector(".strips").replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells);
   });
 
-  // ---------------- trainers' defaults, from engines/
+  // ---------------- tables that have their home elsewhere
 
-  if (facts.trainers.length) {
-    const select = document.querySelector("select[name=trainer]"), [head, ...rows] = facts.trainers;
-    select.append(...rows.map(([name]) => make("option", "", name)));
+  const fill = (table, rows) => table.replaceChildren(...rows.map((row, i) =>
+    make("tr", "", ...row.map((cell) => make(i ? "td" : "th", "", cell)))));
+
+  // World L's learning, from toy/README.md.
+  if (facts.luck.length) fill($("luck").querySelector("table"), facts.luck);
+  else $("luck").remove();
+
+  // Trainers' defaults, from engines/.
+
+  const sections = { divisor: "#lengths", std: "#crumb", clip: "#clip" };
+  if (!facts.trainers.length) $("trainer").remove();
+  else {
+    const figure = $("trainer").querySelector("figure"), select = figure.querySelector("select");
+    select.append(...facts.trainers.map(({ trainer }) => make("option", "", trainer)));
     select.onchange = () => {
-      const row = rows.find(([name]) => name === select.value);
-      const lines = head.map((title, k) => make("tr", "", make("th", "", title), make("td", "", row[k])));
-      select.closest("figure").querySelector("table").replaceChildren(...lines.slice(1));
+      const { trainer, version, checked, ...settings } = facts.trainers[select.selectedIndex];
+      const rows = Object.entries(settings).map(([name, { is, source }]) => {
+        const link = Object.assign(make("a", "", name), { href: sections[name] });
+        return [name in sections ? link : name, is, make("small", "", source)];
+      });
+      fill(figure.querySelector("table"), [["setting", "default", "source"], ...rows]);
+      const how = checked === "ran" ? "engines/audit.py has called its losses" : "read, not run";
+      figure.querySelector("figcaption").textContent = `${trainer} ${version}: ${how}.`;
     };
     select.onchange();
   }

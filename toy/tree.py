@@ -25,7 +25,6 @@ import inspect
 import itertools
 import json
 import math
-import re
 import sys
 import zlib
 from dataclasses import dataclass, replace
@@ -255,26 +254,37 @@ def toy_page() -> str:
 
 def add_article(page: str) -> str:
     """The sections after the tree, with what they take from Python in place of their capitals."""
-    text, trainers = read("article.html"), find_trainers()
-    if not trainers:
-        text = re.sub(r'<section id="trainer">.*?</section>', "", text, flags=re.S)
-    facts = {"ratios": clips.RATIOS, "clips": clips.weights(), "trainers": trainers}
-    # The worlds of toy/tax.py: four lengths, and the chance to be right on the worse way.
     settings = enumerate(tax.SETTINGS.items(), 1)
-    facts["worlds"] = [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings]
+    facts = {
+        "ratios": clips.RATIOS,
+        "clips": clips.weights(),
+        # The worlds of toy/tax.py: four lengths, and the chance to be right on the worse way.
+        "worlds": [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings],
+        "luck": find_table("python -m toy.luck"),
+        "trainers": find_trainers(),
+    }
     panels = "\n".join(f"<div>{clips.panel(name)}<output></output></div>" for name in clips.NAMES)
-    text = text.replace("CLIP_STYLE", clips.STYLE, 1).replace("PANELS", panels, 1)
-    text = text.replace("FACTS", json.dumps(facts), 1).replace("  LUCK\n", "")
+    text = read("article.html").replace("CLIP_STYLE", clips.STYLE, 1).replace("PANELS", panels, 1)
+    text = text.replace("FACTS", json.dumps(facts), 1)
     return page.replace("<!-- ARTICLE -->", text, 1).replace("// SCRIPT", read("article.js"), 1)
 
 
-def find_trainers() -> list[list[str]]:
-    """What trainers do by default, a row each below a head; [] without engines/."""
+def find_table(command: str) -> list[list[str]]:
+    """The first table below a command in toy/README.md, its head first; [] if there is none."""
+    section = read("README.md").partition(f"`{command}")[2].partition("\n## ")[0]
+    lines = section[section.find("\n|") + 1 :].splitlines()
+    lines = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    rows = [line.strip("|").replace("`", "").replace("*", "").split("|") for line in lines]
+    return [[cell.strip() for cell in row] for k, row in enumerate(rows) if k != 1]
+
+
+def find_trainers() -> list[dict]:
+    """What trainers do by default, each setting with its source; [] without that table."""
     try:
-        from engines.defaults import TRAINERS
+        from engines.defaults import ROWS
     except ImportError:
         return []
-    return TRAINERS
+    return ROWS
 
 
 def run_page(run: Path) -> str:
