@@ -257,12 +257,12 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
 
 # ---------------- what follows the tree
 
-SLIDERS = {"a": 8, "b": 20, "c": 12, "d": 5, "q": 0.3}
+SLIDERS = {"a": 9, "b": 18, "c": 3, "d": 20, "q": 0.3}
 PRESSES = """\
 down | only on | GRPO: 1/T | identity-w2 0.45 | REINFORCE, answers 1
 only losers | r = 0.61 | clip-r 1.24 | on-policy
 half of | the group's mean | 3: worse
-lengths-a 8 | lengths-b 20 | lengths-c 12 | lengths-d 5 | lengths-q 0.3
+lengths-a 9 | lengths-b 18 | lengths-c 3 | lengths-d 20 | lengths-q 0.3
 it stays | a tree with | noise-n 5 | noise-G 4 | noise-rho 0.5
 to the crumb | … from | crumb-B 2 | crumb-c 0.3 | crumb-p 20 | crumb-q 0.3
 trainer slime"""
