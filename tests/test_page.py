@@ -5,6 +5,7 @@ import functools
 import html
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -264,7 +265,7 @@ only losers | r = 0.61 | clip-r 1.24 | on-policy
 half of | the group's mean | 3: worse
 lengths-a 9 | lengths-b 18 | lengths-c 3 | lengths-d 20 | lengths-q 0.3
 it stays | a tree with | noise-n 5 | noise-G 4 | noise-rho 0.5
-to the crumb | … from | crumb-B 2 | crumb-c 0.3 | crumb-p 20 | crumb-q 0.3
+to the crumb | … from | crumb-B 2 | crumb-c 0.6 | crumb-q 0.55 | crumb-p 2 | crumb-p 99
 trainer slime"""
 PRESSES = [press.strip() for press in re.split(r"[|\n]", PRESSES)]
 TRAINERS = [
@@ -405,36 +406,25 @@ def test_noise_follows_its_law(article):
         assert shown == pytest.approx([rho, n, G, fixed * (G - 1) / G, fixed, even], abs=6e-4)
 
 
-def pull_of(scale: str, p: float, q: float, c: float, groups: int) -> float:
+def pull_of(scale: str, p: float, q: float, c: float, groups: int = 1) -> float:
     """The expected A of a rare answer less that of a usual one, by all compositions of a batch."""
     earned = torch.tensor([1, 0, c]).double()
-    chances = torch.tensor([p * q, p * (1 - q), 1 - p]).double()
+    shares = torch.tensor([p * q, p * (1 - q), 1 - p]).double()
 
-    def compositions(n):
-        for a, b in itertools.product(range(n + 1), repeat=2):
-            if a + b <= n:
-                yield torch.tensor([a, b, n - a - b])
+    def compositions(n: int):
+        """Of n answers: their chance, and their rewards."""
+        for k in itertools.product(range(n + 1), repeat=3):
+            if sum(k) == n:
+                ways = math.factorial(n) / math.prod(map(math.factorial, k))
+                k = torch.tensor(k)
+                yield ways * float((shares**k).prod()), earned.repeat_interleave(k)
 
-    def chance(k):
-        ways = torch.lgamma(k.sum() + 1.0) - torch.lgamma(k + 1.0).sum()
-        return float((ways.double() + (k * chances.log()).sum()).exp())
-
-    others = [(chance(k), earned.repeat_interleave(k)) for k in compositions(8)]
     total = 0.0
-    for k in compositions(7):
-        of_group = earned.repeat_interleave(k)
-        rows = torch.stack([torch.cat([own[None], of_group]) for own in earned])  # (3, 8)
-        if scale == "batch" and groups == 2:
-            A = sum(
-                x
-                * torch.stack(
-                    [losses.group_advantages(torch.cat([row, more]), 8, scale)[0] for row in rows]
-                )
-                for x, more in others
-            )
-        else:
-            A = losses.group_advantages(rows.flatten(), 8, scale)[::8]
-        total += chance(k) * float(q * A[0] + (1 - q) * A[1] - A[2])
+    for parts in itertools.product(*(compositions(8 - (k == 0)) for k in range(groups))):
+        chances, others = zip(*parts, strict=True)
+        rows = [torch.cat([own[None], *others]) for own in earned]  # the first is one's own
+        A = [losses.group_advantages(row, 8, scale)[0] for row in rows]
+        total += math.prod(chances) * float(q * A[0] + (1 - q) * A[1] - A[2])
     return total
 
 
@@ -450,14 +440,17 @@ def test_where_a_crumb_leads(article):
 
     assert ends("to the crumb") == [0.1, 0.45, 0.45]
     assert ends("… from") == [0.45, 0.45, 0.45]  # above the threshold of 0.080
-    for p, q, c, B, key in (
-        (0.05, 0.45, 0.1, None, "to the crumb"),
-        (0.1, 0.45, 0.1, 2, "crumb-B 2"),
-        (0.2, 0.3, 0.3, None, "crumb-q 0.3"),
-    ):
-        pulls = shown(key)
-        for scale in ("std", "mean", *["batch"] * bool(B)):
-            assert pulls[scale][0] == pytest.approx(pull_of(scale, p, q, c, B or 1), abs=6e-4)
+    one, two = shown("to the crumb"), shown("crumb-B 2")
+    assert one["std"][0] == pytest.approx(pull_of("std", 0.05, 0.45, 0.1), abs=6e-4)
+    assert one["mean"][0] == pytest.approx(pull_of("mean", 0.05, 0.45, 0.1), abs=6e-4)
+    assert two["batch"][0] == pytest.approx(pull_of("batch", 0.1, 0.45, 0.1, groups=2), abs=6e-4)
+    # Where a large crumb is nearly as good, the std ends at a mixture, from above and below.
+    low, high = 0.01, 0.99
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pull_of("std", middle, 0.55, 0.6) > 0 else (low, middle)
+    for key in ("crumb-p 2", "crumb-p 99"):
+        assert shown(key)["std"][1] == pytest.approx(0.6 - 0.05 * low, abs=6e-4)
     # A strip changes its colour where the pull changes its sign: at 0.080, for the batch of 64
     # answers at 0.008.
     strip = article["to the crumb"]["strips"][0]

@@ -14,7 +14,7 @@
       const input = Object.assign(make("input"), { type: "range", name: `${id}-${name}`, min, max, step });
       const shown = make("output");
       input.oninput = () => set({ [name]: input.value });
-      figure.querySelector(".sliders").append(make("label", "", make("span", "", label), shown, input));
+      figure.querySelector(".sliders").append(make("label", "", make("span", "", label), input, shown));
       return { name, input, shown, format: format ?? String };
     });
     const buttons = [...figure.querySelectorAll("button[value]")];
@@ -224,10 +224,14 @@
     };
     const cells = Object.entries(scales).flatMap(([name, f]) => {
       const pulls = SHARES.map(f), start = Math.abs(f(p)) > 1e-9 ? f(p) : 0;
-      // It moves on while the sign stays.
-      const ahead = SHARES.map((x, k) => [x, pulls[k]]).filter(([x]) => (x - p) * start > 0);
-      const stop = ahead.filter(([, y]) => y * start <= 0).map(([x]) => x);
-      const end = !start ? p : !stop.length ? Number(start > 0) : start > 0 ? stop[0] : stop.at(-1);
+      // It moves on while the sign stays: to all or none, or to the first share that turns it back.
+      const turns = SHARES.filter((x, k) => (x - p) * start > 0 && pulls[k] * start <= 0);
+      let end = !start ? p : (start > 0 ? turns[0] : turns.at(-1)) ?? Number(start > 0);
+      for (let from = p, k = 0; turns.length && k < 30; k++) {
+        const middle = (from + end) / 2;
+        if (f(middle) * start > 0) from = middle;
+        else end = middle;
+      }
       const strip = make("div", "strip", ...pulls.map((y) => make("i", y > 1e-9 ? "win" : y < -1e-9 ? "lose" : "")));
       const mark = make("b");
       mark.style.left = `${((log(p / (1 - p)) + 6.9) / 13.8) * 100}%`;
