@@ -1,12 +1,13 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
-    python -m toy.tree                 tree.html: a toy group, and a story in eight steps
+    python -m toy.tree                 tree.html: the article, which begins with a toy group
     python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
 
-The page is one file, without a network or a library. It has every method that is one loss of a
-batch, with and without a prefix baseline. All coefficients c of all its settings are computed here,
-by token_coefficients(loss(batch), logp) on the losses of losses.py. Its script draws them, and adds
-them up at the tokens that several answers share:
+The page is one file, without a network or a library. tree_page.html has the tree, with its story in
+eight steps; article.html and article.js are what follows it. The tree has every method that is one
+loss of a batch, without and with a baseline at every history. All coefficients c of all its
+settings are computed here, by token_coefficients(loss(batch), logp) on the losses of losses.py. Its
+script draws them, and adds them up at the tokens that several answers share:
 
     sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
 
@@ -34,6 +35,7 @@ from torch import Tensor
 
 import losses
 from losses import METHODS, Batch, Method
+from toy import clips, tax
 from toy.policy import pad
 
 # ---------------- the toy group
@@ -150,9 +152,10 @@ def advantages(group: Group, method: Method) -> Tensor:
 
 
 def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy of the group, without and with cancel. (S, G, T).
+    """c of every token under every policy of the group, without a prefix baseline and with it.
 
     The S groups are one batch, in which averages over all tokens are what they are for one group.
+    (S, G, T) each.
     """
     S, G, T = group.logp.shape
     logp = group.logp.reshape(S * G, T).requires_grad_()
@@ -163,8 +166,8 @@ def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     nodes = losses.prefix_nodes(group.tokens.repeat(S, 1), mask, G)
     both = (loss, losses.prefix_baseline(loss, batch, nodes))
     pair = (losses.token_coefficients(x, logp) for x in both)
-    plain, cancelled = (c.view(S, G, T) for c in pair)
-    return plain, cancelled
+    plain, with_baseline = (c.view(S, G, T) for c in pair)
+    return plain, with_baseline
 
 
 def sequence_ratios(group: Group) -> Tensor:
@@ -213,11 +216,16 @@ def control(name: str, label: str, options, kind: str, style: str = "radio") -> 
 def write_page(data: dict, methods: dict[str, Method]) -> str:
     """The html, with all data packed in it. data: controls, states, scenes and start."""
     method = control("method", "method", methods, "loss", "select")
-    cancel = control("cancel", "cancel", ("off", "on"), "loss")
-    data["controls"] = [method, cancel, *data["controls"]]
+    baseline = control("baseline", "baseline at every history", ("off", "on"), "loss")
+    data["controls"] = [method, baseline, *data["controls"]]
     data["methods"] = {name: find_formula(method) for name, method in methods.items()}
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()
-    return Path(__file__).with_name("tree_page.html").read_text().replace("DATA", packed, 1)
+    return read("tree_page.html").replace("DATA", packed, 1)
+
+
+def read(name: str) -> str:
+    """A file that lies beside this one."""
+    return Path(__file__).with_name(name).read_text()
 
 
 def toy_page() -> str:
@@ -225,7 +233,7 @@ def toy_page() -> str:
     methods = toy_methods()
     winners = ["".join(digits) for digits in itertools.product("10", repeat=G)]
     keys = itertools.product(ANSWERS, winners)
-    start = {"method": "reinforce", "cancel": "off", "lengths": "unequal", "won": "1010"}
+    start = {"method": "reinforce", "baseline": "off", "lengths": "unequal", "won": "1010"}
     data = {
         "digits": 3,
         "start": start | {"moved": "1", "spread": "none"},
@@ -238,35 +246,79 @@ def toy_page() -> str:
             control("spread", "spread of the answers' own ratios", SPREAD, "state"),
         ],
     }
-    return write_page(data, methods)
+    return add_article(write_page(data, methods))
+
+
+# ---------------- the article below the tree
+
+
+def add_article(page: str) -> str:
+    """The sections after the tree, with what they take from Python in place of their capitals."""
+    settings = enumerate(tax.SETTINGS.items(), 1)
+    facts = {
+        "ratios": clips.RATIOS,
+        "clips": clips.weights(),
+        # The worlds of toy/tax.py: four lengths, and the chance to be right on the worse way.
+        "worlds": [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings],
+        "luck": find_table("python -m toy.luck"),
+        "trainers": find_trainers(),
+    }
+    panels = "\n".join(f"<div>{clips.panel(name)}<output></output></div>" for name in clips.NAMES)
+    text = read("article.html").replace("CLIP_STYLE", clips.STYLE, 1).replace("PANELS", panels, 1)
+    text = text.replace("FACTS", json.dumps(facts), 1)
+    return page.replace("<!-- ARTICLE -->", text, 1).replace("// SCRIPT", read("article.js"), 1)
+
+
+def find_table(command: str) -> list[list[str]]:
+    """The first table below a command in toy/README.md, its head first; [] if there is none."""
+    section = read("README.md").partition(f"`{command}")[2].partition("\n## ")[0]
+    lines = section[section.find("\n|") + 1 :].splitlines()
+    lines = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    rows = [line.strip("|").replace("`", "").replace("*", "").split("|") for line in lines]
+    return [[cell.strip() for cell in row] for k, row in enumerate(rows) if k != 1]
+
+
+def find_trainers() -> list[dict]:
+    """What trainers do by default, each setting with its source; [] without that table."""
+    try:
+        from engines.defaults import ROWS
+    except ImportError:
+        return []
+    return ROWS
 
 
 def run_page(run: Path) -> str:
     """The page of a run: three groups of a saved batch, before and after the step."""
-    from train import bind  # only here: train.py imports transformers, which takes seconds
-
     flags = json.loads((run / "config.json").read_text())
     (step, groups), name, methods = run_groups(run), flags["method"], shown_methods()
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " Where a card has several tokens, the pushes are those on the first."
     if name in methods:
-        hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
-        hyper.pop("kl", None)  # the log-probs of the reference are not saved
-        methods[name] = bind(name, hyper)
+        methods[name] = bind(methods[name], flags["hyper"])
     else:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"
     scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
     states = ["before the step", "after it"]
     start = {"group": next(iter(scenes)), "method": name, "policy": states[0]}
-    start |= {"cancel": "on" if flags["prefix_baseline"] else "off"}
+    start |= {"baseline": "on" if flags["prefix_baseline"] else "off"}
     controls = [
         control("group", "group", scenes, "scene", "select"),
         control("policy", "policy", states, "state"),
     ]
     data = {"digits": 4, "lead": lead, "start": start, "states": states, "scenes": scenes}
     return write_page(data | {"controls": controls}, methods)
+
+
+def bind(method: Method, hyper: str) -> Method:
+    """The method with the hyperparameters of a run, as in "eps_low=0.1 kl=0.04"."""
+    (loss,) = method.passes
+    kinds = {p.name: type(p.default) for p in inspect.signature(loss).parameters.values()}
+    pairs = (pair.split("=", 1) for pair in hyper.split())
+    # Not the KL term: the log-probs of the reference are not saved.
+    chosen = {key: kinds[key](value) for key, value in pairs if not key.startswith("kl")}
+    return replace(method, passes=(functools.partial(loss, **chosen),))
 
 
 def main(argv: list[str] | None = None):

@@ -1,0 +1,274 @@
+// ---------------- the article's figures, below the tree
+
+  const facts = JSON.parse($("facts").textContent);
+  const exp = Math.exp, log = Math.log;
+  const parse = (text) => Object.fromEntries(new URLSearchParams(text));
+  const write = (outputs, texts) => outputs.forEach((output, k) => (output.textContent = texts[k]));
+  const redraws = []; // of all figures, when the window changes
+
+  // Sliders: [name, label, lowest, highest, step, how to write the value]. Buttons with a value set
+  // what it says. Whatever changes, draw(state, figure) draws everything anew.
+  function live(id, start, sliders, draw) {
+    const figure = $(id).querySelector("figure"), state = parse(start);
+    const rows = sliders.map(([name, label, min, max, step, format]) => {
+      const input = Object.assign(make("input"), { type: "range", name: `${id}-${name}`, min, max, step });
+      const shown = make("output");
+      input.oninput = () => set({ [name]: input.value });
+      figure.querySelector(".sliders").append(make("label", "", make("span", "", label), input, shown));
+      return { name, input, shown, format: format ?? String };
+    });
+    const buttons = [...figure.querySelectorAll("button[value]")];
+    for (const button of buttons) button.onclick = () => set(parse(button.value));
+    function set(change) {
+      Object.assign(state, change);
+      draw(state, figure); // it may bring state back into its bounds
+      for (const { name, input, shown, format } of rows) {
+        input.value = state[name];
+        shown.textContent = format(Number(state[name]));
+        input.setAttribute("aria-valuetext", shown.textContent);
+      }
+      for (const button of buttons) {
+        const values = Object.entries(parse(button.value));
+        button.toggleAttribute("aria-current", values.every(([key, value]) => state[key] === value));
+      }
+    }
+    redraws.push(() => set({}));
+    set({});
+  }
+  addEventListener("resize", () => redraws.forEach((redraw) => redraw()));
+
+  // A guess reveals its answer, and presses the button of the figure that shows it.
+  for (const guess of document.querySelectorAll(".guess")) {
+    const answer = guess.querySelector("p[hidden]"), verdict = make("b");
+    answer.prepend(verdict);
+    const choices = [...guess.querySelectorAll("button")];
+    for (const button of choices) {
+      button.onclick = () => {
+        for (const other of choices) other.ariaPressed = String(other === button);
+        verdict.textContent = "right" in button.dataset ? "Yes. " : "No. ";
+        answer.hidden = false;
+        const buttons = [...guess.closest("section").querySelectorAll("button[value]")];
+        buttons.find(({ value }) => value === guess.dataset.press).click();
+      };
+    }
+  }
+
+  // Lines in a frame. x, y: [lowest, highest, ticks, label]; lines: [class, points [x, y]].
+  function plot(host, [x0, x1, xTicks, xLabel], [y0, y1, yTicks, yLabel], lines, dots = []) {
+    const width = host.clientWidth || 640, height = 230, left = 34, bottom = 38;
+    const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - 12);
+    const Y = (y) => 18 + ((y1 - y) / (y1 - y0)) * (height - 18 - bottom);
+    const clip = (y) => Math.min(y1, Math.max(y0, y));
+    const place = (points) => points.map(([x, y]) => `${X(x).toFixed(1)} ${Y(clip(y)).toFixed(1)}`);
+    host.innerHTML = `<svg width="${width}" height="${height}" role="img" aria-label="${yLabel}">
+      ${yTicks.map((y) => `<path d="M${left} ${Y(y)}H${width - 12}"/>
+        <text x="${left - 6}" y="${Y(y) + 4}" text-anchor="end">${y}</text>`).join("")}
+      ${xTicks.map((x) => `<text x="${X(x)}" y="${height - 22}" text-anchor="middle">${x}</text>`).join("")}
+      <text x="${left}" y="10">${yLabel}</text>
+      <text x="${width - 12}" y="${height - 5}" text-anchor="end">${xLabel}</text>
+      ${lines.map(([name, points]) => `<path class="${name}" d="M${place(points).join("L")}"/>`).join("")}
+      ${dots.map(([x, y]) => `<circle class="dot" cx="${X(x)}" cy="${Y(clip(y))}" r="5"/>`).join("")}</svg>`;
+  }
+
+  // ---------------- push = credit + tax
+
+  const answers = [1, 2, 3, 4].map((i) => [`w${i}`, `weight w of answer ${i}`, 0, 0.6, 0.05, (w) => w.toFixed(2)]);
+  live("identity", "w1=0.2&w2=0.2&w3=0.2&w4=0.2&won=1010", answers, (state, figure) => {
+    const w = [1, 2, 3, 4].map((i) => Number(state[`w${i}`]));
+    const A = [...state.won].map((won) => Number(won) - 0.5);
+    const c = w.map((weight, i) => weight * A[i]);
+    const cards = [["so", 4], ["7+8=15", 2]].map(([text, n]) => {
+      const total = sum(c.slice(0, n)), credit = mean(w.slice(0, n)) * sum(A.slice(0, n));
+      const rows = c.slice(0, n).map((push, i) => {
+        const kind = A[i] > 0 ? "win" : "lose", who = (A[i] > 0 ? "▲" : "▼") + (i + 1);
+        const why = `${plain(w[i])}×${bracketed(A[i])}`;
+        return make("div", `line ${kind}`, make("span", "who", who), make("small", "", why),
+          drawBar(push, 0.4), make("output", "", signed(push)));
+      });
+      const head = make("div", "head", make("span", "text", text));
+      return make("div", "card", head, ...rows, ...drawSums(total, credit, total - credit, 0.4));
+    });
+    figure.querySelector(".cards").replaceChildren(...cards);
+  });
+
+  // ---------------- the clip: all lines were computed by losses.py
+
+  live("clip", "r=1", [["r", "ratio r of the token", 0, 2, 0.01, (r) => r.toFixed(2)]], (state, figure) => {
+    const distance = (r) => Math.abs(r - state.r);
+    const k = facts.ratios.reduce((best, r, i) => (distance(r) < distance(facts.ratios[best]) ? i : best), 0);
+    state.r = String(facts.ratios[k]); // no ratio at the edge of a range, where a rounding decides
+    Object.values(facts.clips).forEach(([win, lose], i) => {
+      const panel = figure.querySelectorAll(".panels div")[i], left = win[k] - lose[k];
+      panel.querySelector(".at").setAttribute("d", `M${(facts.ratios[k] / 2) * 150} 0v110`);
+      const verdict = !win[k] && !lose[k] ? "no push" : left ? `left ${signed(left)}` : "cancels";
+      panel.querySelector("output").textContent = `▲${win[k].toFixed(2)} ▼${lose[k].toFixed(2)}\n${verdict}`;
+    });
+  });
+
+  // ---------------- lengths: the expected update of claim C18, by two logits
+
+  const GROUP = 4, UPDATES = 120, FIRST = 0.8;
+
+  // The policy's expected reward before each update and after the last. length: the divisor of an
+  // answer; local: whether a baseline stands at every history; ofGroup: whether A subtracts the
+  // group's mean. world: lengths a to d, and q, the worse way's chance to be right.
+  function rewards({ a, b, c, d, q }, length, local, ofGroup) {
+    const logits = [2, 0], path = [];
+    let rate;
+    for (let k = 0; ; k++) {
+      const [way, good] = logits.map((x) => 1 / (1 + exp(-x)));
+      const outcomes = [ // chance, length, reward, and the slope of log pi by the two logits
+        [way * good * 0.6, a, 1, [1 - way, 1 - good]],
+        [way * good * 0.4, b, 0, [1 - way, 1 - good]],
+        [way * (1 - good), b, 0, [1 - way, -good]],
+        [(1 - way) * q, c, 1, [-way]],
+        [(1 - way) * (1 - q), d, 0, [-way]],
+      ].map(([p, T, R, slopes]) => ({ p, w: 1 / length(Number(T)), R, slopes }));
+      const J = sum(outcomes.map(({ p, R }) => p * R));
+      path.push(J);
+      if (k === UPDATES) return path;
+      for (const o of outcomes) o.push = o.w * (o.R - J) * (ofGroup ? 1 - 1 / GROUP : 1);
+      const update = logits.map((_, j) => {
+        const visitors = outcomes.filter(({ slopes }) => j in slopes); // of the choice's history
+        const P = sum(visitors.map(({ p }) => p));
+        const of = (f) => sum(visitors.map((o) => (o.p / P) * f(o)));
+        const others = local ? of((o) => o.push) : 0; // what they push on average
+        // The group's mean holds the own reward, which so comes back from the others' baseline.
+        const leak = local && ofGroup ? (of((o) => o.w) * (1 - (1 - P) ** (GROUP - 1))) / GROUP : 0;
+        return P * of((o) => (o.push - others + leak * o.R) * o.slopes[j]);
+      });
+      rate ??= FIRST / Math.hypot(...update);
+      update.forEach((x, j) => (logits[j] += rate * x));
+    }
+  }
+
+  const lengths = ["better way, right", "better way, wrong", "worse way, right", "worse way, wrong"];
+  const ofWorld = (values) => values.map((x, k) => `${"abcdq"[k]}=${x}`).join("&");
+  const equal = [16, 16, 16, 16, 0];
+  for (const [name, values] of [["all lengths equal", equal], ...facts.worlds]) {
+    $("presets").append(Object.assign(make("button", "", name), { value: ofWorld(values) }), " ");
+  }
+  live("lengths", `${ofWorld(equal)}&baseline=fixed`, [
+    ...lengths.map((label, k) => ["abcd"[k], `${label}: tokens`, 1, 40, 1]),
+    ["q", "worse way: chance to be right", 0, 0.5, 0.05, (q) => q.toFixed(2)],
+  ], (state, figure) => {
+    const ofGroup = state.baseline === "group", own = (T) => T;
+    const curves = [[own, false], [own, true], [() => 1, false]];
+    const paths = curves.map(([length, local]) => rewards(state, length, local, ofGroup));
+    write(figure.querySelectorAll(".keys output"), paths.map((path) => path.at(-1).toFixed(3)));
+    const lines = [2, 0, 1].map((i) => ["abc"[i], paths[i].map((y, x) => [x, y])]);
+    plot(figure.querySelector(".plot"), [0, UPDATES, [0, 30, 60, 90, 120], "updates"],
+      [0, 0.6, [0, 0.2, 0.4, 0.6], "expected reward"], lines);
+  });
+
+  // ---------------- noise: the law of claim C27
+
+  live("noise", "G=8&n=4&rho=0.3", [
+    ["rho", "ρ², decided by earlier words", 0, 1, 0.01, (x) => x.toFixed(2)],
+    ["n", "n, answers that come by", 2, 32, 1],
+    ["G", "G, answers of a group", 2, 32, 1],
+  ], (state, figure) => {
+    const G = Number(state.G), n = Math.min(state.n, G), rho = Number(state.rho);
+    state.n = String(n);
+    const fixed = (x) => ((1 - x) * n) / (n - 1), group = (x) => (fixed(x) * (G - 1)) / G;
+    const even = (G - n) / (n * (G - 1));
+    const say = (x) => `× ${x.toFixed(3)}`;
+    write(figure.querySelectorAll(".keys output, figcaption output"),
+      [say(group(rho)), say(fixed(rho)), even.toFixed(3)]);
+    const line = (f) => [[0, f(0)], [1, f(1)]];
+    plot(figure.querySelector(".plot"), [0, 1, [0, 0.25, 0.5, 0.75, 1], "ρ²"],
+      [0, 2, [0, 0.5, 1, 1.5, 2], "noise with the baseline / without"],
+      [["one", line(() => 1)], ["a", line(group)], ["b", line(fixed)]], [[rho, group(rho)]]);
+  });
+
+  // ---------------- the crumb
+
+  const logFactorial = [0];
+  for (let k = 1; k < 200; k++) logFactorial.push(logFactorial.at(-1) + log(k));
+
+  // The expected A of a rare answer less that of a usual one, where a share p of all answers is
+  // rare, by enumeration: of N - 1 others, a are rare and right and b rare and wrong. A rare answer
+  // earns 1 with chance q, or 0, and a usual one c. A is divided by the std of N rewards. (Over a
+  // batch the other groups' answers are as the own group's, so only a factor tells them apart.)
+  function pull(p, q, c, N) {
+    const chances = [p * q, p * (1 - q), 1 - p].map(log);
+    let total = 0;
+    for (let a = 0; a < N; a++) {
+      for (let b = 0; a + b < N; b++) {
+        const counts = [a, b, N - 1 - a - b];
+        const chance = exp(logFactorial[N - 1] + sum(counts.map((k, i) => (k ? k * chances[i] : 0) - logFactorial[k])));
+        if (chance < 1e-13) continue;
+        const A = (R) => {
+          const mean = (R + a + counts[2] * c) / N, square = (R * R + a + counts[2] * c * c) / N;
+          const deviation = Math.sqrt((Math.max(0, square - mean * mean) * N) / (N - 1));
+          return (R - mean) / (deviation + 1e-4);
+        };
+        total += chance * (q * A(1) + (1 - q) * A(0) - A(c));
+      }
+    }
+    return total * ((1 - 1 / 8) / (1 - 1 / N));
+  }
+  const SHARES = Array.from({ length: 61 }, (_, k) => 1 / (1 + exp(6.9 - (13.8 * k) / 60)));
+
+  live("crumb", "c=0&q=0.45&p=5&B=8", [
+    ["c", "the crumb, for the format", 0, 0.6, 0.01, (c) => c.toFixed(2)],
+    ["q", "rare way: chance of a reward of 1", 0.05, 0.95, 0.05, (q) => q.toFixed(2)],
+    ["p", "rare way: share at the start", 1, 99, 1, (p) => `${p} %`],
+    ["B", "prompts of a batch", 1, 16, 1],
+  ], ({ c, q, p, B }, figure) => {
+    [c, q, p, B] = [c, q, p / 100, B].map(Number);
+    const scales = {
+      "group's std": (x) => pull(x, q, c, 8),
+      "batch's std": (x) => pull(x, q, c, 8 * B),
+      "nothing": () => (1 - 1 / 8) * (q - c),
+    };
+    const cells = Object.entries(scales).flatMap(([name, f]) => {
+      const pulls = SHARES.map(f), start = Math.abs(f(p)) > 1e-9 ? f(p) : 0;
+      // It moves on while the sign stays: to all or none, or to the first share that turns it back.
+      const turns = SHARES.filter((x, k) => (x - p) * start > 0 && pulls[k] * start <= 0);
+      let end = !start ? p : (start > 0 ? turns[0] : turns.at(-1)) ?? Number(start > 0);
+      for (let from = p, k = 0; turns.length && k < 30; k++) {
+        const middle = (from + end) / 2;
+        if (f(middle) * start > 0) from = middle;
+        else end = middle;
+      }
+      const strip = make("div", "strip", ...pulls.map((y) => make("i", y > 1e-9 ? "win" : y < -1e-9 ? "lose" : "")));
+      const mark = make("b");
+      mark.style.left = `${((log(p / (1 - p)) + 6.9) / 13.8) * 100}%`;
+      strip.append(mark);
+      const J = (end * q + (1 - end) * c).toFixed(3);
+      return [make("span", "", name), strip,
+        make("span", "", "pull ", make("output", "", signed(start)), " ends at ", make("output", "", J))];
+    });
+    const heads = ["A divided by", "share of the rare way: who gains", "at the start; reward at the end"];
+    figure.querySelector(".strips").replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells);
+  });
+
+  // ---------------- tables that have their home elsewhere
+
+  const fill = (table, rows) => table.replaceChildren(...rows.map((row, i) =>
+    make("tr", "", ...row.map((cell) => make(i ? "td" : "th", "", cell)))));
+
+  // World L's learning, from toy/README.md.
+  if (facts.luck.length) fill($("luck").querySelector("table"), facts.luck);
+  else $("luck").remove();
+
+  // Trainers' defaults, from engines/.
+
+  const sections = { divisor: "#lengths", std: "#crumb", clip: "#clip" };
+  if (!facts.trainers.length) $("trainer").remove();
+  else {
+    const figure = $("trainer").querySelector("figure"), select = figure.querySelector("select");
+    select.append(...facts.trainers.map(({ trainer }) => make("option", "", trainer)));
+    select.onchange = () => {
+      const { trainer, version, checked, ...settings } = facts.trainers[select.selectedIndex];
+      const rows = Object.entries(settings).map(([name, { is, source }]) => {
+        const link = Object.assign(make("a", "", name), { href: sections[name] });
+        return [name in sections ? link : name, is, make("small", "", source)];
+      });
+      fill(figure.querySelector("table"), [["setting", "default", "source"], ...rows]);
+      const how = checked === "ran" ? "engines/audit.py has called its losses" : "read, not run";
+      figure.querySelector("figcaption").textContent = `${trainer} ${version}: ${how}.`;
+    };
+    select.onchange();
+  }
