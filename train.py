@@ -7,35 +7,29 @@
 
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
-The policy that sampled is called the old one. A token's ratio is its probability now over its
-probability then. How hard a loss pushes a token is one number, its coefficient: c = -N dLoss/dlogp,
-where logp is the token's log-probability and N the number of answers. A loss is minimised, so a
-positive c pushes up.
 
-One step is: sample, score, learn. The order below is
+One step is: sample, score, learn. The upper half of this file is the lecture, in the order in which
+a step happens:
 
-    config -> main -> policy -> sample -> score -> learn -> diagnose -> evaluate -> warm start
-    -> hyperparameters -> files
+    config -> main -> 1. sample -> 2. score -> 3. learn -> diagnose -> evaluate
 
-This file, losses.py and toy/arithmetic.py are the whole algorithm in its plainest form, and by
-default they run without the rest of the repository. llm/fast.py has a quicker `generate` and
-`log_probs` (--fast), and is tested to give the same numbers as the two here.
+Below the ruled line stands the housekeeping: the warm start, loading, files. This file, losses.py
+and toy/arithmetic.py are all that a default run needs. toy/plain.py is the same algorithm in 120
+lines, without a transformer.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
+import importlib.util
 import json
 import math
 import os
 import runpy
-import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,9 +42,10 @@ from losses import (
     Batch,
     Method,
     OldPolicy,
+    bind,
+    decided,
     group_advantages,
     k3,
-    learning_tax,
     prefix_baseline,
     prefix_nodes,
     token_coefficients,
@@ -70,8 +65,8 @@ class Config:
     task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
     method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
     hyper: str = knob("", "its hyperparameters, as in 'eps_high=0.3 kl=0.04'; x=0 lists them")
+    scale: str = knob("", "what divides A; empty: the method's own", choices=["", *SCALES])
     prefix_baseline: bool = knob(False, "a leave-one-out baseline at every history (losses.py)")
-    scale: str = knob("", "what A is divided by; empty: the method's own", choices=["", *SCALES])
 
     # The model and the data.
     model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
@@ -109,71 +104,13 @@ class Config:
     threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
     fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
     trace: bool = knob(False, "print the first group that can learn, token by token")
+    track: str = knob("", "send the metrics to it, too", choices=["", "trackio", "wandb"])
     out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
     resume: str = knob("", "a run directory to go on with; takes no other flag")
 
 
-# Where the defaults of GSM8K differ.
-GSM8K = {
-    "model": "Qwen/Qwen2.5-0.5B-Instruct",
-    "warm_steps": 0,
-    "steps": 200,
-    "prompts": 16,
-    "max_tokens": 512,
-    "minibatches": 1,
-    "micro_rows": 8,
-    "lr": 1e-6,
-    "eval_samples": 1,
-    "threads": 0,
-    "fast": True,
-}
-
-
-def parse(argv: list[str] | None = None) -> Config:
-    """Flags -> Config. A flag beats the preset of GSM8K, and both beat the toy's defaults."""
-    from transformers import HfArgumentParser
-
-    usage = "python train.py [--FLAG VALUE ...]"
-    parser = HfArgumentParser(Config, usage=usage, allow_abbrev=False)
-    given = parser.parse_args(argv)  # read twice: --task and --resume decide about the defaults
-    if given.resume:
-        if given != parser.parse_args(["--resume", given.resume]):
-            refuse(f"--resume takes no other flag; {given.resume}/config.json has them")
-        return Config(**read_config(given.resume))
-    if given.task == "gsm8k":
-        parser.set_defaults(**GSM8K)
-    config = Config(**vars(parser.parse_args(argv)))
-    check(config)
-    name = f"{Path(config.task).stem}-{config.method}-s{config.seed}"
-    config.out = config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return config
-
-
-def check(config: Config):
-    """Refuse in one line what a run would find out late, or not at all."""
-    tasks = "arithmetic, gsm8k, a Python file with a class Task"
-    for name, value in vars(config).items():
-        zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
-        if type(value) in (int, float) and not (value > 0 or value == 0 and zero_is_fine):
-            least = "at least" if zero_is_fine else "above"
-            refuse(f"--{name} {value}: must be {least} 0")  # a nan, too
-    if config.group_size < 2:
-        refuse("--group-size must be at least 2: an answer is compared with others")
-    if config.prompts % config.minibatches:
-        refuse(f"--prompts {config.prompts} is not divisible by --minibatches {config.minibatches}")
-    if config.method == "ibpo" and config.repair_references >= config.group_size:
-        refuse("--repair-references: an answer has only --group-size - 1 siblings")
-    if config.task not in ("arithmetic", "gsm8k") and not Path(config.task).is_file():
-        refuse(f"--task {config.task}: no such file; accepted: {tasks}")
-    if config.data and config.task != "gsm8k":
-        refuse("--data is GSM8K's: it needs --task gsm8k")
-    if config.out and Path(config.out).exists():
-        refuse(f"--out {config.out} exists; choose another, or --resume it")
-
-
-def refuse(why: str):
-    """End in one line."""
-    sys.exit(f"error: {why}")
+class UserError(ValueError):
+    """What a user can mend. `main` says it in one line."""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -181,41 +118,29 @@ def refuse(why: str):
 
 
 def main(argv: list[str] | None = None):
-    config = parse(argv)
-    method = bind_flags(config)
-    task = load_task(config)
-    folder = Path(config.resume or config.out)
     try:
-        run(config, method, task, folder)
-    except KeyboardInterrupt:
-        how = "nothing is saved"
-        if newest_checkpoint(folder):
-            how = f"go on from the last evaluation: python train.py --resume {folder}"
-        sys.exit(f"interrupted; {how}")
+        config = parse(argv)
+        try:
+            run(config)
+        except KeyboardInterrupt:
+            sys.exit(f"interrupted; {how_to_go_on(config)}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
-def run(config: Config, method: Method, task, folder: Path):
+def run(config: Config):
     torch.set_num_threads(config.threads or os.cpu_count())
-    # A run that was cut off goes on from its newest checkpoint; a new one has none.
-    checkpoint = newest_checkpoint(folder)
-    policy = load_policy(config, task, str(checkpoint or config.model))
-    folder.mkdir(parents=True, exist_ok=True)
-    if not config.resume:
-        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+    method, task, folder = bind_flags(config), load_task(config), Path(config.out)
+    policy = load_policy(config, task, config.model)
     optimizer = adamw(policy.model, config.lr)
-    size = sum(weight.numel() for weight in policy.model.parameters())
-    about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
-    print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
-    if checkpoint:
-        done = restore(optimizer, checkpoint, folder)  # the steps that were made before
-    else:
-        done = 0
-        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
+    begin(config, policy, folder)
+    done = restore(policy, optimizer, folder)  # the steps of a run that was cut off, or 0
+    if not done:
         # Where every answer is wrong all rewards are equal, and RL has nothing to compare.
         warm_start(policy, task, method, config)
         if config.warm_steps:
             write_model(policy, folder / "start")
-        record({"step": 0} | evaluate(policy, task, config), folder)
+        record({"step": 0} | evaluate(policy, task, config), folder, config)
     # The policy that RL started from. A KL term, and the metric kl_start, are measured from it.
     start = str(folder / "start") if config.warm_steps else config.model
     reference = load_policy(config, task, start) if config.reference else None
@@ -226,11 +151,11 @@ def run(config: Config, method: Method, task, folder: Path):
         t0 = time.perf_counter()
         # 1. G answers to each prompt. Only here the policy acts; what follows looks back at it.
         answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:  # IBPO
-            correct(policy, task, answers, config)
+        if method.repair:  # IBPO: the policy corrects its wrong answers
+            correct(policy, task, answers, method, config)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
-        # 3. Per minibatch: loss -> how hard to push each token -> gradient -> weights.
+        # 3. Per minibatch: loss -> how hard it pushes each token -> gradient -> weights.
         updates = learn(policy, optimizer, scored, method, config)
         metrics = diagnose(policy, scored, updates, method, config)
         metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - t0)
@@ -238,58 +163,22 @@ def run(config: Config, method: Method, task, folder: Path):
         if config.trace:  # until one group is shown
             from llm.trace import show_group
 
-            config.trace = not show_group(policy, scored, updates, last=step == config.steps)
+            config.trace = not show_group(policy, updates, last=step == config.steps)
         due = step % config.eval_every == 0 or step == config.steps
         if due:
             metrics |= evaluate(policy, task, config)
             if reference:
                 metrics["kl_start"] = divergence(reference, scored, config)
             save_batch(policy, scored, config, folder)
-        record(metrics, folder)  # before save: `restore` cuts the lines at the checkpoint's step
+        record(metrics, folder, config)
         if due:
             save(policy, optimizer, step, folder)
+    write_model(policy, folder / "model")
     summarize(folder)
 
 
-def load_task(config: Config):
-    """The task object: .train and .test items, .encode, .reward, .make_tokenizer, .repair.
-
-    The toy, toy/arithmetic.py, is the example. It has .correction and .shares as well.
-    """
-    if config.task == "arithmetic":
-        from toy.arithmetic import Arithmetic
-
-        return Arithmetic()
-    if config.task == "gsm8k":
-        from llm.gsm8k import GSM8K
-
-        try:
-            return GSM8K(config.data or None)
-        except ValueError as error:
-            refuse(f"{error}")
-    names = runpy.run_path(config.task)
-    if "Task" not in names:
-        refuse(f"--task {config.task}: the file has no class Task")
-    return names["Task"]()
-
-
-def prompt_batches(task, config: Config) -> list[list]:
-    """The items of every step: one permutation of the training split after another."""
-    items = []
-    while len(items) < config.steps * config.prompts:
-        gen = rng(config.seed, "order", len(items) // len(task.train))
-        items += [task.train[i] for i in torch.randperm(len(task.train), generator=gen).tolist()]
-    return [items[i : i + config.prompts] for i in range(0, len(items), config.prompts)]
-
-
-def rng(*key) -> torch.Generator:
-    """A generator for each use and step, so that a resumed run has no random state to restore."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
 # -------------------------------------------------------------------------------------------------
-# the policy: a causal LM of transformers, and what sampling and scoring ask of it
+# 1. sample: G answers to each prompt, rewarded at their end. N answers in all, T = the longest one
 
 
 @dataclass
@@ -308,106 +197,7 @@ class Policy:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-def load_policy(config: Config, task, path: str) -> Policy:
-    """The policy at `path`: "scratch", a directory or a hub id."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if path == "scratch":
-        tokenizer = task.make_tokenizer()
-        model = make_model(config, tokenizer)
-    else:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, output_loading_info=True
-            )
-        except (OSError, ValueError) as error:
-            where = "" if Path(path).is_dir() else "no such directory, and not from the hub: "
-            refuse(f"--model {path}: {where}{str(error).splitlines()[0]}")
-        if info["missing_keys"]:
-            missing = min(info["missing_keys"])
-            refuse(f"--model {path} has no {missing}: it would begin with random weights")
-    ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-    if not ends:
-        refuse(f"--model {path}: nothing says which token ends an answer (eos_token_id)")
-    # Its own generation config may hold a sampler, which we ignore and save_pretrained may refuse.
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
-    )
-    policy = Policy(model.eval(), tokenizer, torch.tensor(sorted(ends)), generate, log_probs)
-    if config.fast:
-        from llm import fast
-
-        policy.sampler, policy.scorer = fast.generate, fast.log_probs
-        check_fast(policy, task, config)
-    move_to_gpu(policy)
-    return policy
-
-
-def move_to_gpu(policy: Policy):
-    """If there is one."""
-    if torch.cuda.is_available():
-        policy.model.to("cuda")
-        policy.eos = policy.eos.to("cuda")
-        # Cards before Ampere, such as the T4, only emulate bf16. They compute in fp32, as a CPU.
-        policy.bf16 = torch.cuda.get_device_capability() >= (8, 0)
-        # With a mask and some lengths, cuDNN's attention is reported to give nan in backward on
-        # H100 and H200 (torch 2.11 to 2.13, pytorch's issue 196678). Other kernels take over.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def check_fast(policy: Policy, task, config: Config):
-    """Refuse --fast in one line where it is wrong for the model at hand.
-
-    It calls the parts of a model itself, and some models do more between them. Four short answers
-    are sampled the quick way, and scored both ways. On the CPU, where fp32 makes the limit sharp.
-    """
-    short = replace(config, max_tokens=min(8, config.max_tokens))
-    with torch.no_grad():
-        items = [task.train[0], task.train[-1]] * 2
-        answers = ask(policy, task, items, short, rng("check_fast"))
-        plain, _ = log_probs(policy, answers, config.temperature)
-        quick, _ = policy.scorer(policy, answers, config.temperature)
-    gap = torch.stack([answers.logp - plain, quick - plain]).abs().max().item()  # nan if one is
-    # Logits are divided by the temperature, and so is their rounding.
-    if not gap * min(1.0, config.temperature) < 1e-3:
-        differ = f"its log-probs differ by {gap:.3g} nats from the plain ones"
-        refuse(f"--fast is not right for this model ({differ}); choose --fast false")
-
-
-def make_model(config: Config, tokenizer) -> torch.nn.Module:
-    """A small GPT-2 with random weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(config.seed % 2**63)
-    shape = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_layer=config.layers,
-        n_embd=config.width,
-        n_head=4 if config.width < 512 else 8,
-        n_positions=1024,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        activation_function="gelu_pytorch_tanh",  # GPT-2's own GELU, one kernel instead of eight
-        initializer_range=config.width**-0.5,  # the usual 0.02 is meant for wide models
-    )
-    return GPT2LMHeadModel(shape)
-
-
-def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    betas = (0.9, 0.95)  # usual for language models; a decay would pull at a pretrained policy
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
-
-
-# -------------------------------------------------------------------------------------------------
-# 1. sample: G answers to each prompt, rewarded at their end. N answers in all, T = the longest one
-
-
-@dataclass
+@dataclass(eq=False)
 class Answers:
     """N answers; the G answers to one prompt stand in a row."""
 
@@ -418,47 +208,31 @@ class Answers:
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     logp: Tensor  # (N, T) log pi of the tokens, as the sampler saw them
     rewards: Tensor  # (N,) floats; 1 = correct
-    generated: int  # tokens, those of IBPO's corrections included
+    compared: Tensor  # (N,) what the answers of a group are compared by: the rewards
+    generated: int  # tokens
     step: int = 0
-    kept_mask: Tensor | None = None  # (N, T) bool, tokens that a correction kept (IBPO)
-    repaired: Tensor | None = None  # (N,) bool: wrong, and its correction is right (IBPO)
+    facts: dict[str, Tensor] = field(default_factory=dict)  # what else a credit rule knows
 
 
 def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answers:
-    """The policy answers each problem G times; only a whole answer is rewarded."""
+    """The policy answers each problem G times."""
     copies = [item for item in items for _ in range(config.group_size)]
     answers = ask(policy, task, copies, config, rng(config.seed, "sample", step))
     answers.step = step
     return answers
 
 
-def correct(policy: Policy, task, answers: Answers, config: Config):
-    """IBPO's second rollout: the policy corrects its wrong answers.
-
-    Fills in answers.repaired and answers.kept_mask, and counts the new tokens.
-    """
-    from llm import neighbours
-
-    gen = rng(config.seed, "repair", answers.step)
-    again = partial(ask, policy, task, config=config, gen=gen)
-    neighbours.correct(answers, task, config, ask=again, eos=policy.eos)
-
-
 def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator) -> Answers:
     """One answer to each problem, and its reward. A temperature of 0 is greedy."""
-    rows, device = task.encode(policy.tokenizer, items), policy.model.device
-    width = max(map(len, rows))
-    limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    if width + config.max_tokens > limit:  # some models would read on, and be wrong in silence
-        too_long = f"a prompt of {width} tokens and --max-tokens {config.max_tokens}"
-        refuse(f"{too_long} exceed the model's context of {limit}")
-    prompts = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
+    prompts = encode(policy, task, items, config)  # (N, W)
     tokens, mask, logp = policy.sampler(policy, prompts, config.max_tokens, config.temperature, gen)
     # task.reward reads the text without its EOS. Other special tokens stay visible to it.
     shown = (mask & ~torch.isin(tokens, policy.eos)).cpu()
     ids = [row[keep].tolist() for row, keep in zip(tokens.cpu(), shown, strict=True)]
     texts = policy.tokenizer.batch_decode(ids)
-    rewards = [task.reward(text, item) for text, item in zip(texts, items, strict=True)]
+    # A reward stands at the end of an answer; no token in between is judged by itself.
+    rewards = [reward_of(task, text, item) for text, item in zip(texts, items, strict=True)]
+    rewards = torch.tensor(rewards, device=prompts.device)
     return Answers(
         items=items,
         texts=texts,
@@ -466,7 +240,8 @@ def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator)
         tokens=tokens,
         mask=mask,
         logp=logp,
-        rewards=torch.tensor([float(x) for x in rewards], device=device),
+        rewards=rewards,
+        compared=rewards,
         generated=int(mask.sum()),
     )
 
@@ -520,7 +295,7 @@ def draw(logp: Tensor, uniform: Tensor) -> Tensor:
 
     By hand, so that a row draws the same token whatever else is in the batch.
     """
-    cdf = logp.double().exp().cumsum(-1)  # fp32 sums of a large vocabulary are too coarse
+    cdf = logp.double().exp().cumsum(-1)  # (n, V); fp32 sums of a large vocabulary are too coarse
     token = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(1)
     return token.clamp(max=logp.shape[1] - 1)
 
@@ -529,26 +304,31 @@ def draw(logp: Tensor, uniform: Tensor) -> Tensor:
 # 2. score: how probable the answers were before learning, and how they compare. Fixed from here on
 
 
-@dataclass
+@dataclass(eq=False)
 class Scored:
-    """What learning needs to know about N answers."""
+    """What learning needs to know about N answers, or about the n answers of a minibatch."""
 
     answers: Answers
-    batch: Batch  # at the old policy: its logp is its logp_old
+    batch: Batch  # at the old policy, the one that sampled: its logp is its logp_old
     entropy: Tensor  # (N, T)
     advantages: Tensor  # (N,) A_i, before any credit rule
     nodes: Tensor  # (N, T) equal where two answers of a group agree so far
     max_logp_gap: float  # how far a token's logp is from the sampler's, at most; nats
+
+    def of(self, rows: Tensor) -> Scored:
+        """The same of some rows, which are whole groups."""
+        answers, batch = take(self.answers, rows), take(self.batch, rows)
+        return take(replace(self, answers=answers, batch=batch), rows)
 
 
 @torch.no_grad()
 def score(
     policy: Policy, answers: Answers, method: Method, config: Config, reference: Policy | None
 ) -> Scored:
-    """Old log-probs, advantages, the credit of each token; the reference's if there is a KL."""
+    """Old log-probs, advantages, the credit of each token; the reference's log-probs for a KL."""
     G, mask = config.group_size, answers.mask
-    # The sampler's log-probs differ from these by rounding. With these, the first ratios are
-    # exactly 1.
+    # The sampler has computed log-probs, too. But it reads token by token, and rounds differently;
+    # by the trainer's own way the ratio of a policy that has not learnt yet is exactly 1.
     old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T)
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)
@@ -556,28 +336,9 @@ def score(
     if method.hyper.get("kl"):
         ref, _ = log_probs_in_pieces(reference, answers, config)  # (N, T)
 
-    rewards = answers.rewards
-    if method.repair:  # IBPO: a wrong answer earns a part if its correction is right
-        rewards = method.repair(rewards, answers.repaired)
-    advantages = group_advantages(rewards, G, config.scale or method.scale)  # (N,)
+    advantages = group_advantages(answers.compared, G, config.scale or method.scale)  # (N,)
     # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
     adv = advantages[:, None].expand_as(old).masked_fill(~mask, 0.0)  # (N, T)
-    if method.credit:  # ... unless a rule reshapes it token by token, by what the old policy knew
-        facts = OldPolicy(
-            tokens=answers.tokens,
-            mask=mask,
-            logp=old,
-            rewards=answers.rewards,
-            group_size=G,
-            gen=rng(config.seed, "credit", answers.step),
-            kept_mask=answers.kept_mask,
-            repaired=answers.repaired,
-        )
-        if method.needs_scores:
-            from llm.neighbours import add_scores
-
-            add_scores(facts, policy, answers, config)
-        adv = method.credit(adv, facts)
     batch = Batch(
         logp=old,
         logp_old=old,
@@ -587,6 +348,8 @@ def score(
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
+    if method.credit:  # a rule of a neighbouring paper reshapes A, token by token
+        batch.adv = reshape_credit(policy, answers, batch, method, config)
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     return Scored(answers, batch, entropy, advantages, nodes, max_logp_gap=gap)
 
@@ -596,154 +359,100 @@ def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Ten
     ids = torch.cat([answers.prompts.clamp(min=0), answers.tokens], 1)  # (N, W + T)
     seen = torch.cat([answers.prompts >= 0, answers.mask], 1).long()
     position = (seen.cumsum(1) - 1).clamp(min=0)
-    keep = answers.tokens.shape[1] + 1  # each position predicts the next: begin one before
     with policy.autocast():
-        out = policy.model(ids, attention_mask=seen, position_ids=position, logits_to_keep=keep)
+        out = policy.model(
+            ids,
+            attention_mask=seen,
+            position_ids=position,
+            use_cache=False,
+            logits_to_keep=answers.tokens.shape[1] + 1,  # a position predicts the next token
+        )
     # The temperature belongs in here: the policy that is trained is the one that was sampled.
     logp = (out.logits[:, :-1].float() / temperature).log_softmax(-1)  # (N, T, V)
     taken = logp.gather(2, answers.tokens[..., None]).squeeze(2)
-    entropy = -(logp.detach().exp() * logp.detach()).sum(2)
+    with torch.no_grad():
+        entropy = -logp.exp().mul_(logp).sum(2)
     return taken.masked_fill(~answers.mask, 0.0), entropy.masked_fill(~answers.mask, 0.0)
-
-
-@torch.no_grad()
-def log_probs_in_pieces(policy: Policy, answers: Answers, config: Config) -> tuple[Tensor, Tensor]:
-    """log_probs without a gradient, of micro_rows answers at a time."""
-    pieces = torch.arange(len(answers.tokens)).split(config.micro_rows)
-    parts = [policy.scorer(policy, take(answers, p), config.temperature) for p in pieces]
-    logps, entropies = zip(*parts, strict=True)
-    return torch.cat(logps), torch.cat(entropies)
-
-
-def take(record, rows: Tensor):
-    """The tensors of a dataclass at some rows. What is no tensor stays that of the whole."""
-    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
-    tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-    return replace(record, **{name: x[rows.to(x.device)] for name, x in tensors.items()})
-
-
-def check_gap(gap: float, step: int, temperature: float, device: torch.device):
-    """End where sampler and scorer disagree: they are one policy, and differ by rounding alone.
-
-    On a GPU bf16 rounds by the shape of a batch, so there only what is gross can be told apart.
-    Log-probs at a low temperature are larger, and so is their rounding.
-    """
-    limit = (1e-3 if device.type == "cpu" else 3.0) / min(1.0, temperature)
-    if not gap <= limit:  # a nan, too
-        more = f"differ by {gap:.3g} nats, which is more than rounding"
-        refuse(f"step {step}: scored and sampled log-probs {more}; no update was made")
-
-
-def divergence(reference: Policy, scored: Scored, config: Config) -> float:
-    """KL(policy || reference) a token, in nats: k3 on a batch, of the policy before its step."""
-    ref, _ = log_probs_in_pieces(reference, scored.answers, config)
-    return (k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()).item()
 
 
 # -------------------------------------------------------------------------------------------------
 # 3. learn: several optimiser steps on one rollout batch
 
 
-@dataclass
-class Minibatch:
-    """Some groups of a rollout batch, n answers; whole ones, because a loss may compare them."""
-
-    rows: Tensor  # (n,) which of the N answers
-    answers: Answers
-    batch: Batch
-    nodes: Tensor  # (n, T)
-    moved: bool  # whether the policy has learnt since it sampled them
-
-
-@dataclass
+@dataclass(eq=False)
 class Update:
     """What an optimiser step did."""
 
-    rows: Tensor  # (n,) which of the N answers it learnt from
-    batch: Batch  # of n answers, as the loss saw it: its logp is that just before this step
+    part: Scored  # the n answers that it learnt from
+    batch: Batch  # the same as the loss saw them: its logp is that just before this step
     coefficients: Tensor  # (n, T) how hard it pushed each token
     loss: float
     grad_norm: float
     after: Tensor | None  # (n, T) log pi right after it, for --trace
 
 
+def minibatches(
+    scored: Scored, method: Method, config: Config
+) -> Iterator[tuple[Callable[[Batch], Tensor], Scored]]:
+    """Epochs times passes times minibatches: which loss, and on which answers.
+
+    A minibatch has whole groups, because a loss may compare their answers. A pass is one way over
+    all minibatches with one loss; only Lopti has two losses.
+    """
+    gen = rng(config.seed, "learn", scored.answers.step)
+    groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (P, G) row numbers
+    for _ in range(config.epochs):
+        order = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
+        for loss_fn in method.passes:
+            for chosen in order:
+                yield loss_fn, scored.of(groups[chosen].flatten())
+
+
 def learn(
     policy: Policy, optimizer, scored: Scored, method: Method, config: Config
 ) -> list[Update]:
-    """Epochs times passes times minibatches. The first update is on-policy, the others are not.
-
-    A pass is one way over all minibatches with one loss. Only Lopti has two losses.
-    """
+    """Log-probs -> loss -> gradient -> weights, once for each minibatch."""
     step, updates = scored.answers.step, []
-    lr = config.lr
-    if config.schedule == "linear":
-        lr *= 1 - (step - 1) / config.steps
+    decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    gen = rng(config.seed, "learn", step)
-    groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (P, G) row numbers
-    for _ in range(config.epochs):
-        minibatches = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
-        for loss_fn in method.passes:
-            for chosen in minibatches:
-                rows = groups[chosen].flatten()  # (n,)
-                part = Minibatch(
-                    rows=rows,
-                    answers=take(scored.answers, rows),
-                    batch=take(scored.batch, rows),
-                    nodes=scored.nodes[rows],
-                    moved=bool(updates),
-                )
-                updates.append(update(policy, optimizer, loss_fn, part, config))
+        group["lr"] = config.lr * decay
+
+    for loss_fn, part in minibatches(scored, method, config):
+        logp = log_probs_now(policy, part, not updates, config)  # (n, T)
+
+        # The loss is a function of the (n, T) log-probs. Its derivative by each of them says how
+        # hard it pushes that token: c = -n dLoss/dlogp. A positive push makes a token likelier.
+        batch = replace(part.batch, logp=logp)
+        loss = loss_fn(batch)
+        if config.prefix_baseline:
+            loss = prefix_baseline(loss, batch, part.nodes)
+        c = token_coefficients(loss, logp)  # (n, T)
+
+        optimizer.zero_grad()
+        if len(c) <= config.micro_rows:
+            loss.backward()
+        else:  # the exception, for memory: the same gradient, some answers at a time
+            backward_in_pieces(policy, part.answers, c, config)
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
+        check_finite(loss.item(), norm, step)
+        if c.any():  # else nothing is pushed, and momentum alone must not move the weights
+            optimizer.step()
+        after = log_probs_in_pieces(policy, part.answers, config)[0] if config.trace else None
+        batch = replace(batch, logp=logp.detach())
+        updates.append(Update(part, batch, c, loss.item(), grad_norm=norm, after=after))
     return updates
 
 
-def update(policy: Policy, optimizer, loss_fn, part: Minibatch, config: Config) -> Update:
-    """One optimiser step: the gradient is made in two moves.
-
-    A loss may couple all answers of a group, and their activations may not fit into memory
-    together. But the loss is a function of the (n, T) log-probs alone, a small matrix. So its
-    coefficients c = -n dLoss/dlogp come first: they say how hard it pushes every token. Then c, now
-    a constant, is carried back through the model, micro_rows answers at a time. By the chain rule
-    the pieces add up to the exact gradient, whatever the loss is.
-    """
-    n = len(part.rows)
-    fits = n <= config.micro_rows
-    if fits:  # one forward pass serves both moves
-        logp_graph, _ = policy.scorer(policy, part.answers, config.temperature)  # (n, T)
-    if not part.moved:  # the policy that was scored: with the same numbers, ratios are exactly 1
-        logp = part.batch.logp_old
-    elif fits:
-        logp = logp_graph.detach()
-    else:
-        logp, _ = log_probs_in_pieces(policy, part.answers, config)
-    batch = replace(part.batch, logp=logp)
-    loss, c = coefficients(loss_fn, batch, part.nodes, config)
-
-    optimizer.zero_grad()
-    if fits:
-        logp_graph.backward(-c / n)  # dLoss/dlogp = -c / n
-    else:
-        for piece in torch.arange(n).split(config.micro_rows):
-            logp_graph, _ = policy.scorer(policy, take(part.answers, piece), config.temperature)
-            logp_graph.backward(-c[piece] / n)
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        what = f"loss {loss}, gradient norm {norm}; the update was not made"
-        refuse(f"step {part.answers.step}: {what}; what is saved is intact")
-    if c.any():  # else nothing is pushed, and momentum alone must not move the weights
-        optimizer.step()
-    after = log_probs_in_pieces(policy, part.answers, config)[0] if config.trace else None
-    return Update(part.rows, batch, c, loss, grad_norm=norm, after=after)
-
-
-def coefficients(loss_fn, batch: Batch, nodes: Tensor, config: Config) -> tuple[float, Tensor]:
-    """A loss at batch.logp, and the coefficient that it gives to every token (n, T)."""
-    batch = replace(batch, logp=batch.logp.clone().requires_grad_())
-    loss = loss_fn(batch)
-    if config.prefix_baseline:
-        loss = prefix_baseline(loss, batch, nodes)
-    return loss.item(), token_coefficients(loss, batch.logp)
+def log_probs_now(policy: Policy, part: Scored, first: bool, config: Config) -> Tensor:
+    """How probable the answers of a minibatch are now, to be differentiated. (n, T)."""
+    old = part.batch.logp_old
+    if len(old) > config.micro_rows:  # see backward_in_pieces
+        logp = old if first else log_probs_in_pieces(policy, part.answers, config)[0]
+        return logp.clone().requires_grad_()
+    logp, _ = policy.scorer(policy, part.answers, config.temperature)
+    # The first update is on-policy: nothing has been learnt since `score`. We reuse the old
+    # numbers, so that r is exactly 1; the new pass gives the gradient.
+    return logp - logp.detach() + old if first else logp
 
 
 # -------------------------------------------------------------------------------------------------
@@ -757,11 +466,11 @@ def diagnose(
     """A step's metrics, means over its updates; log-probs and entropy in nats.
 
     clip_share is the share of tokens outside the clip range, as PPO implementations log it. A first
-    update adds 0 to its mean.
+    update adds 0 to its mean. `decided` says whether --prefix-baseline would lower the noise.
     """
-    answers, mask = scored.answers, scored.answers.mask
+    answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
-    equal = (scored.advantages == 0).view(-1, config.group_size).all(1)  # (P,) groups: no signal
+    equal = (scored.advantages == 0).view(-1, G).all(1)  # (P,) groups: no signal
     ended = (torch.isin(answers.tokens, policy.eos) & mask).any(1)  # (N,)
     metrics = {
         "step": answers.step,
@@ -775,18 +484,16 @@ def diagnose(
         "loss": sum(u.loss for u in updates) / len(updates),
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
     }
-    if method.repair:
-        metrics["repair_rate"] = answers.repaired.sum() / (rewards == 0).sum().clamp(min=1)
-    taxes, shares = [], []
-    for u in updates:
-        A, nodes, its_mask = scored.advantages[u.rows], scored.nodes[u.rows], u.batch.mask
-        taxes.append(learning_tax(u.coefficients, A, nodes, its_mask))
-        if "eps_low" in method.hyper:
-            low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
+    metrics |= decided(rewards, scored.nodes, mask, G, scored.batch.logp_old)
+    if "repaired" in answers.facts:
+        metrics["repair_rate"] = answers.facts["repaired"].sum() / (rewards == 0).sum().clamp(min=1)
+    if "eps_low" in method.hyper:
+        low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
+        shares = []
+        for u in updates:
             ratio = method.clips(u.batch)  # (n, T or 1)
-            shares.append((((ratio < low) | (ratio > high)) & its_mask).sum() / its_mask.sum())
-    metrics["tax"] = sum(taxes) / len(taxes)
-    if shares:
+            outside = ((ratio < low) | (ratio > high)) & u.batch.mask
+            shares.append(outside.sum() / u.batch.mask.sum())
         metrics["clip_share"] = sum(shares) / len(shares)
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in metrics.items()}
 
@@ -799,9 +506,8 @@ def diagnose(
 def evaluate(policy: Policy, task, config: Config) -> dict:
     """Mean reward of greedy and of sampled answers to held-out problems, and three to read.
 
-    pass@k is the share of problems with a sample of reward 1.
-
-    Every evaluation has the same random numbers, so a policy that does not move scores the same.
+    pass@k is the share of problems with a sample of reward 1. Every evaluation has the same random
+    numbers, so a policy that does not move scores the same.
     """
     items, k = task.test[: config.eval_items], config.eval_samples
     gen, greedy, sampled = rng(config.seed, "evaluate"), [], []
@@ -817,14 +523,18 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
         "sampled": rewards.mean().item(),
         f"pass@{k}": (rewards == 1).any(1).float().mean().item(),
     }
-    if getattr(task, "shares", None):  # the toy knows in which ways it can be answered
-        texts = [text for answers in sampled for text in answers.texts]
-        metrics |= task.shares([item for item in items for _ in range(k)], texts)
+    texts = [text for answers in sampled for text in answers.texts]
+    metrics |= task.shares([item for item in items for _ in range(k)], texts)  # the toy's, of forms
     first, lines = sampled[0], []
     for i in range(0, min(3 * k, len(first.items)), k):
         line = f"{first.items[i].prompt} -> {first.texts[i]}  [{first.rewards[i]:g}]"
         lines.append(" / ".join(line.splitlines()))
     return metrics | {"examples": lines}
+
+
+# =================================================================================================
+# The lecture ends here. Below stands the housekeeping: warm start, memory, flags, loading, files
+# =================================================================================================
 
 
 # -------------------------------------------------------------------------------------------------
@@ -839,9 +549,7 @@ def warm_start(policy: Policy, task, method: Method, config: Config):
     """
     model, tokenizer = policy.model, policy.tokenizer
     end = int(policy.eos[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    corrections = 0
-    if method.repair and hasattr(task, "correction"):
-        corrections = round(0.3 * config.warm_rows)
+    corrections = round(0.3 * config.warm_rows) if method.repair else 0
     optimizer = adamw(model, config.warm_lr)
     for step in tqdm(range(config.warm_steps), "warm start", disable=None):
         for group in optimizer.param_groups:  # 20 steps of warm-up, linear decay
@@ -861,70 +569,166 @@ def warm_start(policy: Policy, task, method: Method, config: Config):
         labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
         for label, prompt in zip(labels, prompts, strict=True):
             label[: len(prompt)] = -100
+        ids, labels = ids.to(model.device), labels.to(model.device)
         with policy.autocast():
-            loss = model(ids.to(model.device), labels=labels.to(model.device)).loss
+            loss = model(ids, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not math.isfinite(norm):
             diverged = f"the warm start diverged at its step {step + 1} (gradient norm {norm})"
-            refuse(f"--warm-lr {config.warm_lr}: {diverged}")
+            raise UserError(f"--warm-lr {config.warm_lr}: {diverged}")
         optimizer.step()
 
 
 # -------------------------------------------------------------------------------------------------
-# hyperparameters: a method is made of functions, and theirs are filled in before a run
+# what memory asks for: a batch goes through the model micro_rows answers at a time
 
 
-def bind(name: str, hyper: dict[str, object]) -> Method:
-    """METHODS[name] with its hyperparameters filled in, as in bind("grpo", {"kl": "0.04"}).
+@torch.no_grad()
+def log_probs_in_pieces(policy: Policy, answers: Answers, config: Config) -> tuple[Tensor, Tensor]:
+    """log_probs without a gradient, of micro_rows answers at a time."""
+    pieces = torch.arange(len(answers.tokens)).split(config.micro_rows)
+    parts = [policy.scorer(policy, take(answers, p), config.temperature) for p in pieces]
+    logps, entropies = zip(*parts, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
 
-    Method.hyper has all of them. Values may be text, as on a command line. Raises ValueError, in
-    one line, for an unknown method or name, and for a value that the method does not take.
+
+def take(record, rows: Tensor):
+    """A dataclass with its tensors and lists at some rows; all else stays."""
+    taken = {}
+    for f in fields(record):
+        x = getattr(record, f.name)
+        if isinstance(x, Tensor):
+            taken[f.name] = x[rows.to(x.device)]
+        elif isinstance(x, list):
+            taken[f.name] = [x[i] for i in rows]
+    return replace(record, **taken)
+
+
+def backward_in_pieces(policy: Policy, answers: Answers, c: Tensor, config: Config):
+    """The gradient of the loss whose pushes are c, micro_rows answers at a time.
+
+    A loss may compare all answers of a group, and what the model keeps of them for the backward
+    pass may not fit into memory together. But once the pushes are known they are constants: by the
+    chain rule the gradient is a sum over answers of dLoss/dlogp = -c / n, times what each answer's
+    log-probs do.
     """
-    if name not in METHODS:
-        raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
-    method, known = METHODS[name], {}
-    functions = [f for f in (*method.passes, method.credit, method.repair) if f]
-    for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        known |= {p.name: p.default for p in parameters if p.default is not p.empty}
-    for key, text in hyper.items():
-        if key not in known:
-            accepted = ", ".join(f"{k}={v}" for k, v in known.items()) or "none"
-            raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
-        kind = type(known[key])
-        try:
-            value = bool(int(text)) if kind is bool else kind(text)
-        except ValueError:
-            raise ValueError(f"{key}={text}: a {kind.__name__} is expected") from None
-        # The only negative value is a default: nthr's eta -1 stands for a formula.
-        if kind is float and not value >= 0 and value != known[key]:
-            raise ValueError(f"{key}={text}: must be at least 0")
-        known[key] = value
+    for piece in torch.arange(len(c)).split(config.micro_rows):
+        logp, _ = policy.scorer(policy, take(answers, piece), config.temperature)
+        logp.backward(-c[piece] / len(c))
 
-    def fill(function):
-        taken = inspect.signature(function).parameters
-        return partial(function, **{key: known[key] for key in known if key in taken})
 
-    bound = replace(
-        method,
-        passes=tuple(map(fill, method.passes)),
-        credit=method.credit and fill(method.credit),
-        repair=method.repair and fill(method.repair),
-        hyper=known,
+# -------------------------------------------------------------------------------------------------
+# what neighbouring papers ask for: llm/neighbours.py
+
+
+def correct(policy: Policy, task, answers: Answers, method: Method, config: Config):
+    """IBPO: the policy corrects its wrong answers. A wrong one earns a part if that is right.
+
+    Fills in answers.compared and answers.facts, and counts the new tokens.
+    """
+    from llm import neighbours
+
+    gen = rng(config.seed, "repair", answers.step)
+
+    def again(problems: list) -> Answers:
+        return ask(policy, task, problems, config, gen)
+
+    neighbours.correct(answers, task, config, ask=again, eos=policy.eos)
+    answers.compared = method.repair(answers.rewards, answers.facts["repaired"])
+
+
+def reshape_credit(
+    policy: Policy, answers: Answers, batch: Batch, method: Method, config: Config
+) -> Tensor:
+    """A_{i,t} under the method's credit rule. (N, T)."""
+    old = OldPolicy(
+        tokens=answers.tokens,
+        mask=answers.mask,
+        logp=batch.logp_old,
+        rewards=answers.rewards,
+        group_size=config.group_size,
+        gen=rng(config.seed, "credit", answers.step),
+        **answers.facts,
     )
-    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
-    zeros = torch.zeros(2, 1)
-    mask, rewards, repaired = zeros == 0, zeros[:, 0], zeros[:, 0] > 0
-    for loss_fn in bound.passes:
-        loss_fn(Batch(zeros, zeros, zeros, mask, group_size=2, max_tokens=1, logp_ref=zeros))
-    if bound.repair:
-        bound.repair(rewards, repaired)
-    if bound.credit:
-        facts = dict(scores=zeros, own_scores=zeros, kept_mask=mask, repaired=repaired)
-        bound.credit(zeros, OldPolicy(mask.long(), mask, zeros, rewards, group_size=2, **facts))
-    return bound
+    if method.needs_scores:
+        from llm.neighbours import add_scores
+
+        try:
+            add_scores(old, policy, answers, config)
+        except ValueError as error:
+            raise UserError(f"--method {config.method}: {error}") from error
+    return method.credit(batch.adv, old)
+
+
+# -------------------------------------------------------------------------------------------------
+# flags
+
+
+# Where the defaults of GSM8K differ.
+GSM8K = {
+    "model": "Qwen/Qwen2.5-0.5B-Instruct",
+    "warm_steps": 0,
+    "steps": 200,
+    "prompts": 16,
+    "max_tokens": 512,
+    "minibatches": 1,
+    "micro_rows": 8,
+    "lr": 1e-6,
+    "eval_samples": 1,
+    "threads": 0,
+    "fast": True,
+}
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Flags -> Config. A flag beats the preset of GSM8K, and both beat the toy's defaults."""
+    from transformers import HfArgumentParser
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # a run has lines and bars of its own
+    logging.disable_progress_bar()
+    usage = "python train.py [--FLAG VALUE ...]"
+    parser = HfArgumentParser(Config, usage=usage, allow_abbrev=False)
+    given = parser.parse_args(argv)  # read twice: --task and --resume decide about the defaults
+    if given.resume:
+        if given != parser.parse_args(["--resume", given.resume]):
+            saved = f"{given.resume}/config.json has them"
+            raise UserError(f"--resume takes no other flag; {saved}")
+        return Config(**read_config(given.resume))
+    if given.task == "gsm8k":
+        parser.set_defaults(**GSM8K)
+    config = Config(**vars(parser.parse_args(argv)))
+    check(config)
+    name = f"{Path(config.task).stem}-{config.method}-s{config.seed}"
+    config.out = config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return config
+
+
+def check(config: Config):
+    """Refuse what a run would find out late, or not at all."""
+    for name, value in vars(config).items():
+        zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
+        if type(value) in (int, float) and not (value > 0 or value == 0 and zero_is_fine):
+            least = "at least" if zero_is_fine else "above"
+            raise UserError(f"--{name} {value}: must be {least} 0")  # a nan, too
+    if config.group_size < 2:
+        raise UserError("--group-size must be at least 2: an answer is compared with others")
+    if config.prompts % config.minibatches:
+        sizes = f"--prompts {config.prompts}", f"--minibatches {config.minibatches}"
+        raise UserError(f"{sizes[0]} is not divisible by {sizes[1]}")
+    if config.method == "ibpo" and config.repair_references >= config.group_size:
+        raise UserError("--repair-references: an answer has only --group-size - 1 siblings")
+    if config.task not in ("arithmetic", "gsm8k") and not Path(config.task).is_file():
+        tasks = "arithmetic, gsm8k, a Python file with a class Task"
+        raise UserError(f"--task {config.task}: no such file; accepted: {tasks}")
+    if config.data and config.task != "gsm8k":
+        raise UserError("--data is GSM8K's: it needs --task gsm8k")
+    if config.track and not importlib.util.find_spec(config.track):
+        raise UserError(f"--track {config.track} is not installed: pip install {config.track}")
+    if config.out and Path(config.out).exists():
+        raise UserError(f"--out {config.out} exists; choose another, or --resume it")
 
 
 def bind_flags(config: Config) -> Method:
@@ -933,10 +737,198 @@ def bind_flags(config: Config) -> Method:
         hyper = dict(text.partition("=")[::2] for text in config.hyper.split())
         method = bind(config.method, hyper)
     except ValueError as error:
-        refuse(f"--hyper {config.hyper!r}: {error}")
+        raise UserError(f"--hyper {config.hyper!r}: {error}") from error
     if method.hyper.get("kl") and not config.reference:
-        refuse("--hyper kl needs the start policy: leave out --no-reference")
+        raise UserError("--hyper kl needs the start policy: leave out --no-reference")
     return method
+
+
+def rng(*key) -> torch.Generator:
+    """A generator for each use and step, so that a resumed run has no random state to restore."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+# -------------------------------------------------------------------------------------------------
+# the task
+
+
+def load_task(config: Config):
+    """The task object, a toy.arithmetic.BaseTask. One reward is tried before anything runs."""
+    if config.task == "arithmetic":
+        from toy.arithmetic import Arithmetic
+
+        task = Arithmetic()
+    elif config.task == "gsm8k":
+        from llm.gsm8k import GSM8K
+
+        try:
+            task = GSM8K(config.data or None)
+        except ValueError as error:
+            raise UserError(f"{error}") from error
+    else:
+        names = runpy.run_path(config.task)
+        if "Task" not in names:
+            raise UserError(f"--task {config.task}: the file has no class Task")
+        task = names["Task"]()
+    for split in ("train", "test"):
+        if not getattr(task, split):
+            raise UserError(f"--task {config.task}: its {split} split has no item")
+    reward_of(task, task.train[0].demo, task.train[0])
+    return task
+
+
+def reward_of(task, text: str, item) -> float:
+    """The task's reward, if it is a finite number."""
+    reward = task.reward(text, item)
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        about = f"of the answer {text!r} to {item.prompt!r}"
+        raise UserError(f"the task's reward {about} is {reward!r}; accepted: a finite number")
+    return number
+
+
+def encode(policy: Policy, task, items: list, config: Config) -> Tensor:
+    """Prompts, padded with -1 on the left. (N, W)."""
+    rows = task.encode(policy.tokenizer, items)
+    width = max(map(len, rows))
+    limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    if width + config.max_tokens > limit:  # some models would read on, and be wrong in silence
+        too_long = f"a prompt of {width} tokens and --max-tokens {config.max_tokens}"
+        raise UserError(f"{too_long} exceed the model's context of {limit}")
+    rows = [[-1] * (width - len(row)) + row for row in rows]
+    return torch.tensor(rows, device=policy.model.device)
+
+
+def prompt_batches(task, config: Config) -> list[list]:
+    """The items of every step: one permutation of the training split after another."""
+    items = []
+    while len(items) < config.steps * config.prompts:
+        gen = rng(config.seed, "order", len(items) // len(task.train))
+        items += [task.train[i] for i in torch.randperm(len(task.train), generator=gen).tolist()]
+    return [items[i : i + config.prompts] for i in range(0, len(items), config.prompts)]
+
+
+# -------------------------------------------------------------------------------------------------
+# the policy
+
+
+def load_policy(config: Config, task, path: str) -> Policy:
+    """The policy at `path`: "scratch", a directory or a hub id."""
+    import transformers
+
+    if path == "scratch":
+        tokenizer = task.make_tokenizer()
+        model = make_model(config, tokenizer)
+    else:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            where = "" if Path(path).is_dir() else "no such directory, and not from the hub: "
+            raise UserError(f"--model {path}: {where}{str(error).splitlines()[0]}") from error
+        if info["missing_keys"]:
+            missing = min(info["missing_keys"])
+            raise UserError(f"--model {path} has no {missing}: it would begin with random weights")
+    ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    if not ends:
+        raise UserError(f"--model {path}: nothing says which token ends an answer (eos_token_id)")
+    # Its own generation config may hold a sampler, which we ignore and save_pretrained may refuse.
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
+    )
+    policy = Policy(model.eval(), tokenizer, torch.tensor(sorted(ends)), generate, log_probs)
+    if config.fast:
+        use_fast(policy, task, config)
+    move_to_gpu(policy)
+    return policy
+
+
+def use_fast(policy: Policy, task, config: Config):
+    """llm/fast.py's sampler and scorer, if they are right for the model at hand."""
+    from llm import fast
+
+    policy.sampler, policy.scorer = fast.generate, fast.log_probs
+    short = replace(config, max_tokens=min(8, config.max_tokens))
+    with torch.no_grad():
+        items = [task.train[0], task.train[-1]] * 2
+        answers = ask(policy, task, items, short, rng("check_fast"))
+    try:
+        fast.check(policy, answers, config.temperature, log_probs)
+    except ValueError as error:
+        raise UserError(f"--fast {error}; choose --fast false") from error
+
+
+def move_to_gpu(policy: Policy):
+    """If there is one."""
+    if torch.cuda.is_available():
+        policy.model.to("cuda")
+        policy.eos = policy.eos.to("cuda")
+        # Cards before Ampere, such as the T4, only emulate bf16. They compute in fp32, as a CPU.
+        policy.bf16 = torch.cuda.get_device_capability() >= (8, 0)
+        # With a mask and some lengths, cuDNN's attention is reported to give nan in backward on
+        # H100 and H200 (torch 2.11 to 2.13, pytorch's issue 196678). Other kernels take over.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def make_model(config: Config, tokenizer) -> torch.nn.Module:
+    """A small GPT-2 with random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(config.seed % 2**63)
+    shape = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_layer=config.layers,
+        n_embd=config.width,
+        n_head=4 if config.width < 512 else 8,
+        n_positions=1024,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        activation_function="gelu_pytorch_tanh",  # GPT-2's own GELU, one kernel instead of eight
+        initializer_range=config.width**-0.5,  # the usual 0.02 is meant for wide models
+    )
+    return GPT2LMHeadModel(shape)
+
+
+def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    betas = (0.9, 0.95)  # usual for language models; a decay would pull at a pretrained policy
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
+
+
+def divergence(reference: Policy, scored: Scored, config: Config) -> float:
+    """KL(policy || reference) a token, in nats: k3 on a batch, of the policy before its step."""
+    ref, _ = log_probs_in_pieces(reference, scored.answers, config)
+    return (k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()).item()
+
+
+# -------------------------------------------------------------------------------------------------
+# checks: where a wrong number would look right
+
+
+def check_gap(gap: float, step: int, temperature: float, device: torch.device):
+    """End where sampler and scorer disagree: they are one policy, and differ by rounding alone.
+
+    On a GPU bf16 rounds by the shape of a batch, so there only what is gross can be told apart.
+    Log-probs at a low temperature are larger, and so is their rounding.
+    """
+    limit = (1e-3 if device.type == "cpu" else 3.0) / min(1.0, temperature)
+    if not gap <= limit:  # a nan, too
+        more = f"differ by {gap:.3g} nats, which is more than rounding"
+        raise UserError(f"step {step}: scored and sampled log-probs {more}; no update was made")
+
+
+def check_finite(loss: float, norm: float, step: int):
+    """End before an update that would spoil the weights."""
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        what = f"loss {loss}, gradient norm {norm}; the update was not made"
+        raise UserError(f"step {step}: {what}; what is saved is intact")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -946,8 +938,24 @@ def bind_flags(config: Config) -> Method:
 #     runs/NAME/config.json    flags
 #               metrics.jsonl  a line a step
 #               start/         the policy that RL started from
-#               checkpoints/   the newest one: model, tokenizer, optimiser
+#               checkpoint.pt  of the last evaluated step: weights, optimiser, metrics
 #               batches/       the rollout batch of each evaluated step
+#               model/         the policy at the end
+
+
+def begin(config: Config, policy: Policy, folder: Path):
+    """The directory of a run, and what the run says of itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.resume:
+        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+    if not (folder / "checkpoint.pt").exists():
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
+    if config.track:
+        tracker = importlib.import_module(config.track)
+        tracker.init(project="token-gradient-cancellation", name=folder.name, config=asdict(config))
+    size = sum(weight.numel() for weight in policy.model.parameters())
+    about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
+    print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
 
 
 def read_config(run: str) -> dict:
@@ -957,16 +965,25 @@ def read_config(run: str) -> dict:
     except (OSError, ValueError):
         saved = {}
     if set(saved) != {f.name for f in fields(Config)}:
-        refuse(f"--resume {run}: no config.json of this version's runs there")
+        raise UserError(f"--resume {run}: no config.json of this version's runs there")
     return saved | {"resume": run, "out": run}
 
 
-def record(metrics: dict, folder: Path):
+def how_to_go_on(config: Config) -> str:
+    if Path(config.out, "checkpoint.pt").exists():
+        return f"go on from the last evaluation: python train.py --resume {config.out}"
+    return "nothing is saved"
+
+
+def record(metrics: dict, folder: Path, config: Config):
     """A line of metrics.jsonl; of an evaluation also a few words on the screen."""
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
+    if config.track:
+        numbers = {key: x for key, x in metrics.items() if key != "examples"}
+        importlib.import_module(config.track).log(numbers, step=metrics["step"])
     if "greedy" in metrics:
-        shown = ("loss", "grad_norm", "reward", "repair_rate", "entropy", "tax")
+        shown = ("loss", "grad_norm", "reward", "repair_rate", "entropy", "decided")
         shown += ("greedy", "sampled")
         keys = [key for key in metrics if key in shown or key.startswith("pass@")]
         tqdm.write(f"step {metrics['step']}: {'  '.join(f'{k} {metrics[k]:.3f}' for k in keys)}")
@@ -983,7 +1000,12 @@ def summarize(folder: Path):
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
     print(f"held out: {', '.join(said)}")
+    if last["greedy"] < first["greedy"]:
+        print("It ends below its start: something is wrong.")
+    if last.get("truncated", 0.0) > 0.2:
+        print(f"{last['truncated']:.0%} of the last answers were cut off: raise --max-tokens.")
     print(f"everything is in {folder}; all flags: python train.py --help")
+    print(f"its curves: python -m experiments.compare --runs {folder} --plot curves.png")
 
 
 @torch.no_grad()
@@ -1012,29 +1034,24 @@ def save_batch(policy: Policy, scored: Scored, config: Config, folder: Path):
 
 
 def save(policy: Policy, optimizer, step: int, folder: Path):
-    """checkpoints/step-000020. Its name appears when it is whole, and then the one before goes."""
+    """The name checkpoint.pt always stands for a whole file: the old one, or the new one."""
     if not all(weight.isfinite().all() for weight in policy.model.parameters()):
-        refuse(f"step {step}: a weight is not finite; what is saved is intact")
-    part, final = folder / "checkpoints" / "unfinished", folder / "checkpoints" / f"step-{step:06d}"
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
-    write_model(policy, part)
-    torch.save({"step": step, "optimizer": optimizer.state_dict()}, part / "trainer.pt")
-    part.rename(final)
-    for other in set(final.parent.glob("step-*")) - {final}:
-        shutil.rmtree(other)
+        raise UserError(f"step {step}: a weight is not finite; what is saved is intact")
+    state = {"step": step, "model": policy.model.state_dict(), "optimizer": optimizer.state_dict()}
+    state["metrics"] = (folder / "metrics.jsonl").read_text()  # to this step
+    torch.save(state, folder / "unfinished.pt")
+    os.replace(folder / "unfinished.pt", folder / "checkpoint.pt")
 
 
-def restore(optimizer, checkpoint: Path, folder: Path) -> int:
-    """The optimiser as it was, and metrics.jsonl cut back to the checkpoint's step: returned."""
-    state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
+def restore(policy: Policy, optimizer, folder: Path) -> int:
+    """Policy, optimiser and metrics.jsonl as they were after a step, which is returned; or 0."""
+    if not (folder / "checkpoint.pt").exists():
+        return 0
+    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    policy.model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    write_aside(folder / "metrics.jsonl", "".join(lines[: state["step"] + 1]))  # from step 0
+    write_aside(folder / "metrics.jsonl", state["metrics"])
     return state["step"]
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    return max((folder / "checkpoints").glob("step-*"), default=None)
 
 
 def write_model(policy: Policy, folder: Path):

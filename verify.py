@@ -3,7 +3,7 @@ known exactly.
 
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
-    python verify.py --explain C14      what a claim says, and its proof
+    python verify.py --explain C14      what a claim says, and its proof from claims/PROOFS.md
     python verify.py --explain gspo     which claims speak of a method, and questions about it
     python verify.py --explain loss     questions people ask about that word
     python verify.py --explain symbols  what the letters mean
@@ -32,11 +32,12 @@ from pathlib import Path
 import torch
 
 import losses
-from claims import CLAIMS, NOTATION, Claim, Evidence, examine, random_draws
+from claims import CLAIMS, Claim, Evidence, examine, objective, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 
 QUESTIONS = Path(__file__).parent / "claims" / "README.md"
+PROOFS = Path(__file__).parent / "claims" / "PROOFS.md"
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
         "What is left at a token that the whole group shares, |sum c| / sum |c|, if the group is "
@@ -49,16 +50,42 @@ TABLES = {  # claims with a table of their own: title, head
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
     "C22b": (
-        "`prefix_baseline`, off-policy, fixed baseline: by how much the expected update moves",
-        ["method", "moves"],
+        "By how much a baseline moves the expected update, off-policy, b fixed: made of the others "
+        "with the same history (`prefix_baseline`), state or position, of all others, or random",
+        ["method", "history", "state", "position", "constant", "random"],
     ),
-    "C23": (
-        "Variance with a prefix baseline over without, n visitors: it pays only if t is above 1/n",
-        ["coefficients", "t", *(f"n = {n}" for n in (2, 4, 8, 16))],
+    "C27": (
+        "Noise with a baseline at every history over without, 4 visitors, b = .5: it pays below 1",
+        ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
-    "Q2": (
-        "Q2: a question's expected update is K grad p, in groups of 8",
-        ["", *(f"p = {p}" for p in (0.05, 0.1, 0.25, 0.5))],
+    "C27b": (
+        "What `decided` finds, and what a baseline at every history does to the noise of a token "
+        "that earns nothing: against b = E[R], and against the group's mean",
+        ["world L", "rho^2", "one group", "many groups", "noise, b", "noise, group's mean"],
+    ),
+    "C28": (
+        "The most that a baseline takes off the noise of a token that the whole group shares, and "
+        "the noise with it over without, if weights lie in [m, M]",
+        ["M/m", "most", "G = 4", "G = 8"],
+    ),
+    "C29a": (
+        "Rewards 0 and 1, G = 8: the expected update is K(p) grad p, and without a signal a group "
+        "teaches nothing",
+        ["", *(f"p = {p}" for p in objective.CHANCES)],
+    ),
+    "C29c": (
+        "Rewards 0, .5, 1: the largest D(x,y|S) + D(y,z|S) + D(z,x|S). 0: the update is a gradient",
+        ["loss, scale", *(f"G = {G}" for G in (2, 3, 4, 8))],
+    ),
+    "C30": (
+        "The crumb: .1 surely, or rarely 1 with chance .45: the share above which the better way "
+        "grows",
+        ["divided by", *(f"G = {G}" for G in (2, 4, 8, 16))],
+    ),
+    "C30b": (
+        "The largest gain in J that the std refuses, G = 8, by the weight of the format and by how "
+        "often the usual way is right",
+        ["", *(f"q0 = {q0}" for q0 in (0.0, 0.05, 0.1, 0.2, 0.3))],
     ),
 }
 
@@ -102,6 +129,7 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
             verdict = "WRONG"
         predicted, measured, error, left = map(format_number, (*worst.pair, worst.error, mean_left))
         statement, source, _ = claim.text
+        source = source.removeprefix("Source: ")
         numbers = f"{predicted:>11}{measured:>11}{error:>9}{left:>9}"
         print(f"\n{claim.id:6}{verdict:17}{numbers}   {source}")
         print(f"      {statement}")
@@ -130,14 +158,22 @@ def show_table(lines: list[list]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def proofs() -> dict[str, str]:
+    """The sections of PROOFS.md, by their titles."""
+    _, *sections = PROOFS.read_text().split("\n## ")
+    parts = (section.partition("\n") for section in sections)
+    return {title: text.strip() for title, _, text in parts}
+
+
 def explain(claims: list[Claim]) -> None:
-    """Statement, source and proof."""
+    """Statement, source, what is measured, and the proof."""
+    sections = proofs()
     for claim in claims:
-        statement, source, proof = claim.text
-        print(textwrap.fill(f"{claim.id}  {statement}", width=96, subsequent_indent="    "))
-        if claim.condition:
-            print(f"Holds only if: {claim.condition}.")
-        print(f"Source: {source}\n\n{proof}\n")
+        statement, *others = claim.text
+        condition = [f"Holds only if: {claim.condition}."] if claim.condition else []
+        for line in (f"{claim.id}  {statement}", *condition, *others):
+            print(textwrap.fill(line, width=96, subsequent_indent="    "))
+        print(f"\n{sections[claim.id]}\n")
 
 
 def look_up(word: str) -> list[str]:
@@ -181,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         word = " ".join(options.explain).lower()
         known = set().union(*map(ids_of, CLAIMS))
         if word == "symbols":
-            found = [NOTATION]
+            found = [proofs()["Notation"]]
         else:
             found = look_up(word) if word.upper() not in known else []
         if found:

@@ -42,22 +42,8 @@ def c2(name, draws, evidence):
 
     Source: DFPO Eq. 2, the design condition (S)
 
-    In general, let the objective weigh token t of answer i by a function w_{i,t} of the policy,
-    J = sum_i sum_t w_{i,t} A_i. At a token t* that the whole group shares, the gradients cancel if
-    and only if
-
-      sum_i A_i grad w_{i,t*} = 0.
-
-    Token-factorised means that w_{i,t} is the token's own ratio: J = (1/(N L)) sum_i sum_t r_{i,t}
-    A_i. At the shared token r is one number rho for all G answers, and grad r = r grad log pi is
-    the same for all of them. So the node gets
-
-      (rho / (N L)) (sum_i A_i) grad log pi.
-
-    The weight is a common factor, and centred advantages sum to 0. For two answers with A_1 = -A_2
-    it is (rho/2) (A_1 + A_2) = 0, as the paper writes it, without L. REINFORCE has 1 in place of
-    rho. DAPO has the number of tokens in place of N L. The claim is checked with centred
-    advantages, and with others, where the sum must not vanish.
+    Measured: the sum of the coefficients off-policy, with centred advantages, and with others,
+    where it must not vanish.
     """
     hyper = {} if name == "reinforce" else UNCLIPPED
     for draw, shift in itertools.product(draws, (0, 0.7)):
@@ -73,17 +59,7 @@ def c4(name, draws, evidence):
 
     Source: DFPO, two answers, sequence-coupled (S); geometric ratio (D)
 
-    Sequence-coupled means that one ratio s_i weighs the whole answer: J = (1/G) sum_i s_i A_i. For
-    the plain product s_i = prod_t r_{i,t}, d s_i / dlogp_{i,t} = s_i at every token. At a shared
-    token with ratio rho write s_i = rho u_i, where u_i = prod_{t != t*} r_{i,t} is what the rest of
-    answer i did. The node gets (1/G) sum_i A_i s_i = (rho/G) sum_i A_i u_i. For G = 2, A_1 = -A and
-    A_2 = +A that is
-
-      (A rho / 2) (u_2 - u_1) grad log pi.
-
-    So the tokens that come after the shared one pull it up or down. For the geometric ratio s_i =
-    (prod_t r_{i,t})^(1/T_i) the derivative is s_i / T_i, and the node gets (1/G) sum_i A_i s_i /
-    T_i. The values of both ratios are checked as well.
+    Measured: both sums, and the values of both ratios.
     """
     for draw in draws:
         geometric, product = (draw.sequence_ratios(0.6, kind) for kind in ("geometric", "product"))
@@ -105,22 +81,14 @@ def c5(name, draws, evidence):
 
     Source: DFPO Cor. 3.3 (S), as reported; example (D)
 
-    By C4 the sum at the shared token is rho (A.u), up to the factor 1/G, where u_i is the ratio of
-    the rest of answer i. For a given A != 0 the set {u : A.u = 0} is a hyperplane through the
-    origin of R^G. A hyperplane has no volume, so a u that has a density misses it almost surely.
-    The claim counts the groups of 4, out of 100 000, in which |A.u| is below 1e-12 |A| |u|.
-    On-policy u has no density: it is 1, and every group cancels ("left", the share of groups). With
-    A = 0 every group does, too.
-
-    Equal u is sufficient: A.u = u sum_i A_i = 0. It is necessary for G = 2, where the hyperplane
-    A.u = 0 is the line u_1 = u_2. For G > 2 the hyperplane contains more than that line:
-    2 * 2 + 1 * 1 - 1 * 3 - 2 * 1 = 0 in the example. To meet it is rare, with equal u_i or not.
-    Public notes on the paper (Memory4ever/AI-System-Design) say so, too.
+    Measured: the share of 100 000 random groups of 4 in which |A.u| is below 1e-12 |A| |u|, and the
+    example. "left": the same share at u = 1.
     """
 
     def share_that_cancels(A: Tensor, u: Tensor) -> Tensor:
         log_r = torch.stack([0 * u + 0.5, u.log()], -1).flatten(0, 1)  # shared token, the rest
-        batch = losses.Batch(log_r, 0 * log_r, log_r, log_r == log_r, 4, 2)
+        adv = A.flatten()[:, None].expand_as(log_r)
+        batch = losses.Batch(log_r, 0 * log_r, adv, adv == adv, 4, 2)
         s = losses.sequence_ratio(batch, "product").view(A.shape)
         return ((A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1)).double().mean()
 
@@ -139,20 +107,8 @@ def c6(name, draws, evidence):
 
     Source: DFPO (words P, formula D)
 
-    min(r A, clip(r, 1-e_low, 1+e_high) A) has the slope r A or 0 in log pi. Which of the two
-    depends on the sign of A. Above 1 + e_high the winners (A > 0) are switched off and the losers
-    stay. Below 1 - e_low it is the other way round.
-
-    A shared token has one ratio rho for all answers. Let P be the sum of the positive advantages;
-    the negative ones then sum to -P. The coefficients add up to
-
-      rho (P - P) = 0   inside the clip range,
-      -rho P            above it, where only the losers act,
-      +rho P            below it, where only the winners act.
-
-    So clipping does not merely stop an update. It pushes a token that is irrelevant for the reward
-    back towards pi_old. All this is multiplied by the weight of a token in the method's average.
-    For GRPO the claim is checked on answers of equal length only (see C8).
+    Measured: the sum of the coefficients at ratios inside and outside the range; of grpo where
+    answers are equally long (C8).
     """
     hyper = defaults(getattr(losses, name))
     low, high = 1 - hyper["eps_low"], 1 + hyper["eps_high"]
@@ -173,16 +129,8 @@ def c7(name, draws, evidence):
 
     Source: DFPO "GRPO-fix" (S; definition D)
 
-    clip(r, 1-e_low, 1+e_high) A without the min has the slope r A inside the range and 0 outside
-    it, for winners and losers alike. The sum at a shared token is rho sum_i A_i = 0 inside the
-    range and 0 outside it. "Symmetric" means symmetric in the sign of A, not in the numbers. With
-    the min, dr_grpo with eps_low = eps_high = 0.2 still leaves what C6 says ("left"). Advantages
-    that are not centred show that the gate is really open inside the range.
-
-    cispo clips the ratio itself, detached, and has no gate. So the sum is clip(rho) sum_i A_i,
-    which is 0 as well, and a single visitor outside the range keeps a gradient of bounded weight.
-    DFPO has no clip. With eps (ours) it is clipped in the same way, so its cancellation (C9, C10)
-    stays: the sum is that of C9 or C10 inside the range and 0 outside it.
+    Measured: the sum with centred advantages, and with others, which show that the gate is open
+    inside the range. "left": what dr_grpo leaves with the same bounds.
     """
     bounds = {"eps_low": 0.2, "eps_high": 0.2}
     for draw, shift in itertools.product(draws, (0, 0.5)):
@@ -206,16 +154,7 @@ def c8(name, draws, evidence):
 
     Source: the normalisers of GRPO, GSPO, Dr. GRPO and DAPO (D)
 
-    With the average (1/G) sum_i (1/T_i) sum_t the shared token has the weight 1/T_i, another one in
-    every answer. It gets rho sum_i A_i / T_i, and for GSPO sum_i s_i A_i / T_i. That is 0 for all A
-    only if all T_i are equal. No old policy is involved: GRPO as published violates the condition
-    in its first, on-policy step.
-
-    The budget mean 1/(N L) (Dr. GRPO) and the number of tokens in the batch (DAPO) are common
-    factors, so with them the token cancels. Length is the third mechanism that breaks cancellation,
-    beside the sequence ratio (C4) and the min (C6). The paper's own toy does not show it, because
-    it drops the factor 1/T_i. The claim is checked on-policy, and for token ratios inside the clip
-    range.
+    Measured: the sum on-policy, and at token ratios inside the clip range.
     """
     for draw, spread in itertools.product(draws, (0.0,) if name == "gspo" else (0.0, 0.15)):
         rho, A, measured = push_shared(name, draw, spread)
@@ -244,16 +183,7 @@ def c9(name, draws, evidence):
 
     Source: DFPO Eq. 17 (S)
 
-    With w~_i = min_j s_j for all i, every part S of the group has
-
-      sum_{i in S} w~_i A_i = (min_j s_j) sum_{i in S} A_i.
-
-    That is 0 whenever the advantages in S sum to zero. So a token cancels where the whole group
-    shares it, and also where a zero-sum part of the group shares it. Any other constant would do
-    the same; the minimum is the cautious one. The weight is detached, as in the paper (words S).
-    Else the gradient of s_j, j the only minimum, would be left at a shared token: with the
-    geometric ratio (1/G) (s_j / T_j) sum_i A_i l_i, l_i the log-prob of answer i (derived, not
-    measured here).
+    Measured: the weights, that they are detached, and the sum over a zero-sum half of the group.
     """
     for draw in draws:
         w, A = two_zero_sum_parts(draw)
@@ -270,16 +200,8 @@ def c10(name, draws, evidence):
 
     Source: DFPO Eq. 18 (S); limits (D)
 
-    The transform is w~ = w - (A.w / ||A||^2) A. It has A.w~ = A.w - A.w = 0, so the whole group
-    cancels. It keeps the sum of the weights, because sum_i A_i = 0. For G = 2 and A = (-a, a),
-    w~_1 = w_1 + (w_2 - w_1)/2 is the mean of the two weights: a group constant.
-
-    On a zero-sum part S of the group there remains ("left")
-
-      sum_S w_i A_i - (A.w / ||A||^2) sum_S A_i^2.
-
-    Weights may turn negative and push winners down. Take A = (1,1,1,1,-1,-1,-1,-1) and w =
-    (3,.1,...,.1). Then A.w / 8 = .3625, and three winners end at .1 - .3625 = -.2625.
+    Measured: the sum over the group, over a zero-sum half of it ("left"), the sum of the weights,
+    that they are detached, and an example whose weights turn negative.
     """
     w = torch.tensor([[3, *[0.1] * 7]], dtype=torch.float64)
     A = torch.tensor([[1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.float64)
@@ -304,10 +226,8 @@ def c11(name, draws, evidence):
 
     Source: DFPO Eq. 17 and 18 (D)
 
-    On-policy all ratios are 1, so all s_i = 1. The minimum of the group is then 1. And A.s = sum_i
-    A_i = 0, so Adv-Orthogonal has nothing to project away. recentred has the mean of A_i - A_j over
-    j, which is A_i. So every token gets c = A_i / L, which is REINFORCE. "left" is the mean
-    |c - A_i / L| once the ratios differ.
+    Measured: each coefficient on-policy against A_i / L. "left": the mean difference once the
+    ratios differ.
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
         batch = draw.batch(spread)

@@ -1,8 +1,8 @@
-"""C18 to C20: what a bias in a choice costs.
+"""C18 and C19: what a bias in a choice costs.
 
 Answers take one of several ways. Siblings compete: a softmax takes from one what it gives to
 another. So a tax moves a way only as far as it differs from the tax of its siblings, and it costs
-reward only where it moves a better way down. The same is true of the min and of the std.
+reward only where it moves a better way down. The same is true of the min.
 
 The push on a way's logit is the gradient of the expected objective. It is measured through the
 losses, over all groups of G answers, each with its probability (toy/worlds.py).
@@ -41,9 +41,9 @@ def random_worlds(draws: list[Draw], ways: int, binary: bool = False) -> Iterato
         yield World(G, outcomes, draw.randn(ways).softmax(0).tolist())
 
 
-def measure_push(name: str, world: World, scale: str) -> Tensor:
-    """On the logit of each way. (ways,)."""
-    logits = world.logits()
+def measure_push(name: str, world: World, scale: str, logits: Tensor | None = None) -> Tensor:
+    """On the logit of each way, at the world's shares or at other logits. (ways,)."""
+    logits = world.logits() if logits is None else logits
     return ascent(getattr(losses, name)(world.expected_batch(logits, scale)), logits)
 
 
@@ -61,17 +61,17 @@ def predict_push(name: str, world: World, K: float) -> list[float]:
     return [p * (world.mean(earn, way) - fbar) for way, p in enumerate(world.shares)]
 
 
-def factor(G: int, b: float, scale: str) -> float:
-    """K: the mean advantage of a right answer over 1 - b, if answers are right with chance b."""
+def factor(G: int, p: float, scale: str) -> float:
+    """K(p) of C29a: what being right is worth if answers are right with chance p."""
     if scale == "mean":
         return 1 - 1 / G
-    mean = 0.0
-    for k in range(G - 1):  # right siblings; if all are right, there is no advantage
-        share = (k + 1) / G
-        std = math.sqrt(G / (G - 1) * share * (1 - share))
-        chance = math.comb(G - 1, k) * b**k * (1 - b) ** (G - 1 - k)
-        mean += chance * (1 - share) / (std + 1e-4)
-    return mean / (1 - b)
+    if scale == "maxrl":
+        return sum((1 - p) ** k for k in range(G - 1))
+    K = 0.0
+    for m in range(1, G):  # right answers in the group
+        divisor = math.sqrt(m * (G - m) / G / (G - 1)) + 1e-4
+        K += math.comb(G, m) * p ** (m - 1) * (1 - p) ** (G - m - 1) * m * (G - m) / G**2 / divisor
+    return K
 
 
 @claim(
@@ -87,75 +87,9 @@ def c18(name, draws, evidence):
 
     Source: what a tax costs (D)
 
-    Groups of G independent answers come from the policy itself. One choice has the probabilities
-    pi_a. Q_a is the mean reward of the answers that take a, J that of all answers. Let the weight
-    w_i of answer i depend on answer i alone, as 1/T_i does. Answer i's gradient for the logit of a
-    is w_i A_i (1[i takes a] - pi_a), so the expected push is
-
-      pi_a f_a - pi_a sum_b pi_b f_b = pi_a (f_a - fbar),  f_a = E[w_i A_i | i takes a].
-
-    Let A_i = R_i - mean_j R_j = (1 - 1/G) R_i - (1/G) sum_{j != i} R_j. The siblings are
-    independent of answer i, so
-
-      f_a = (1 - 1/G) E[w_i (R_i - J) | a] = (1 - 1/G) (wbar_a (Q_a - J) + Cov(w, R | a)).
-
-    The first term is the credit. The second is the expected tax, per visitor. Two things follow.
-
-      A covariance that all siblings have alike is also in fbar. It moves nothing: it is an error of
-      the baseline, noise without drift. So the size of the learning tax does not say what it costs.
-      A constant weight has no covariance, and f_a - f_b = (1 - 1/G) w (Q_a - Q_b). Of two ways the
-      better one always grows. The token mean of DAPO and CISPO is no constant: it divides by the
-      tokens of the siblings, too. In a batch of one pair it can move the worse way up.
-
-    No tax does not mean no preference. Let each way have answers of one length, so that 1/T_i is a
-    constant there and its tax is 0. Then f_A - f_B is (1 - 1/G) times
-
-      w_A (Q_A - J) - w_B (Q_B - J) = (w_A Q_A - w_B Q_B) - (w_A - w_B) J.
-
-    Let A be worse and shorter. As long as J is below J* = (w_A Q_A - w_B Q_B) / (w_A - w_B), A is
-    favoured. As J* < Q_A, B overtakes A in the end, but that may take long: Q = .6, .7 and 0,
-    T = 4, 40 and 16 and the shares .01, .01 and .98 begin at J = .013 and have J* = .589.
-
-    Rewards 0 and 1. Let a way be right with chance q, the policy with chance b = sum pi_a q_a. Let
-    1/T_right and 1/T_wrong be the means of 1/T_i over the way's right and wrong answers. Then
-
-      f = K (q (1 - b) / T_right - (1 - q) b / T_wrong),  K = 1 - 1/G.
-
-    This form also holds for the std scale, with another K. Given R_i, the advantage A_i depends on
-    the siblings only. Let u be its mean if R_i = 1, and -v if R_i = 0. Advantages sum to 0, so
-    b u = (1 - b) v. Then u = K (1 - b) and v = K b, where K depends on G and b alone:
-
-      K = 1/(1 - b) sum_k C(G-1, k) b^k (1-b)^(G-1-k) (1 - m) / (std + 1e-4),  m = (k + 1)/G,
-
-    over k = 0, ..., G - 2 right siblings, and std = sqrt(G/(G-1) m (1 - m)). K is the same for all
-    ways, so it decides how fast they move, and f/K where to. For a constant weight 1/L this is
-    f = K (q - b)/L: the way that is right more often grows, at every b.
-
-    With 1/T_i the worse of two ways grows if its f is the larger one: right answers that are short,
-    wrong ones that are long. The learning tax may be as large where nothing of the kind happens
-    (python -m toy.tax).
-
-    An example that ends there for good: way A is right with chance q, at the lengths T_r if right
-    and T_w if wrong; way B is always wrong, at the length T_B. If s is the share of A, then b = s q
-    and
-
-      f_A - f_B = K (q (1 - s q)/T_r - (1 - q) s q/T_w + s q/T_B).
-
-    That is positive at s = 0 and linear in s, up to K. It is 0 at
-
-      share* = (1/T_r) / (q/T_r + (1-q)/T_w - 1/T_B),
-
-    where training ends if share* is below 1, that is if (1 - q)(1/T_w - 1/T_r) > 1/T_B: the wrong
-    answers of A are short and those of B are long. The expected reward then stays at q share*. For
-    q = 1 that cannot be, and with a constant weight A takes all.
-
-    Off-policy a sequence ratio, a clip and its min make w depend on the policy's moves, too. Then f
-    is another. C19 has it for two ways and the min.
-
-    Measured: three ways with four kinds of answers each, with random rewards and lengths, groups
-    of 2 to 4. Then two ways with rewards 0 and 1 and both scales, where with a constant weight the
-    better way must grow. "left": how far the std turns the vector of pushes if rewards are graded,
-    because it ties w_i A_i to the whole group.
+    Measured: three ways of four kinds of answers, random rewards and lengths, G = 2 to 4; then two
+    ways with rewards 0 and 1 and both scales, where with one divisor the better way must grow.
+    "left": how far the std turns the pushes if rewards are graded (C29c).
     """
     for world in random_worlds(draws, ways=3):
         push = measure_push(name, world, "mean")
@@ -206,42 +140,9 @@ def c19(name, draws, evidence):
 
     Source: what the min costs (D)
 
-    One choice of two ways, right with the chances q_u and q_d, no difference in length, rewards 0
-    and 1. The old policy takes the first way with probability p and is right with chance
-    b = p q_u + (1-p) q_d. Updates on its groups have moved p up to p', so that the first way's
-    ratio p'/p is above 1 and the second's, (1-p')/(1-p), below. By C18 the mean advantage of a
-    right answer is K (1-b), of a wrong one -K b. Each answer pushes the first logit with r A (1-p')
-    or -r A p', and r (1-p') = p'(1-p')/p on the first way, r p' = p'(1-p')/(1-p) on the second. So
-    without a clip the expected push is p'(1-p') K times
-
-      q_u (1-b) - (1-q_u) b - q_d (1-b) + (1-q_d) b = q_u - q_d,
-
-    the credit. Outside the range the min stops the winners of the first way, the first of these
-    four terms, and the losers of the second, the last term. What it leaves depends on which ratios
-    are outside:
-
-      both              -((1-q_u) b + q_d (1-b))
-      only the first's  b q_u - q_d
-      only the second's q_u - q_d - b (1-q_d)
-
-    The first line is never positive. It is 0 only for q_u = 1, q_d = 0, and where b is 0 or 1, so
-    that nothing is learnt. It pulls the choice back to the old policy whichever way is better. And
-    it is a sum, where the credit is a difference: at q_u = .6, q_d = .5, p = .5 it is 4.45 times
-    the credit. So after a first update that leaves the clip range, a second one may undo more than
-    the first has done.
-
-    The other two lines may have either sign. A rare way leaves the range long before the other one
-    does: p = .01 becomes .02 at q_u = .9, q_d = 0. The push is then b q_u - q_d = .0081, forwards,
-    but only a hundredth of the credit.
-
-    A clip that is blind to the sign stops two terms for each ratio that is outside: it leaves 0,
-    b - q_d or q_u - b. For q_u > q_d none of these is negative. cispo keeps all four up to a ratio
-    of 5.
-
-    `python -m toy.gate` has what follows for a whole training. Measured on random
-    ways, p, p' and G with both ratios outside, and on the same ways from .01 to .02 and from .9 to
-    .95, for both scales of the advantage. "left": the size of the push over that of the credit,
-    where both are outside.
+    Measured: random ways with both ratios outside the clip range; then .01 to .02 (only the first
+    is outside) and .9 to .95 (only the second), where other lines of the proof hold. "left": the
+    push over the credit, where both are outside.
     """
     loss_fn = getattr(losses, name)
     hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
@@ -265,47 +166,3 @@ def c19(name, draws, evidence):
             logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
             loss = loss_fn(off_policy_batch(world, logits, scale), **hyper)
             evidence.equal([predicted, -predicted], ascent(loss, logits))
-
-
-# ---------------- C20: graded rewards
-
-
-@claim("C20", "reinforce", "grpo", "pos_only", only_if="rewards are graded", extremes=False)
-def c20(name, draws, evidence):
-    """On-policy, with answers of one length, the std or pos-only can let a worse way win; the mean
-    scale with one weight never does.
-
-    Source: what the std and pos-only cost (D)
-
-    Way A gives .5 or 1 evenly, so Q = .75. Way B gives 1 with chance .72 and else 0, so Q = .72.
-    All answers are equally long and the weight is one constant: every node's tax is 0. With the
-    mean scale the push on A's logit is (1 - 1/G) pi_A pi_B (.75 - .72) > 0 (C18). The std
-    multiplies a group by 1 / std, a number of its own. Groups with a 0 in them, which came from B,
-    have a large std. So B's failures count for less than they cost. That is enough for the push to
-    be negative: at G = 4 and 8, from the shares .05, .5 and .95 alike. So B takes all, .720 in
-    place of .750.
-
-    pos-only needs no std for it. Let A give .5 surely, and B 1 with chance .4. pos-only sees
-    how far B's lucky answers are above the mean, but does not blame the others. With the mean scale
-    it pushes towards B from the same shares, so it ends at .400 in place of .500.
-
-    With rewards 0 and 1 neither can be. By C18 the std multiplies the whole push by one K > 0, the
-    same for both ways. And pos-only has the first of C18's two terms, f = K q (1 - b). So f_A -
-    f_B is (1 - b) times reinforce's: the same ways grow, more slowly the better the policy is. Its
-    tax, K q (1 - q) a visitor, differs between the ways. With the credit K q (q - b) it adds up to
-    K q (1 - b), so it costs nothing.
-
-    Measured: the push on A is down, and with binary rewards of the same Q it is up. "left": the
-    size of the push over reinforce's with the mean scale.
-    """
-    even = [Outcome(0, 0.5, 0.5, 1), Outcome(0, 0.5, 1.0, 1)]
-    better, Q, scale = even, (0.75, 0.72), "std"
-    if name == "pos_only":
-        better, Q, scale = [Outcome(0, 1.0, 0.5, 1)], (0.5, 0.4), "mean"
-    for G, share in itertools.product((4, 8), (0.05, 0.5, 0.95)):
-        binary = binary_world(G, Q, share)
-        graded = World(G, better + binary.outcomes[2:], binary.shares)
-        push, push_binary = (measure_push(name, world, scale)[0] for world in (graded, binary))
-        evidence.equal([True, True], [push < 0, push_binary > 0])
-        credit = share * (1 - share) * (Q[0] - Q[1])
-        evidence.record_left(push / ((1 - 1 / G) * credit))

@@ -1,10 +1,11 @@
-"""C21 to C26: cancelling is a control variate. What it moves, and what it does to the noise.
+"""C21 to C28: a baseline at every history, what it moves, and what it does to the noise.
 
 A history is the prompt and what an answer has said so far. The visitors of a history are the
 answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
-with that of the others. C22 says when this moves no expected update, and C23 what it does to the
-noise. C21 and C24 are about weights that cancel and have no bias off-policy, C25 about a sampler
-that is not the trainer, and C26 about a mask by the sign of A.
+with that of the others. C22 says when this moves no expected update, C27 what it does to the noise,
+and C28 why that is little at a token that the whole group shares. C21 and C24 are about weights
+that cancel and have no bias off-policy, C25 about a sampler that is not the trainer, and C26 about
+a mask by the sign of A.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -27,7 +28,7 @@ from torch.nn.functional import one_hot
 import losses
 from claims.cancellation import push_shared
 from claims.choice import off_policy_batch
-from claims.evidence import Draw, ascent, claim, coefficients
+from claims.evidence import TOLERANCE, Draw, ascent, claim, coefficients
 from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy, World
 
@@ -53,38 +54,9 @@ def c21(name, draws, evidence):
 
     Source: exact enumeration (D, ours); setting: C16
 
-    c_i = (1/G) sum_j s_i s_j (A_i - A_j). The term of i and j is minus that of j and i. So the c_i
-    of a whole group sum to 0, whatever the s_i are, and a token that all share cancels. On-policy
-    it is reinforce (C11).
-
-    Let A_i - A_j = R_i - R_j and let s be the plain product. Answers are independent draws from the
-    old policy, and E_old[s f(y)] = E_theta[f(y)], so for i != j
-
-      E[s_i s_j (R_i - R_j) grad log pi(y_i)] = E_theta[R grad log pi] E_theta[1]
-                                               - E_theta[grad log pi] E_theta[R] = grad J,
-
-    as E_theta[grad log pi] = 0. Of the G terms of c_i one has j = i and is 0. So the expected
-    update is (1 - 1/G) grad J, over L, as that of reinforce on-policy. This needs advantages that
-    are differences of rewards: the scale "mean". With "std" each pair is divided by a number that
-    belongs to the old policy's group.
-
-    So cancellation does not have to be paid for with bias. It is paid for with variance. Let u, an
-    answer's ratio, be independent of R, and V = E[u^2]. Then E[c^2] is (G - 1)/G^2 V Var(R)
-    (2V + G - 2). An own product u_i (R_i - mean R), which is unbiased and does not cancel, has
-    (G - 1)/G V Var(R). So recentred has 1 + 2 (V - 1)/G times that. (This is derived, not measured
-    here, and is about one coefficient, not about the variance of a gradient.) With the geometric
-    ratio recentred cancels and is biased ("left").
-
-    A part S of the group that shares a token: the pairs within S are antisymmetric, too, so
-
-      sum_{i in S} c_i = (1/G) sum_{i in S} sum_{j not in S} s_i s_j (A_i - A_j).
-
-    Only comparisons with answers elsewhere are left. That is S's credit, but as the new policy
-    would see it. If the advantages of S sum to 0, it is not 0 in general, as it is with
-    Min-Replace.
-
-    Measured: the expected update over all groups of 2, 3 and 4 answers of 12 toys. M1 compares each
-    c_i with the formula, and AUDIT shows that the whole group cancels.
+    Measured: the expected update over all groups of 2, 3 and 4 answers of 12 toys. "left": how far
+    the geometric ratio's update is off, as a share of it. M1 compares each coefficient with the
+    formula, and AUDIT shows that the whole group cancels.
     """
     for toy in toys_of(draws):
         off = toy.batch(off_policy=True)
@@ -93,7 +65,7 @@ def c21(name, draws, evidence):
         evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
 
 
-# ---------------- C22: cancelling moves no expected update
+# ---------------- C22: a baseline at every history moves no expected update
 
 # With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo", "off_policy_mask")
@@ -103,20 +75,12 @@ OTHERS = ("dfpo_min", "dfpo_orthogonal", "recentred", "balanced")
 
 @claim("C22", "prefix_baseline")
 def c22(name, draws, evidence):
-    """After `prefix_baseline` the coefficients of any loss sum to 0, in every batch, at every token
-    that all visitors of its history take, if there are two or more.
+    """After `prefix_baseline` the pushes of any loss sum to 0, in every batch, at every token that
+    all visitors of its history take, if there are two or more.
 
-    Source: cancelling as a control variate (D, ours)
-
-    For token t of answer i let H be the answers of the group that take a token at the same history,
-    i included, and r = pi/pi_old of the token that each takes there. If H has n >= 2 answers, put
-
-      c'_it = c_it - r_it mean over j in H, j != i, of (c_jt / r_jt).
-
-    If nobody else takes a token there, c' = c. If all of H take the same token, r is common to
-    them, so c'_it = c_it - mean over j != i of c_jt. Summed over H, each c_jt is subtracted n - 1
-    times with the weight 1/(n - 1). So the sum is 0, whatever the c are: for the whole group or a
-    part of it, at every ratio, with a clip, a min, a 1/T_i or a KL term.
+    Source: leave-one-out baselines that depend on the state (Williams 1992; VIMCO; RLOO; VinePPO;
+    GiGPO 2505.10978; Leave-Two-Out 2606.06080), here after the clip. We know of no text that says
+    that cancelling is that (D, ours)
 
     Measured: the sums, for a loss with random coefficients on random trees off-policy; and that the
     loss keeps its value.
@@ -124,9 +88,9 @@ def c22(name, draws, evidence):
     for draw in draws:
         batch, k = draw.batch(0.6), draw.randn(*draw.mask.shape)
         loss = -(k * batch.logp)[draw.mask].sum() / draw.N
-        cancelled = losses.prefix_baseline(loss, batch, draw.nodes)
-        evidence.equal(loss, cancelled, what="the loss's value")
-        c = coefficients(cancelled, batch)
+        compared = losses.prefix_baseline(loss, batch, draw.nodes)
+        evidence.equal(loss, compared, what="the loss's value")
+        c = coefficients(compared, batch)
         visitors = Counter()  # of each history
         for (p, y), at in draw.tree.items():
             visitors[p, y[:-1]] += len(at)
@@ -140,8 +104,34 @@ def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) 
     """Without `prefix_baseline` and with it. (V, D) both."""
     batch = toy.batch(off_policy, scale=scale)
     loss = loss_fn(batch)
-    cancelled = losses.prefix_baseline(loss, batch, toy.groups.nodes)
-    return [ascent(x, toy.policy.W) for x in (loss, cancelled)]
+    compared = losses.prefix_baseline(loss, batch, toy.groups.nodes)
+    return [ascent(x, toy.policy.W) for x in (loss, compared)]
+
+
+def baselines(toy: Toy, x: Tensor) -> dict[str, Tensor]:
+    """Five functions of the other answers and of the own history: means of the others' x at tokens
+    with the same key, and a random one. (N, T) -> (N, T) each."""
+    mask, way, place = toy.groups.mask, toy.groups.way[:, None], torch.arange(2)
+    keys = {
+        "history": place * (1 + way),
+        "state": place * (way == 2),  # of an environment that knows only whether 2 has been said
+        "position": place + 0 * way,
+        "constant": 0 * place * way,
+    }
+    found = {}
+    for name, key in keys.items():
+        at = one_hot(key.view(-1, toy.groups.G, 2)).double()  # (groups, G, T, keys)
+
+        def sum_others(y: Tensor, at=at) -> Tensor:
+            own = (y.view(at.shape[:3])[..., None] * at).sum(2, keepdim=True)
+            return ((own.sum(1, keepdim=True) - own) * at).sum(3).view(y.shape)
+
+        found[name] = sum_others(x * mask) / sum_others(mask.double()).clamp(min=1)
+    generator = torch.Generator().manual_seed(0)
+    of_answer, of_history = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    own = of_answer[toy.groups.picks]
+    others = own.view(-1, toy.groups.G).prod(1).repeat_interleave(toy.groups.G) / own
+    return found | {"random": others[:, None] * of_history[keys["history"]]}
 
 
 @claim(
@@ -152,51 +142,35 @@ def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) 
     extremes=False,
 )
 def c22b(name, draws, evidence):
-    """`prefix_baseline` does not move the expected update of a loss whose coefficients are made of
-    each answer alone, with A_i = R_i - b and a fixed b.
+    """`prefix_baseline` does not move the expected update of a loss that judges each answer alone,
+    with A_i = R_i - b and a fixed b. Nor does any other function of the *other* answers.
 
-    Source: cancelling as a control variate (D, ours); setting: C22
+    Source: E_old[r grad log pi(a|h)] = 0, as for every baseline (Williams 1992); D for c after the
+    clip; setting: C22
 
-    Draw the group's answers independently from pi_old. Take everything else as given: the other
-    answers, and that answer i visits the history h. Then the mean of c_jt / r_jt over the others is
-    a number m, and what `prefix_baseline` takes from the update is expected to be
-
-      E_old[r m grad log pi(a|h)] = m sum_a pi(a|h) grad log pi(a|h) = m grad 1 = 0.
-
-    So it is a control variate: a leave-one-out baseline at every history, of whatever the loss
-    does. Every batch changes, its mean does not. Five things are needed.
-
-      (1) c_j does not depend on answer i. So it is made of answer j alone, and b is a fixed number.
-          reinforce, grpo, grpo-symmetric, dr-grpo, gspo and off-policy-mask are of this kind. So
-          are cispo, pos-only and advantage-reweighting if their divisor is a constant, as it is
-          here, and dfpo-min on-policy, where it is reinforce. Nothing is promised for DFPO else,
-          recentred, balanced, nthr, lopti, ibpo and dapo ("left": how far the update of some of
-          them moves, as a share of it).
-      (2) With the mean of the group for b, which METHODS ships, A_j holds R_i, and the update does
-          move: C22c.
-      (3) The old policy can draw every token that the new one can. top-p breaks that.
-      (4) theta does not depend on the batch. After a first update on the same batch it does.
-      (5) logp_old is that of the sampler.
-
-    Under these conditions what 1/T_i and the min leave at a shared token costs no reward by itself:
-    taking it away changes nothing but noise. They cost reward by a bias in a choice (C18, C19).
-
-    The table has |change| / |update| off-policy.
-
-    Measured: the change of the update over all groups of 2, 3 and 4 answers of 12 toys, on-policy
-    and off-policy. b is the sampler's mean reward.
+    Measured: what five baselines add to the update over all groups of 2, 3 and 4 answers of 12
+    toys, on- and off-policy: the mean c/r of others with the same history (this is what
+    `prefix_baseline` takes away), state, position, of all, and a random number. "left": methods
+    that look at the group. Table: off-policy.
     """
-    loss_fn, moves = getattr(losses, name), []
+    loss_fn, rows = getattr(losses, name), []
     loss_fn = partial(loss_fn, **fitting(loss_fn))
     for off_policy, toy in itertools.product((False, True), toys_of(draws)):
         before, after = expected_updates(loss_fn, toy, off_policy, "exact")
-        moves.append(float((after - before).norm() / before.norm()))
-        if name in OTHERS:
-            evidence.record_left(moves[-1])
+        batch = toy.batch(off_policy, scale="exact")
+        odds = toy.groups.probabilities(batch.logp_old).repeat_interleave(batch.group_size)[:, None]
+        r = (batch.logp - batch.logp_old).exp()
+        x = coefficients(loss_fn(batch), batch) / r.detach() / odds  # adv carries the odds
+        moves = []
+        for m in baselines(toy, x).values():
+            moves.append(ascent(-(odds * r * m)[batch.mask].sum() / len(r), toy.policy.W))
+        evidence.equal(moves[0], before - after, what="what prefix_baseline takes away")
+        rows.append([float(move.norm() / before.norm()) for move in moves])
+        if name in OWN:
+            evidence.equal(torch.zeros(5, 3, 3), torch.stack(moves), what="a change")
         else:
-            evidence.equal(0 * before, after - before, what="the change")
-    off_policy_moves = moves[len(moves) // 2 :]
-    evidence.rows.append([name, sum(off_policy_moves) / len(off_policy_moves)])
+            evidence.record_left(rows[-1][0])
+    evidence.rows.append([name, *torch.tensor(rows[len(rows) // 2 :]).mean(0).tolist()])
 
 
 def leak(toy: Toy, off_policy: bool) -> Tensor:
@@ -229,26 +203,9 @@ def c22c(name, draws, evidence):
 
     Source: the leak of the group's mean (D, ours); setting: C22b
 
-    A_j = R_j - (1/G) sum_k R_k holds -R_i/G. So the baseline that `prefix_baseline` gives to answer
-    i holds -(R_i/G) mean over j != i of (w_j/r_j), where c_j = w_j A_j, and this part is not
-    independent of the token that i takes. The rest of the baseline is, and drops out as in C22b.
-    Let P be the chance of a visit to h. Answer i visits it with chance P, and then somebody else
-    does with 1 - (1-P)^(G-1). Given both, the gain is
-
-      (1/G) E_old[w/r|h] E_old[r R grad log pi|h]
-        = (1/G) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a),
-
-    where Q_old(h,a) is the mean reward of the old policy's answers that go on with a. On-policy, at
-    the root and for a constant w, that is the true gradient times w/G: reinforce goes from 1 - 1/G
-    to 1, a factor of G/(G-1), because the own reward has left its baseline. That is the gain of a
-    better baseline, no merit of cancelling. Off-policy it holds Q_old, so it is not the gradient at
-    the new policy.
-
-    A weight that looks at the reward, as with the min off-policy or with the std, has another gain
-    ("left": by how much it differs for the min).
-
     Measured: the change of the update over all groups of 2 to 4 answers of 12 toys, on-policy and
-    off-policy, for grpo without a clip (w/r = 1/T_i).
+    off-policy, for grpo without a clip (w/r = 1/T_i). "left": by how much the change differs with
+    the min, off-policy, where the weight looks at the reward.
     """
     unclipped = partial(losses.grpo, **UNCLIPPED)
     for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
@@ -258,91 +215,6 @@ def c22c(name, draws, evidence):
         if off_policy:
             before, after = expected_updates(losses.grpo, toy, off_policy, "mean")
             evidence.record_left((after - before - predicted).norm() / predicted.norm())
-
-
-# ---------------- C23: what cancelling does to the noise
-
-
-def variance_ratio(outcomes, n: int, logits, logits_old, b: float | None) -> Tensor:
-    """Var(cancelled) / Var(not) of a group's update, if n answers take a way each, which is
-    learnt, and then end somehow. b None: the group's mean."""
-    groups = Groups(outcomes, n)
-    logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
-    logp[:, 0] = logits.log_softmax(0)[groups.way]
-    logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
-    A = groups.rewards - b if b is not None else losses.group_advantages(groups.rewards, n, "mean")
-    adv = A[:, None].expand(logp.shape)
-    batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, n, logp.shape[1])
-    odds = groups.probabilities(logp_old)  # (groups,)
-    scores = one_hot(groups.way) - logits.softmax(0)  # (N, ways), grad log pi
-    loss, variances = losses.grpo(batch, **UNCLIPPED), []
-    for x in (loss, losses.prefix_baseline(loss, batch, groups.nodes)):
-        updates = (coefficients(x, batch)[:, :1] * scores).view(-1, n, len(logits)).mean(1)
-        variances.append(odds @ updates.square().sum(1) - (odds @ updates).square().sum())
-    return variances[1] / variances[0]
-
-
-def share_of_the_mean(ends: list[tuple], b: float) -> float:
-    """t of pushes x = (R - b)/T, by how an answer ends: chance, reward, length."""
-    m = sum(chance * (R - b) / T for chance, R, T in ends)
-    return m**2 / sum(chance * ((R - b) / T) ** 2 for chance, R, T in ends)
-
-
-LONG_IF_RIGHT = [(0.6, 1.0, 24), (0.4, 0.0, 4)]
-
-
-@claim("C23", "prefix_baseline", only_if="the token earns nothing and c/r is iid", extremes=False)
-def c23(name, draws, evidence):
-    """At a token that earns nothing, `prefix_baseline` multiplies the variance by (1 - t) n/(n -
-    1), with t = m^2/(m^2 + v): it pays only if t > 1/n.
-
-    Source: the law of the variance (D, ours); shrinkage baselines are known (2511.03710)
-
-    Let n answers visit a history, n given. Let x = c/r be independent from answer to answer, with
-    the mean m and the variance v, and also independent of the token taken there: which way an
-    answer goes says nothing about what becomes of it. Let s = grad log pi. Then E_old[r s] = 0, so
-    the terms r x s of different answers are uncorrelated, and one of them has the variance (m^2 +
-    v) E[r^2 |s|^2]. After `prefix_baseline` x_i is x_i - mean of the other x_j, with mean 0 and
-    variance v + v/(n-1). Hence
-
-      Var(cancelled) / Var(not) = v n/(n-1) / (m^2 + v) = (1 - t) n/(n-1).
-
-    Cancelling takes the mean of the pushes away, and pays for not knowing it. With raw rewards 0
-    and 1, t is the chance to be right: below 1/n the raw reward is the less noisy one. Of the
-    length tax of 1/T_i a small part is mean, if the baseline is exact: see the table, of two ways
-    that are exactly alike. So a number that says that a batch does not cancel does not say that
-    cancelling would make it less noisy.
-
-    x_i - lam (mean of the others) is as unbiased for every lam. Its second moment is
-    v + m^2 (1 - lam)^2 + lam^2 v/(n-1), least at lam = m^2/(m^2 + v/(n-1)). That is below 1 unless
-    v is 0: to cancel completely is never the best. (This is derived, not measured here.)
-
-    Where the token earns something, the terms of different answers are correlated, and the law is
-    another ("left": the error of this one). All this needs a fixed baseline. With the group's mean
-    the c of a group depend on each other. Then cancelling adds noise in small groups where it took
-    some away: see the second row of the table.
-
-    Measured: the variance over all groups of 2 to 5 answers that go two or three ways and end in
-    random rewards and lengths, off-policy, through grpo without a clip. The table is on-policy.
-    """
-    for k, draw in enumerate(draws[::2]):
-        ways, n, b = 2 + k % 2, 2 + k // 2 % 4, float(draw.randn(1))
-        logits, rewards = draw.randn(2, ways), draw.randn(2).tolist()  # now, before
-        T = torch.randint(1, 9, (2,), generator=draw.generator).tolist()
-        ends = [*zip(draw.randn(2).softmax(0).tolist(), rewards, T, strict=True)]
-        alike = [Outcome(way, *end) for way in range(ways) for end in ends]
-        predicted = (1 - share_of_the_mean(ends, b)) * n / (n - 1)
-        evidence.equal(predicted, variance_ratio(alike, n, *logits, b))
-        earning = [o._replace(reward=o.reward + o.way) for o in alike]
-        evidence.record_left(variance_ratio(earning, n, *logits, b) - predicted)
-    outcomes = [Outcome(way, *end) for way in (0, 1) for end in LONG_IF_RIGHT]
-    even = torch.zeros(2, 2, dtype=torch.float64)
-    for title, b, t in (
-        ("24 tokens if right (.6), else 4", 0.6, share_of_the_mean(LONG_IF_RIGHT, 0.6)),
-        ("the same with the group's mean", None, ""),
-    ):
-        ratios = [float(variance_ratio(outcomes, n, *even, b)) for n in (2, 4, 8, 16)]
-        evidence.rows.append([title, t, *ratios])
 
 
 # ---------------- C24: cancelling without bias, off-policy
@@ -373,33 +245,6 @@ def c24(name, draws, evidence):
     unbiased. Of the rules that compare two answers at a time, only recentred's product can.
 
     Source: a trilemma (D, ours)
-
-    Take one choice of K answers with free logits, p now and q > 0 before, u = p/q, and any rewards.
-    A policy with longer answers contains this case.
-
-    A pair rule c_i = mean over j != i of alpha(y_i, y_j) R_i - beta(y_i, y_j) R_j, with alpha and
-    beta free of rewards. A batch of two answers y, z cancels for all rewards only if alpha(y, z) =
-    beta(z, y). Let the reward be 1 for an answer z and 0 for all others, and s_y = grad log pi(y) =
-    e_y - p. The expected update is then
-
-      q_z sum_y q_y alpha(z, y) s_z - q_z sum_y q_y beta(y, z) s_y
-
-    over y != z, and must be b p_z s_z. The only relation between the s_y is sum_y p_y s_y = 0. So
-    for y != z there is a number b_z with q_z q_y beta(y, z) = b_z p_y, which is
-    beta(y, z) = u_y b_z/q_z. With alpha(z, y) = beta(y, z) the factors of s_z then say that
-    b_z (1 - p_z) - b p_z = -b_z p_z, so b_z = b p_z. Hence alpha(y, z) = beta(y, z) = b u_y u_z,
-    which is recentred. A pair of equal answers contributes nothing, whatever its weight.
-
-    An own weight, w(y_i) (R_i - mean R), is such a rule in groups of two, and other groups ask the
-    same of w: the expected update is (1 - 1/G) (E[w R s] - E[w s] E[R]), and to cancel is to be
-    constant, because R_j has the factor w_j - mean w. So if it does both, w(y) is b u_y u_z for
-    every other z. With three answers or more, u is then a constant, so it is 1: on-policy only.
-    Alone, each is easy: a constant w cancels, and w = u is unbiased (C16). (With two answers u_1
-    u_2 is a constant anyway.)
-
-    "Unbiased" needs a theta that does not depend on the batch. After a first update on a group, the
-    new policy prefers what this group happened to reward, and neither recentred nor the own product
-    mends that.
 
     Measured: each pair's coefficient against the one solution of the linear system, for choices of
     2, 3, 4 and 6 answers. "left": how far two of one answer's factors u_y u_z, which an own weight
@@ -433,28 +278,9 @@ def c25(name, draws, evidence):
 
     Source: TIS and MIS (D, ours); TRL's default with vLLM, 0 above 3: its GRPOConfig (P)
 
-    An engine that samples has other numerics than the trainer. So an answer comes from pi_sampler,
-    while the loss takes it for one of pi_trainer's. Libraries mend that with the weight u_i of the
-    whole answer, at most C (truncated, TIS), or 0 outside a range (masked, MIS). Then a token that
-    all share has sum_i w_i A_i, also in the first update of a batch, where all other ratios are 1.
-
-    The statement is about the root. Answers are independent draws from the sampler, and A_i = R_i -
-    mean R. So for any weight w of the own answer
-
-      E[sum_i w_i A_i] = G (1 - 1/G) (E[w R] - E[w] E[R]) = (G - 1) Cov(w, R),
-
-    and without a cap E[u R] = J_trainer, E[u] = 1. The same holds further on, given that all take a
-    token: (G - 1) rho (Q_trainer - Q_sampler), where rho is the product of the ratios up to it, and
-    Q the mean reward after it.
-
-    Without a cap that is an error of the baseline, the same for all siblings: the expected update
-    is (1 - 1/G) grad J at the trainer (C16). With a cap E[w grad log pi] is not 0, and the expected
-    update is biased ("left"). recentred with the sampler's log-probs as logp_old leaves nothing and
-    is unbiased; its price grows with E[u^2] (C21).
-
-    Measured: both expectations over all groups of 2 to 4 answers to a choice, with no cap; and the
-    bias of the update with 0 above 3. reinforce weighs all tokens of an answer alike, so the sum of
-    a group's coefficients is what a token gets that all share.
+    Measured: the expected sum and the expected update over all groups of 2 to 4 answers to a
+    choice, with no cap. "left": the bias of the update with 0 above 3. reinforce weighs all tokens
+    of an answer alike, so a group's coefficients sum to what a token gets that all share.
     """
     cases = zip(draws[::2], (2, 3, 4) * 4, strict=False)
     for (draw, G), largest in itertools.product(cases, (math.inf, 3)):
@@ -484,24 +310,8 @@ def c26(name, draws, evidence):
 
     Source: selection by sign (D, ours); the mask: DeepSeek-V3.2 2512.02556 Eq. 9 (S)
 
-    DFPO names asymmetric selection among the causes of unequal weights (S). This is its purest
-    case: an answer is dropped if A_i < 0 and its mean log(pi_old/pi) is above delta, and never if
-    A_i > 0. Let P be the sum of A over the winners of a group. It is also the sum of |A| over its
-    losers, because A sums to 0. P_m is the part of the losers that are dropped. Let all answers be
-    equally long. At a token that all share, with the ratio r, the coefficients then sum to
-
-      r P - r (P - P_m) = r P_m     inside the clip range,
-      0   - r (P - P_m)             above it, where the min stops the winners (C6),
-      r P - 0                       below it, where it stops the losers, masked or not,
-
-    all divided by the common T. So inside the range the mask pushes what all answers share,
-    whatever it earns. `prefix_baseline` takes that away without a change of the expected update, if
-    the baseline is fixed (C22b). What may cost reward is that the mask makes the answers behind it
-    heavier or lighter by their sign: a bias in a choice, as the min's is (C19).
-
-    With unequal lengths each A_i is divided by its T_i, so the winners' sum differs from the
-    losers'. So it is measured: each sum on random trees, inside and outside the range, for two
-    deltas. "left": the mean size of the sum.
+    Measured: each sum on random trees of any lengths, inside and outside the range, for two deltas.
+    "left": the mean size of the sum.
     """
     for draw, delta in itertools.product(draws, (0.02, 0.1)):
         rho, A, measured = push_shared(name, draw, 0.6, delta=delta)
@@ -510,3 +320,227 @@ def c26(name, draws, evidence):
         losers = (A.clamp(max=0) * ~far).sum(1)
         evidence.equal(rho * (winners * (rho <= 1.2) + losers * (rho >= 0.8)), measured)
         evidence.record_left(measured)
+
+
+# ---------------- C27: what a baseline at every history does to the noise
+
+
+def pushes(groups: Groups, logp: Tensor, logp_old: Tensor, b: float | None) -> tuple[Tensor, ...]:
+    """Of every group the probability, (groups,), and the push of every token under grpo without a
+    clip: without `prefix_baseline` and with it, (groups, G, T) each. b None: the group's mean."""
+    A, width = losses.group_advantages(groups.rewards, groups.G, "mean"), logp.shape[1]
+    if b is not None:
+        A = groups.rewards - b
+    adv = A[:, None].expand(logp.shape)
+    batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, groups.G, width)
+    loss = losses.grpo(batch, **UNCLIPPED)
+    both = loss, losses.prefix_baseline(loss, batch, groups.nodes)
+    c = [coefficients(x, batch).view(-1, groups.G, width) for x in both]
+    return groups.probabilities(logp_old), *c
+
+
+def measure_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float) -> Tensor:
+    """Per visitor, if n answers take a way each, which is learnt, and then end somehow: without
+    `prefix_baseline` and with it. (2,)."""
+    groups = Groups(outcomes, n)
+    logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
+    logp[:, 0] = logits.log_softmax(0)[groups.way]
+    logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
+    odds, *both = pushes(groups, logp, logp_old, b)
+    scores = (one_hot(groups.way) - logits.softmax(0)).view(-1, n, len(logits))  # grad log pi
+    updates = [(c[:, :, :1] * scores).sum(1) for c in both]  # (groups, ways)
+    return torch.stack([odds @ x.square().sum(1) - (odds @ x).square().sum() for x in updates]) / n
+
+
+def predict_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float) -> Tensor:
+    """What measure_noise measures, by C27, and t. (3,)."""
+    p, q = logits.softmax(0), logits_old.softmax(0)
+    way = [o.way for o in outcomes]
+    odds = q.new_tensor([o.chance for o in outcomes]) * q[way]
+    x = q.new_tensor([(o.reward - b) / o.length for o in outcomes])
+    s = ((p / q)[:, None] * (torch.eye(len(p)) - p))[way]  # r grad log pi
+    mu, size = odds @ x, s.square().sum(1)
+    e, S = x - mu, odds @ size
+    V, k, g2 = odds @ e**2, odds @ (e * size), (odds * x @ s).square().sum()
+    without = odds @ (x**2 * size) - g2
+    change = (V * S + g2) / (n - 1) - mu**2 * S - 2 * mu * k
+    return torch.stack([without, without + change, mu**2 / (mu**2 + V)])
+
+
+@claim("C27", "prefix_baseline", only_if="c/r is iid over the n visitors", extremes=False)
+def c27(name, draws, evidence):
+    """At a history with n visitors `prefix_baseline` changes the noise per visitor by
+    (V S + |g|^2)/(n-1) - mu^2 S - 2 mu k. At a token that earns nothing it multiplies the noise by
+    (1 - t) n/(n-1), t = mu^2/(mu^2 + V), which pays only if t is above 1/n.
+
+    Source: the law of the noise (D, ours); mu, V: mean and variance of x = c/r at the history;
+    S = E|s|^2, g = E[x s], k = E[(x - mu) |s|^2], s = r grad log pi
+
+    Measured: the noise of a choice over all groups of 2 to 5 visitors that go two or three ways and
+    end in random rewards and lengths, off-policy, with grpo unclipped. "left": the error of the
+    short law where the token earns something. The table is on-policy, with rewards 0 and 1.
+    """
+    for j, draw in enumerate(draws[::2]):
+        ways, n, b = 2 + j % 2, 2 + j // 2 % 4, float(draw.randn(1))
+        logits, rewards = draw.randn(2, ways), draw.randn(2).tolist()  # now, before
+        T = torch.randint(1, 9, (2,), generator=draw.generator).tolist()
+        ends = [*zip(draw.randn(2).softmax(0).tolist(), rewards, T, strict=True)]
+        for earns in (0, 1):
+            outcomes = [
+                Outcome(way, p, R + earns * way, T) for way in range(ways) for p, R, T in ends
+            ]
+            *predicted, t = predict_noise(outcomes, n, *logits, b)
+            measured = measure_noise(outcomes, n, *logits, b)
+            evidence.equal(predicted, measured)
+            law, ratio = (1 - t) * n / (n - 1), measured[1] / measured[0]
+            if earns:
+                evidence.record_left(ratio - law)
+            else:
+                evidence.equal(law, ratio, what="the short law")
+    for title, chance, *ways in (
+        ("earns nothing; right .9", 0.5, 0.9, 0.9),
+        ("earns nothing; right .7", 0.5, 0.7, 0.7),
+        ("an even choice; right .95, .85", 0.5, 0.95, 0.85),
+        ("a good way, taken with .1; right .9, else .1", 0.1, 0.9, 0.1),
+    ):
+        logits = torch.tensor([chance, 1 - chance], dtype=torch.float64).log()
+        outcomes = [
+            Outcome(w, p, R, 1) for w, q in enumerate(ways) for p, R in ((q, 1), (1 - q, 0))
+        ]
+        world = outcomes, 4, logits, logits, 0.5
+        *predicted, t = predict_noise(*world)
+        measured = measure_noise(*world)
+        evidence.equal(predicted, measured)
+        numbers = t, (1 - t) * 4 / 3, measured[1] / measured[0]
+        evidence.rows.append([title, *map(float, numbers)])
+
+
+# ---------------- C27b: how much is decided
+
+
+def world_l(G: int, *chances: float, edge: float = 0.0) -> Groups:
+    """All groups of world L. The environment draws one of these chances to be right, evenly. With
+    an edge, an even choice of two ways adds it or takes it away. The last token earns nothing."""
+    outcomes, gains = [], (edge, -edge) if edge else (0.0,)
+    for (draw, q), (way, gain) in itertools.product(enumerate(chances), enumerate(gains)):
+        share, length = 1 / len(chances) / len(gains), 1 + len(gains)
+        for reward, chance in ((1.0, q + gain), (0.0, 1 - q - gain)):
+            outcomes.append(Outcome(draw, share * chance, reward, length, way))
+    return Groups(outcomes, G)
+
+
+def predict_after_luck(q: float, G: int) -> list[float]:
+    """How `prefix_baseline` changes the noise of the last token of world L, if the histories are
+    right with q and 1 - q: against b = 1/2, and, at an equal expected push, against the group's
+    mean."""
+    V, gap = q * (1 - q), 2 * q - 1
+    alone, *chances = (math.comb(G - 1, n - 1) / 2 ** (G - 1) for n in range(1, G + 1))
+    several = sum(p * V * n / (n - 1) for n, p in enumerate(chances, 2))
+    longer = (1 - alone / G) / (1 - 1 / G)  # the expected push, by C22c
+    lone = (1 - 1 / G) ** 2 * (V + gap**2) + (G - 1) / G**2 * V  # E[A^2] without a sibling
+    return [4 * several + alone, (several + alone * lone) * 4 / (1 - 1 / G) / longer**2]
+
+
+def measure_after_luck(q: float, G: int) -> list[float]:
+    """The same. Given the rest of the group, scores of tokens that earn nothing are independent and
+    have the mean 0, so their noise is E|s|^2 times the sum of c^2."""
+    groups, ratios = world_l(G, q, 1 - q), []
+    earned = groups.rewards - torch.tensor([q, 1 - q], dtype=torch.float64)[groups.way]
+    for b in (0.5, None):
+        zeros = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
+        odds, *both = pushes(groups, *zeros, b)
+        without, with_ = (odds @ c[:, :, 1].square().sum(1) for c in both)
+        longer = [odds @ (c[:, :, 1] * earned.view(-1, G)).sum(1) for c in both]
+        ratios.append(float(with_ / without * (longer[0] / longer[1]) ** 2))
+    return ratios
+
+
+@claim("C27b", "decided", extremes=False)
+def c27b(name, draws, evidence):
+    """The variance at a history that `decided` takes is Var(R|h) on average. It finds rho^2, the
+    share of Var(R) that earlier tokens decide, within .015 in these worlds.
+
+    Source: t of C27, averaged over histories, is rho^2 = Var(E[R|h])/Var(R) if b = E[R] (D, ours)
+
+    Measured: all groups of world L. The environment draws a chance to be right, then a token earns
+    nothing; in the last row a choice comes first, of .05 more or less. "left": how far one group's
+    `decided` is from rho^2. The noise is that of the token that earns nothing, with a baseline at
+    every history over without; with the group's mean, at an equal expected push.
+    """
+    for G, q, edge in ((8, 0.9, 0), (8, 0.7, 0), (8, 0.6, 0), (8, 0.5, 0), (4, 0.9, 0.05)):
+        groups = world_l(G, q, 1 - q, edge=edge)
+        mask = groups.mask.clone()
+        mask[:, 0] = False  # the environment's draw
+        batches = [x.view(-1, G, *x.shape[1:]) for x in (groups.rewards, groups.nodes, mask)]
+        results = [losses.decided(*batch, G) for batch in zip(*batches, strict=True)]
+        found = torch.tensor([x.get("decided", 1.0) for x in results], dtype=torch.float64)
+        said = torch.stack([groups.way, 2 * groups.way + groups.plan], 1)[:, : mask.shape[1] - 1]
+        said = said.view(-1, G, said.shape[1])  # before each token
+        n = (said[:, :, None] == said[:, None]).double().sum(2)  # (groups, G, T - 1) visitors
+        shared, variances = n > 1, batches[0].var(1)
+        visitors = (n * shared).sum((1, 2)) / shared.sum((1, 2)) * (variances > 0)
+        evidence.equal(visitors, [x.get("visitors", 0) for x in results], what="visitors")
+        odds = groups.probabilities(torch.zeros(mask.shape, dtype=torch.float64))
+        sizes, mixed = shared.sum((1, 2)) * variances, odds * (variances > 0)
+        within = odds @ ((1 - found) * sizes)
+        one, many = mixed @ found / mixed.sum(), 1 - within / (odds @ sizes)
+        histories = [(1 / 2, q), (1 / 2, 1 - q)]  # how often they are visited, and are right
+        if edge:
+            histories += [(1 / 4, x + gain) for _, x in histories for gain in (edge, -edge)]
+        P, x = torch.tensor(histories, dtype=torch.float64).T
+        visits = G * P * (1 - (1 - P) ** (G - 1))  # with a sibling
+        evidence.equal(visits @ (x * (1 - x)), within, what="the variance at a history")
+        rho2 = 1 - 4 * P @ (x * (1 - x)) / P.sum()
+        near = [bool(abs(share - rho2) < 0.015) for share in (one, many)]
+        evidence.equal([True, True], near, what="whether it is near rho^2")
+        evidence.record_left(one - rho2)
+        row = [f"{G} answers, right {q:.1f} or {1 - q:.1f}", *map(float, (rho2, one, many)), "", ""]
+        if edge:
+            row[0] += f" +- {edge}"
+        else:
+            row[-2:] = measure_after_luck(q, G)
+            evidence.equal(predict_after_luck(q, G), row[-2:], what="the noise")
+        evidence.rows.append(row)
+
+
+# ---------------- C28: a token that the whole group shares
+
+
+@claim(
+    "C28",
+    "prefix_baseline",
+    only_if="the token earns nothing, E[R] = b at the history, and 0 < m <= w <= M",
+    extremes=False,
+)
+def c28(name, draws, evidence):
+    """With c = w (R - b) a baseline at a token that the whole group shares takes at most the share
+    ((M - m)/(M + m))^2 off its noise, and pays G/(G-1): it can pay only if
+    M/m > (sqrt G + 1)/(sqrt G - 1), which is 2.09 at G = 8 and 3 at G = 4.
+
+    Source: a bound on C27's t (D, ours)
+
+    Measured: t over all groups of 2 to 4 answers with random rewards and lengths (w = 1/T, b = E R)
+    is within the bound; it is the bound for rewards 0 and 1, right with chance M/(M+m) and then
+    with the weight M, else m. The table has these. "left": how t changes with b.
+    """
+    even = torch.zeros(2, 2, dtype=torch.float64)  # logits of two ways, now and before
+
+    def measure_t(ends: list[tuple], n: int, b: float) -> Tensor:
+        noise = measure_noise([Outcome(way, *end) for way in (0, 1) for end in ends], n, *even, b)
+        return 1 - noise[1] / noise[0] * (n - 1) / n
+
+    for j, draw in enumerate(draws[::2]):
+        n, chances, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
+        T = torch.randint(1, 9, (3,), generator=draw.generator)
+        ends, b = [*zip(chances.tolist(), R.tolist(), T.tolist(), strict=True)], float(chances @ R)
+        t, most = measure_t(ends, n, b), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
+        evidence.equal(True, bool(t <= most + TOLERANCE), what="whether t is within the bound")
+        evidence.record_left(measure_t(ends, n, b + 1) - t)
+    for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
+        q, most = long / (short + long), ((long - short) / (long + short)) ** 2
+        row = [f"{long / short:g}", most]
+        for n in (4, 8):
+            t = measure_t([(q, 1.0, short), (1 - q, 0.0, long)], n, q)
+            evidence.equal(most, t, what="t where the bound is sharp")
+            row.append(float(1 - t) * n / (n - 1))
+        evidence.rows.append(row)

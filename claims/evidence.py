@@ -5,9 +5,9 @@ and random prefix trees (`Draw`), and adds what it finds to the evidence. It com
 The *measured* one is autograd's, through that function. The *predicted* one is a formula that
 shares no code with it.
 
-The docstring of a claim has paragraphs. The first is the statement, one sentence or two. The second
-begins with "Source: " and says where the statement comes from, with its grades. The others are the
-proof, which `python verify.py --explain ID` prints.
+The docstring of a claim has three paragraphs: the statement, one sentence or two; "Source: ", where
+it comes from, with its grades; and "Measured: ", what is compared with what. Its proof is a section
+of PROOFS.md, and `python verify.py --explain ID` prints it all.
 
 A group of answers to one prompt is a tree. Answers that begin alike share their first nodes, and
 there their gradients add up. The policy of a random tree is tabular: every history has logits of
@@ -56,28 +56,19 @@ class Claim:
         return list(dict.fromkeys(found))
 
     @property
-    def text(self) -> tuple[str, str, str]:
-        """Statement, source and proof, from the docstring of the check."""
-        statement, source, proof = inspect.cleandoc(self.check.__doc__).split("\n\n", 2)
-        source = source.removeprefix("Source: ")
-        return " ".join(statement.split()), " ".join(source.split()), proof
-
-
-CLAIMS: list[Claim] = []  # in the order in which claims/__init__.py imports the themes
+    def text(self) -> list[str]:
+        """Statement, source and what is measured: the paragraphs of the check's docstring."""
+        paragraphs = inspect.cleandoc(self.check.__doc__).split("\n\n")
+        return [" ".join(paragraph.split()) for paragraph in paragraphs]
 
 
 def claim(id_: str, *functions: str | Callable, only_if: str = "", extremes: bool = True):
-    """Make a check a claim about these functions.
+    """Turn a check into a claim about these functions.
 
     It holds, or it holds only_if a condition is met. extremes: False for a claim that has worlds of
     its own or takes small steps.
     """
-
-    def register(check: Callable) -> Callable:
-        CLAIMS.append(Claim(id_, check, functions, only_if, extremes))
-        return check
-
-    return register
+    return lambda check: Claim(id_, check, functions, only_if, extremes)
 
 
 class Evidence:
@@ -130,13 +121,14 @@ def examine(claim: Claim, function: str, draws: list[Draw]) -> Evidence:
 
 
 def examine_on(draws: list[Draw], claim: Claim, function: str) -> Evidence:
-    """Whatever goes wrong in here is that function's fault."""
+    """A ValueError or a RuntimeError (torch's) is the function's fault. Any other is the check's
+    own, and is not caught."""
     evidence = Evidence(claim.id, function)
     for draw in draws:
         draw.generator.manual_seed(draw.seed)  # the same numbers, whatever was examined before
     try:
         claim.check(function, draws, evidence)
-    except Exception as error:
+    except (ValueError, RuntimeError) as error:
         evidence.message = f"{type(error).__name__}: {error}"
     if evidence.error > TOLERANCE and not evidence.message:
         predicted, measured = evidence.pair

@@ -27,6 +27,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from dataclasses import replace
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -99,7 +100,9 @@ def clip(r, hyper):
 
 def ppo(r, a, hyper):
     """min(r A, clip(r) A): the slope is r A, but 0 for a winner above the range and a loser below
-    it."""
+    it. With a dual clip also for a loser above that."""
+    if a < 0 and r > getattr(hyper, "dual", math.inf):
+        return hyper.dual * a, 0.0
     closed = r > 1 + hyper.eps_high and a > 0 or r < 1 - hyper.eps_low and a < 0
     return (clip(r, hyper) * a, 0.0) if closed else (r * a, r * a)
 
@@ -110,8 +113,11 @@ def surrogate(y, t, hyper):
 
 def grpo(y, t, hyper):
     value, slope = ppo(y.r[t], y.adv[t], hyper)
-    q = math.exp(y.ref[t] - y.logp[t])
-    return value - hyper.kl * (q - math.log(q) - 1), slope - hyper.kl * (1 - q)
+    log_q = y.ref[t] - y.logp[t]
+    k3, k3_slope = math.exp(log_q) - log_q - 1, 1 - math.exp(log_q)
+    if hyper.kl_ratio:  # r k3; the slope of r is r
+        k3, k3_slope = y.r[t] * k3, -y.r[t] * log_q
+    return value - hyper.kl * k3, slope - hyper.kl * k3_slope
 
 
 def without_min(y, t, hyper):
@@ -158,6 +164,25 @@ def off_policy_mask(y, t, hyper):
     return (0.0, 0.0) if masked else surrogate(y, t, hyper)
 
 
+def sapo(y, t, hyper):
+    tau = hyper.tau_pos if y.adv[t] > 0 else hyper.tau_neg
+    gate = 1 / (1 + math.exp(-tau * (y.r[t] - 1)))
+    return 4 / tau * gate * y.adv[t], 4 * gate * (1 - gate) * y.r[t] * y.adv[t]
+
+
+def dppo(y, t, hyper):
+    moved = math.exp(y.logp[t]) - math.exp(y.old[t])
+    outside = (moved if y.adv[t] > 0 else -moved) > hyper.delta
+    term = 0.0 if outside else y.r[t] * y.adv[t]
+    return term, term
+
+
+def symmetric_trust(y, t, hyper):
+    outside = abs(math.exp(y.logp[t]) - math.exp(y.old[t])) > hyper.delta
+    term = 0.0 if outside else y.r[t] * y.adv[t]
+    return term, term
+
+
 def pos_only(y, t, hyper):
     return ppo(y.r[t], max(y.adv[t], 0.0), hyper)
 
@@ -184,6 +209,9 @@ FORMULAS = {
     "recentred": (recentred, "budget"),
     "balanced": (balanced, "answer"),
     "off_policy_mask": (off_policy_mask, "answer"),
+    "sapo": (sapo, "answer"),
+    "dppo": (dppo, "tokens"),
+    "symmetric_trust": (symmetric_trust, "tokens"),
     "pos_only": (pos_only, "tokens"),
     "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),
@@ -261,41 +289,10 @@ def formula_of(name: str, batch, **hyper) -> tuple[float, Tensor]:
 def m1(name, draws, evidence):
     """Each loss, and every one of its token coefficients, is what the paper's formula gives.
 
-    Source: each method's paper (P; dfpo and grpo-symmetric S)
+    Source: each method's paper (P; DFPO, grpo-symmetric and off-policy-mask S; recentred D)
 
-    Every loss is -J, where J is an average over tokens (or answers) of the term in this table.
-
-      method           term of J                                    average       grade
-      reinforce        A log pi                                     budget mean   P
-      grpo             min(r A, clip(r, 1-e, 1+e) A) - kl k3        seq mean      P
-      grpo-symmetric   clip(r, 1-e, 1+e) A, without the min         budget mean   S, definition D
-      dr-grpo          as grpo; A is not divided by the deviation   budget mean   P
-      dapo             as grpo; e_low = 0.2, e_high = 0.28          token mean    P
-      gspo             min(s A, clip(s, 1-e_low, 1+e_high) A)       over answers  P
-      cispo            sg[clip(r, 1-e_low, 1+e_high)] A log pi      token mean    P
-      dfpo-min         sg[min_j s_j] A log pi                       budget mean   S, loss D
-      dfpo-orthogonal  sg[s - (A.s / ||A||^2) A] A log pi           budget mean   S, loss D
-      recentred        sg[mean_j s_i s_j (A_i - A_j)] log pi        budget mean   D, ours
-      balanced         as grpo, times T_i / mean T of its sign      seq mean      words P, formula S
-      off-policy-mask  as grpo, but 0 if A < 0 and -log s > delta   seq mean      S
-      pos-only         as grpo, with max(A, 0) for A                token mean    P
-      nthr-grpo        as grpo; for NTHR                            token mean    P
-      token-grpo       as grpo; e_high = 0.24; for AR               token mean    P
-      lopti-low, high  as token-grpo, if pi_old < 0.5; if not       token mean    P
-
-    seq mean: (1/N) sum_i (1/T_i) sum_t. budget mean: (1/(N L)) sum_i sum_t. token mean: the sum
-    over the number of tokens in the whole batch; DAPO leaves out the groups with equal rewards.
-    e = 0.2 and kl = 0 unless the table says more. s is geometric, but in recentred it is the plain
-    product. gspo takes e_low = 3e-4 and e_high = 4e-4. cispo takes e_low = 1 and e_high = 4, so
-    that r is cut at 5. The KL estimator is k3 = q - log q - 1 with q = pi_ref/pi; its slope in
-    log pi is 1 - q. A DFPO group whose advantages are all 0 contributes nothing.
-
-    The predicted coefficients come from the definition, with two nested loops over plain numbers.
-    The min becomes a gate: the slope of min(r A, clip(r) A) in log pi is r A, but it is 0 for a
-    winner above 1 + e_high and for a loser below 1 - e_low. The claim is checked on-policy and
-    off-policy, with default and with unequal clip ranges, always with advantages that differ from
-    token to token. It is also checked with the KL term, with both ratios of DFPO, with a clip for
-    DFPO, with two thresholds of Lopti, and on batches in which one group has no advantage at all. A
+    Measured: value and coefficients against two loops over plain numbers, on-policy and off-policy,
+    at several hyperparameters, with advantages that differ from token to token. A float
     hyperparameter of a loss of your own gets a second value.
     """
     loss_fn = getattr(losses, name)
@@ -304,6 +301,7 @@ def m1(name, draws, evidence):
     if known.get("eps_high", 1.0) < 1e-3:
         cases.append((1.5e-3, {}))
     variants = [{"eps_low": 0.1, "eps_high": 0.4}, {"kl": 0.1}, {"ratio": "product"}]
+    variants += [{"kl": 0.1, "kl_ratio": True}, {"dual": 1.3, "eps_high": 0.5}]
     variants += [{"ratio": "geometric"}, {"eps": 0.3}, {"eta": 0.25}, {"delta": 0.02}]
     named = set().union(*variants)  # and those of a loss of your own
     more = {key: x for key, x in known.items() if type(x) is float and key not in named}
@@ -325,14 +323,12 @@ def m2(name, draws, evidence):
 
     Source: pitfalls of public implementations (D)
 
-    Two kinds of NaN wait here. 0/0 may come from a mean over no tokens, or from A / ||A||^2 where
-    A = 0. inf - inf may come from an exp of a padded position. So two batches are tried. In the
-    first all positions are masked and hold garbage. In the second all advantages are 0 while the
-    ratios are not 1.
+    Measured: value and coefficients of two batches: one with all positions masked, which hold
+    garbage, and one with all advantages 0 at ratios that are not 1.
     """
     for draw in draws:
-        empty = draw.batch(0.6)
-        empty.mask = torch.zeros_like(empty.mask)
+        batch = draw.batch(0.6)
+        empty = replace(batch, mask=torch.zeros_like(batch.mask))
         equal = draw.batch(0.6, adv=0 * draw.adv)
         for batch in (empty, equal):
             loss = getattr(losses, name)(batch)
@@ -342,34 +338,24 @@ def m2(name, draws, evidence):
 
 @claim("M3", "group_advantages")
 def m3(name, draws, evidence):
-    """Advantages are centred per group; "std" divides by the unbiased deviation + 1e-4; equal
-    rewards give exactly 0.
+    """Advantages are centred per group; "std" divides by the unbiased deviation + 1e-4, "batch" by
+    that of all rewards, "maxrl" by the mean; equal rewards give exactly 0.
 
-    Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P)
+    Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P); TRL's "batch" (P), MaxRL (S)
 
-    The advantage says how much better an answer is than its siblings. With scale "mean" it is
-    A_i = R_i - mean(R). With scale "std" that is divided by the group's standard deviation,
-    sqrt(sum_j (R_j - mean(R))^2 / (G - 1)) + 1e-4; the divisor G - 1 and the 1e-4 are TRL's. Both
-    sum to 0 in each group.
-
-    A group whose rewards are all equal must get exactly 0. Three rewards of 0.1 have a float mean
-    that is not 0.1, and a deviation of 1e-17, so the epsilon of the division is not enough: the
-    largest reward is compared with the smallest.
-
-    Let rewards be 0 and 1, and p the share of right answers. The mean is p, and the variance with
-    the divisor G is p(1-p). With that deviation a right answer has p+ = (1-p)/sqrt(p(1-p)), and a
-    wrong one -p- with p- = p/sqrt(p(1-p)). Ours shrinks both by sqrt((G-1)/G), nearly. sum_i A_i =
-    0 reads p+ N+ = p- N- for N+ right and N- wrong answers: both sides weigh the same. That counts
-    answers. With the budget mean a side weighs by its tokens.
+    Measured: all four scales against Python's statistics, on random rewards, some of them below 0,
+    and a group of three decimals that are equal.
     """
     for draw in draws:
         rewards = 0.7 + draw.size * draw.randn(draw.N + draw.G)  # nearly equal in wide trees
         rewards[: draw.G] = 0.1
-        for scale in ("mean", "std"):
+        for scale in losses.SCALES:
             predicted = []
             for R in rewards.view(-1, draw.G).tolist():
-                divisor = stdev(R) + 1e-4 if scale == "std" else 1
-                predicted += [(x - fmean(R)) / divisor if min(R) < max(R) else 0 for x in R]
+                divisors = {"mean": 1, "std": stdev(R) + 1e-4, "maxrl": fmean(R)}
+                divisors["batch"] = stdev(rewards.tolist()) + 1e-4
+                equal = min(R) == max(R) or (scale == "maxrl" and min(R) < 0)
+                predicted += [0 if equal else (x - fmean(R)) / divisors[scale] for x in R]
             measured = losses.group_advantages(rewards, draw.G, scale)
             evidence.equal(predicted, measured)
             evidence.equal(False, measured[: draw.G].any())
@@ -382,21 +368,8 @@ def m6(name, draws, evidence):
 
     Source: NTHR sec. 5.2, Algorithm 1, App. 7.3 (P); the self term is open
 
-    The score of a token is s = sum <g, g'> <h, h'> over the tokens of the group's correct answers.
-    Here h is the hidden state that predicts a token, and g = e_y - pi(.|h) is its prediction error;
-    N4 derives why this product matters. A wrong token with a large s pushes the correct answers
-    down. The rule selects the tokens of wrong answers with s > tau, where tau is beta times the
-    smallest mean score of a correct answer. It multiplies their negative advantages by eta.
-
-    The defaults are beta = 1 and eta = 2|0.5 - p|, where p is the group's share of correct answers.
-    Everything is detached and computed from the old policy, in fp32 at least. It is frozen for all
-    minibatches. The loss is nthr_grpo (M1), divided by all tokens. Right answers, groups all right
-    or all wrong, and padding keep their advantages. The control nthr_random multiplies by the same
-    eta as many tokens of each wrong answer, drawn at random.
-
-    One choice is open, so it is an argument: whether a correct token's score counts its own answer.
-    The paper's prose says "other correct responses" twice, so the default leaves it out. Two
-    reimplementations count it. Both readings are compared, with random scores.
+    Measured: both rules against a loop over answers, with random scores, for both readings of the
+    self term and three eta. Of the control: how many tokens of each answer, and their factor.
     """
     settings = {}, {"eta": 0.0}, {"beta": 0.5, "self_term": True, "eta": 0.3}
     for draw, hyper in itertools.product(draws, settings):

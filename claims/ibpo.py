@@ -16,6 +16,7 @@ import torch
 
 import losses
 from claims.evidence import claim, coefficients
+from claims.formulas import formula_of
 
 
 @claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
@@ -25,18 +26,8 @@ def i1(name, draws, evidence):
 
     Source: IBPO (S); condition for binary rewards (D)
 
-    For every weight l, Var(R + l phi) - Var(R) = 2 l Cov(R, phi) + l^2 Var(phi). That is negative
-    if and only if Cov(R, phi) < -(l/2) Var(phi).
-
-    Let P(R = 1) = p, and let a correction succeed with probability q. Then phi = rho with
-    probability (1-p) q, and only where R = 0. So Cov(R, phi) = -p (1-p) q rho, and Var(phi) = rho^2
-    (1-p) q (1 - (1-p) q). For p < 1 and q > 0 the variance falls if and only if
-    p > (l rho / 2)(1 - (1-p) q).
-
-    With l = 0.6, rho = 0.5 and q = 0.2 it rises at p = 0.05 and 0.10 and falls from 0.15 on.
-
-    Measured: for these and for other l and rho. "left": by how much it rises where it does,
-    relative to Var(R).
+    Measured: the shaped rewards, and the change of the variance and its sign, for 18 pairs of p and
+    q and two pairs of weight and bonus. "left": how far it rises where it does, relative to Var(R).
     """
     R = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     repaired = torch.tensor([True, True, False])  # a right answer gets no bonus, nor a half right
@@ -62,17 +53,8 @@ def i3(name, draws, evidence):
 
     Source: IBPO (S); by sign (D)
 
-    The sources do not settle which tokens get credit, so a principle has to. A repaired answer may
-    not reward its changed tokens or blame its kept ones: the changed tokens are the mistake, and
-    the kept ones stand in a right answer. Other answers that share these tokens still may. Hence
-    the mask m that multiplies A'_i. On a repaired answer it is 0 on changed tokens where A'_i > 0,
-    and 0 on kept ones where A'_i < 0. Everywhere else it is 1, also on all answers whose
-    corrections failed. What it leaves out has no gradient, whatever the ratio and the clip.
-
-    Two other readings can be chosen. "changed" has m = 0 on kept tokens for both signs. Where all
-    answers of a group are wrong, the repaired ones have A'_i > 0, so there it does nothing else for
-    them than to reward their mistakes. "none" has m = 1, which is grpo with shaped rewards. Without
-    a repair all three are grpo.
+    Measured: each coefficient of grpo under the rule, for all three readings, off-policy, where
+    none, some and all answers are repaired, against M1's twin with the mask written out.
     """
     for k, draw in enumerate(draws):
         kept_mask = draw.mask & (draw.noise > 0)
@@ -80,8 +62,7 @@ def i3(name, draws, evidence):
         R = torch.zeros(draw.N, dtype=torch.float64)
         facts = (draw.tokens, draw.mask, draw.logp.detach(), R, draw.G)
         old = losses.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        plain = draw.batch(0.6)
-        grpo = coefficients(losses.grpo(plain), plain)
+        _, grpo = formula_of("grpo", draw.batch(0.6))
         adv = draw.rows(draw.adv)
         masks = {
             "sign": torch.where(adv > 0, kept_mask, ~kept_mask),

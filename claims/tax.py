@@ -8,59 +8,35 @@ visitors of a node are called exchangeable.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
+from statistics import fmean
+
 import torch
+from torch import Tensor
 
 import losses
 from claims.evidence import TOLERANCE, ascent, claim
-from claims.formulas import FORMULAS, every_loss, fitting
-from toy.worlds import Toy
+from claims.formulas import Rows, average_of, every_loss, fitting, formula
+from toy.policy import Policy, count_orders
+from toy.worlds import Groups, Outcome, Toy
 
 # ---------------- C15: the tax is a covariance
 
 
 @claim("C15", "learning_tax", "prefix_nodes", only_if="w does not depend on A")
 def c15(name, draws, evidence):
-    """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A): 0 for every A only if w
-    is constant.
+    """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A), which is 0 for every A
+    only if w is constant. Sum A_i is what the token earned at the root only: deeper it also holds
+    what the tokens before it earned.
 
-    Source: learning tax (D)
+    Source: learning tax (D); TEMPO (2509.18314) had the tree's nodes and this credit before
 
-    Let S_v be the answers through a node v, w_i = c_i / A_i their weights, and wbar the mean weight
-    over S_v. Then
-
-      sum w_i A_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax,
-
-    and the second sum is |S_v| Cov(w, A). The first is what these answers earned more than their
-    siblings: the empirical advantage of taking the token a at h. TEMPO (2509.18314) had both the
-    tree's nodes and this credit before. The second depends on who else shares the prefix and on
-    what comes after it, not on this token.
-
-    A constant w has w_i - wbar = 0, so its tax is 0 for every A. Let w not depend on A. If it is
-    not constant, the advantages A = w - wbar are taxed with ||w - wbar||^2 > 0. So then the tax is
-    0 for every possible A exactly where w is exchangeable. Min-Replace is so at every node (C9).
-    Adv-Orthogonal's w does depend on A: it is not constant, and has no tax at fully shared nodes
-    (C10).
-
-    This divides one batch. What is expected divides otherwise, because wbar and sum A_i are made of
-    the same answers. Let n of G independent answers visit the node, let A be R minus the group's
-    mean, let w_i depend on answer i alone, and C = Cov(w, R) over the answers that visit. Then
-    E[sum w_i A_i] has the tax n (1 - 1/G) C in it, but E[sum (w_i - wbar) A_i] = (n - 1) C, which
-    is smaller, as a sample covariance is without Bessel's correction. So the tax of a batch times
-    n (G - 1) / (G (n - 1)) is the expected tax on average. The rest, (1 - n/G) C, stands in the
-    batch's credit.
-
-    The number for a whole batch is sum_v |tax_v| / sum_v sum_{S_v} |c_i|, over nodes with at least
-    two visitors. Full exchangeability gives 0. Answers with A_i = 0 have no w and are left out. w
-    is always taken against the answer's own advantage A_i, also for methods with a credit rule:
-    what such a rule breaks on purpose should show. The number needs token ids and dLoss/dlogp only,
-    so it can be logged for any model, any loss and every step.
-
-    What a 0 does not say: that the expected push is credit alone, or that single visitors pay
-    nothing, whom the number leaves out. What a number above 0 does not say: that a token
-    drifts. A tax that all siblings pay alike per visit cancels between them.
-
-    learning_tax is compared with a loop over nodes for random coefficients ("left": its value), and
-    with 0 for constant w. prefix_nodes is compared with a dictionary of prefixes.
+    Measured: learning_tax against a loop over nodes for random coefficients ("left": its value),
+    and 0 for constant w; prefix_nodes against a dictionary of prefixes. And in world L, where four
+    of eight answers follow an easy draw (right .9, else .1), the mean of sum A_i at a token after
+    it that earns nothing: 1.6.
     """
     for draw in draws:
         if name == "prefix_nodes":
@@ -83,9 +59,45 @@ def c15(name, draws, evidence):
         evidence.record_left(whole)
         for constant in (0 * c, draw.fill((2 + draw.noise) * draw.rows(draw.adv))):
             evidence.equal(0, losses.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
+    if name == "learning_tax":
+        ends = itertools.product(enumerate((0.9, 0.1)), (1.0, 0.0))
+        world = [Outcome(way, (q if R else 1 - q) / 2, R, 2, plan=0) for (way, q), R in ends]
+        groups = Groups(world, 8)
+        easy = (groups.way == 0).view(-1, 8)
+        A = losses.group_advantages(groups.rewards, 8, "mean").view(-1, 8)
+        odds = groups.probabilities(torch.zeros(groups.mask.shape)) * (easy.sum(1) == 4)
+        measured = odds @ (A * easy).sum(1) / odds.sum()
+        evidence.equal(4 * (0.9 - 0.5), measured, what="sum A after an easy draw")
 
 
 # ---------------- C16: the price
+
+
+def expected_update(name: str, toy: Toy, off_policy: bool) -> Tensor:
+    """Of a loss with M1's slopes, in loops over all groups of answers. (V, D)."""
+    G, hyper = toy.groups.G, fitting(getattr(losses, name))
+    sampler = toy.old if off_policy else toy.policy
+    rewards = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
+    answers = dict(sampler.answers(()))
+    now, old = ({y: log_probs(policy, y) for y in answers} for policy in (toy.policy, sampler))
+    pushes, divisor = Counter(), 0.0
+    for group in itertools.combinations_with_replacement(answers, G):
+        chance = count_orders(group) * math.prod(answers[y] for y in group)
+        mean = fmean(rewards[y] for y in group)
+        adv = [[rewards[y] - mean] * len(y) for y in group]
+        rows = Rows([now[y] for y in group], [old[y] for y in group], adv, None, G, 2)
+        # A mean over tokens divides by those of very many groups, not by those of this one.
+        counted = sum(map(len, group)) if "tokens" in average_of(name) else 1
+        if len({*group}) > 1 or "mixed" not in average_of(name):
+            divisor += chance * counted
+        for y, row in zip(group, formula(name, rows, **hyper)[1], strict=True):
+            for t, c in enumerate(row):
+                pushes[y[:t], y[t]] += chance * counted * c / G
+    return sum(c * toy.policy.grad_log_prob(h, a) for (h, a), c in pushes.items()) / divisor
+
+
+def log_probs(policy: Policy, y: tuple[int, ...]) -> list[float]:
+    return [math.log(policy.probs(y[:t])[a]) for t, a in enumerate(y)]
 
 
 @claim(
@@ -101,31 +113,9 @@ def c16(name, draws, evidence):
 
     Source: exact enumeration (D)
 
-    Let s be the plain product of an answer's token ratios. Then E_old[s f(y)] = E_theta[f(y)] for
-    every f. Take groups of independent answers from the old policy, and A_i = R_i - mean_j R_j. The
-    mean contains R_i itself with the weight 1/G, and E[s_i R_i grad log pi(y_i)] = grad J. So
-
-      E[s_i A_i grad log pi(y_i)]
-        = (1 - 1/G) grad J - (1/G) sum_{j != i} E[s_i grad log pi(y_i)] E[R_j],
-
-    and the last sum is 0, because E_theta[grad log pi] = 0. On-policy s = 1, and every method with
-    a budget mean has this expected update, over L.
-
-    Off-policy the geometric root, the clip, the minimum over the group and the projection on A each
-    break E_old[s f] = E_theta[f]. So Min-Replace and Adv-Orthogonal buy cancellation with bias. It
-    need not be: recentred moves the baseline in place of the weights, and is unbiased (C21).
-
-    To show how much, all groups of 3 of a toy with 7 answers are enumerated, for 6 toys. "left" is
-    |E g - unbiased| / |unbiased|, off-policy. The table of the price shows the mean cosine with
-    grad J and L |E g| / |grad J| for A = R minus the mean, which is what the proof is about. Its
-    rewards are graded. So the scale "std", with which METHODS ships most methods, turns the update
-    on-policy already (C20). The rows of dapo, cispo and the other token means have the divisor of
-    an infinite batch. lopti_high and off_policy_mask get the hyperparameters of AUDIT, and gspo its
-    clip range.
-
-    A descent is cancelled as well as an ascent, and may be its own formula. So a positive cosine
-    with grad J is required on-policy, of every loss, in every toy. This is no law: C18 and C20 have
-    worlds in which grpo, gspo, the std or pos-only descend.
+    Measured: expected updates over all groups of 3 in 6 toys: in closed form where one is known,
+    and in one toy each loss, on-policy and off-policy, against loops over groups. "left": |E g -
+    unbiased| / |unbiased| off-policy.
     """
     prices = []
     for toy in (Toy(draw.seed) for draw in draws[::4]):
@@ -137,8 +127,7 @@ def c16(name, draws, evidence):
             evidence.equal(toy.unbiased, unbiased)
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
             continue
-        average = FORMULAS[name][1] if name in FORMULAS else ""
-        loss, row = getattr(losses, name), []
+        average, loss, row = average_of(name), getattr(losses, name), []
         for off_policy in (False, True):
             g = ascent(loss(toy.batch(off_policy, average), **fitting(loss)), W)
             cosine = float((g * toy.exact).sum() / g.norm() / toy.exact.norm())
@@ -147,6 +136,8 @@ def c16(name, draws, evidence):
                 evidence.equal(True, cosine > 0, what="whether it ascends on-policy")
             if not off_policy and average == "budget":
                 evidence.equal(toy.unbiased, g)
+            if not prices:
+                evidence.equal(expected_update(name, toy, off_policy), g)
         prices.append(row)
         bias = (g - toy.unbiased).norm() / toy.unbiased.norm()  # off-policy
         if bias > TOLERANCE:  # a method of your own may have none

@@ -2,9 +2,10 @@
 
     python -m engines.example                  # a tiny random model, on a CPU: half a minute
     python -m engines.example --method trl     # TRL's own loss, measured by the same numbers
-    python -m engines.example --model Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6
+    python -m engines.example --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6
 
-All flags of TRL's GRPOConfig are accepted. --num_generations is G, --max_completion_length is L.
+All flags of TRL's GRPOConfig and ModelConfig are accepted. --num_generations is G,
+--max_completion_length is L. --use_peft trains LoRA, with ten times the learning rate.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from transformers import (
     Qwen2ForCausalLM,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config, get_quantization_config
 
-from engines.trl import Trainer, log_learning_tax
+from engines.trl import Measured, Trainer
 from losses import METHODS
 from toy.arithmetic import Arithmetic
 from train import knob
@@ -53,7 +54,6 @@ def reward(completions: list[str], answer: list[str], **_) -> list[float]:
 
 @dataclass
 class Options:
-    model: str = knob("", "directory or hub id; none: tiny and random")
     method: str = knob("grpo", f"trl for its own loss, or {', '.join(METHODS)}")
     hyper: str = knob("", "of the method: eps_low=.1 eps_high=.3")
     prefix_baseline: bool = knob(False, "cancel at every history (losses.prefix_baseline)")
@@ -65,19 +65,26 @@ TINY = {"max_steps": 60, "learning_rate": 3e-3, "max_completion_length": 6}
 TINY |= {"per_device_train_batch_size": 80, "gradient_checkpointing": False}
 
 
-def parse(argv: list[str] | None = None) -> tuple[Options, GRPOConfig]:
-    parser = HfArgumentParser((Options, GRPOConfig), allow_abbrev=False)
+def parse(argv: list[str] | None = None) -> tuple[Options, GRPOConfig, ModelConfig]:
+    parser = HfArgumentParser((Options, GRPOConfig, ModelConfig), allow_abbrev=False)
     parser.set_defaults(output_dir="out", **ALWAYS, **({} if torch.cuda.is_available() else CPU))
-    if not parser.parse_known_args(argv)[0].model:
+    parser.set_defaults(lora_dropout=0.0)  # TRL's .05 would make the two passes differ
+    if not parser.parse_known_args(argv)[0].model_name_or_path:
         parser.set_defaults(**TINY)
     return parser.parse_args_into_dataclasses(argv)
 
 
-def load(path: str):
-    """A model and its tokenizer."""
-    if path:  # by hand, because under FSDP TRL asks for device_map="auto"
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(path)
+def load(given: ModelConfig):
+    """A model and its tokenizer; without a name a tiny random one."""
+    if given.model_name_or_path:  # by hand, because under FSDP TRL asks for device_map="auto"
+        model = AutoModelForCausalLM.from_pretrained(
+            given.model_name_or_path,
+            revision=given.model_revision,
+            dtype=given.dtype,
+            attn_implementation=given.attn_implementation,
+            quantization_config=get_quantization_config(given),
+        )
+        return model, AutoTokenizer.from_pretrained(given.model_name_or_path)
     tokenizer = Arithmetic().make_tokenizer()  # one token for each character
     torch.manual_seed(0)
     shape = Qwen2Config(
@@ -95,39 +102,38 @@ def load(path: str):
 
 
 class Show(TrainerCallback):
-    """Three of TRL's many numbers."""
+    """A few of TRL's many numbers."""
 
     def on_log(self, args, state, control, logs, **_):
-        if state.is_world_process_zero and "learning_tax" in logs:
-            names = ("reward", "learning_tax", "sibling_share")
-            numbers = (f"{name} {float(logs[name]):.3f}" for name in names)
+        if state.is_world_process_zero and "reward" in logs:
+            names = ("reward", "sibling_share", "decided", "visitors", "break_even")
+            numbers = (f"{name} {float(logs[name]):.3f}" for name in names if name in logs)
             print(f"step {state.global_step}:", ", ".join(numbers))
 
 
-def make_trainer(options: Options, config: GRPOConfig) -> GRPOTrainer:
-    """Raises ValueError or OSError for what does not go together or is not there."""
-    model, tokenizer = load(options.model)
-    data = Dataset.from_list(ROWS)
-    if options.method == "trl":
-        trainer = GRPOTrainer(model, reward, config, data, processing_class=tokenizer)
-        log_learning_tax(trainer)
-        return trainer
-    return Trainer(
+def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> GRPOTrainer:
+    """Raises ValueError, OSError or ImportError for what does not fit or is not there."""
+    model, tokenizer = load(given)
+    ours = {
+        "method": options.method,
+        "hyper": dict(text.partition("=")[::2] for text in options.hyper.split()),
+        "prefix_baseline": options.prefix_baseline,
+    }
+    return (Measured if options.method == "trl" else Trainer)(
         model,
         reward,
         config,
-        data,
+        Dataset.from_list(ROWS),
         processing_class=tokenizer,
-        method=options.method,
-        hyper=dict(text.partition("=")[::2] for text in options.hyper.split()),
-        prefix_baseline=options.prefix_baseline,
+        peft_config=get_peft_config(given),
+        **({} if options.method == "trl" else ours),
     )
 
 
 def main(argv: list[str] | None = None):
     try:
         trainer = make_trainer(*parse(argv))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {str(error).splitlines()[0]}")
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Show())

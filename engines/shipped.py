@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,35 +18,58 @@ from losses import Batch
 class Case:
     """What a loss is called on. Padding is 0."""
 
-    batch: Batch
-    sampler: Tensor  # (N, T) the log-probs of the engine that drew the answers
+    batch: Batch  # logp_ref is given
     entropy: Tensor  # (N, T) of the policy where it took a token; any, but one at each history
+    sampler: Tensor | None = None  # (N, T) the log-probs of an engine that drew the answers
 
 
-# A row is the name of a loss with its settings, and the loss of the whole batch.
-Rows = dict[str, Callable[[Case], Tensor]]
+@dataclass
+class Row:
+    """A loss with its settings."""
+
+    name: str  # the settings that are not defaults, which are all that is said of them
+    source: str  # "file:line" of what makes it differ from others, in the installed version
+    loss: Callable[[Case], Tensor]  # of the whole batch
+
+
+def line_of(function: Callable, text: str = "") -> str:
+    """Where a function, or the first line of it that has this text, stands. ValueError without."""
+    lines, start = inspect.getsourcelines(inspect.unwrap(function))
+    offset = next((k for k, line in enumerate(lines) if text in line), None)
+    if offset is None:
+        raise ValueError(f"{function.__qualname__} has no line with {text!r}: another version?")
+    return f"{Path(inspect.getsourcefile(function)).name}:{start + offset}"
 
 
 # ---------------- TRL
 
 
-def trl_rows() -> Rows:
-    rows = {}
+def trl_rows() -> list[Row]:
+    from trl import GRPOTrainer, RLOOTrainer
 
-    def add(kind: str = "GRPO", **settings):
+    rows = []
+
+    def add(text: str, kind: str = "GRPO", **settings):
         name = ", ".join([kind, *(f"{key} {value}" for key, value in settings.items())])
-        rows[name] = partial(trl_loss, kind, settings)
+        loss = {"GRPO": GRPOTrainer, "RLOO": RLOOTrainer}[kind]._compute_loss
+        rows.append(Row(name, line_of(loss, text), partial(trl_loss, kind, settings)))
 
-    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
-        # TRL's default is .2. Its documentation recommends 5.
-        more = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-        for level in ("token", "sequence"):
-            add(loss_type=loss_type, importance_sampling_level=level, **more)
-    add(top_entropy_quantile=0.2)
-    add(off_policy_mask_threshold=0.1)
-    for mode in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate"):
-        add(vllm_importance_sampling_mode=mode)
-    add("RLOO")
+    add('["cispo", "dapo", "vespo"]')  # the default: loss_type dapo
+    add('["grpo", "sapo"]', loss_type="grpo")
+    add('self.loss_type == "dr_grpo"', loss_type="dr_grpo")
+    add('self.loss_type == "bnpo"', loss_type="bnpo")
+    # TRL's default is .2. Its documentation recommends 5.
+    add('self.loss_type == "cispo"', loss_type="cispo", epsilon_high=5.0)
+    add('self.loss_type == "sapo"', loss_type="sapo")
+    add('self.loss_type == "vespo"', loss_type="vespo")
+    for loss_type in ("dapo", "grpo", "luspo"):
+        add('level == "sequence"', loss_type=loss_type, importance_sampling_level="sequence")
+    add("self.args.delta is not None", delta=3.0)  # dual clip
+    add("self.off_policy_mask_threshold", off_policy_mask_threshold=0.5)
+    add("self.top_entropy_quantile", top_entropy_quantile=0.2)
+    add("self.args.use_bias_correction_kl", beta=0.04)
+    add("per_token_kl = (", beta=0.04, use_bias_correction_kl=False)
+    add("", "RLOO")
     return rows
 
 
@@ -56,20 +81,23 @@ def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
 
     from engines.example import load
 
-    model, tokenizer = load("")
+    model, tokenizer = load(trl.ModelConfig())
     config = getattr(trl, f"{kind}Config")(
         output_dir=tempfile.gettempdir(),
         report_to="none",
         use_cpu=True,
         bf16=False,
         num_iterations=2,  # so that there are old log-probs
-        beta=0.0,  # RLOO's KL is a part of the reward, so it moves no coefficient at a shared token
-        **dict(settings),
+        # RLOO's KL is a part of the reward, so it moves no coefficient at a shared token. With
+        # beta, a trainer would load its model once more, from a path that ours does not have.
+        **dict(settings) | {"beta": 0.0},
     )
     prompts = Dataset.from_list([{"prompt": "1+1="}])
-    return getattr(trl, f"{kind}Trainer")(
+    trainer = getattr(trl, f"{kind}Trainer")(
         model, lambda **_: [], config, prompts, processing_class=tokenizer
     )
+    trainer.beta, trainer.ref_model = dict(settings).get("beta", 0.0), "the reference"
+    return trainer
 
 
 def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
@@ -87,50 +115,62 @@ def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
         ids = [[2] * n for n in b.mask.sum(1).tolist()]  # no loss reads them
         if kind == "RLOO":
             return [[2]] * len(ids), ids, [""] * len(ids)
-        drawn = [x[seen].tolist() for x, seen in zip(case.sampler, b.mask, strict=True)]
-        return [[2]] * len(ids), ids, None, [""] * len(ids), drawn if vllm else None, {}, None, []
+        drawn = vllm and [x[seen].tolist() for x, seen in zip(case.sampler, b.mask, strict=True)]
+        return [[2]] * len(ids), ids, None, [""] * len(ids), drawn or None, {}, None, []
 
-    def score(logp: Tensor):
+    def score(model, *_, **__):
+        """TRL asks for the log-probs of the reference, of the old policy and, last, of the new."""
+        logp = now if model is trainer.model else b.logp_ref
         width = int(b.mask.sum(1).max())  # TRL pads to the longest answer
-        scored = logp[:, :width], case.entropy[:, :width], None
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored
+        return logp[:, :width], case.entropy[:, :width], None
 
-    trainer._generate = generate
-    score(b.logp_old)
+    trainer._generate, trainer._get_per_token_logps_and_entropies = generate, score
+    now = b.logp_old
     rows = trainer._generate_and_score_completions([{"prompt": ""}] * len(b.mask))
-    score(b.logp)
+    now = b.logp
     return trainer._compute_loss(trainer.model, rows)
 
 
 # ---------------- verl
 
 
-def verl_rows() -> Rows:
-    rows = {}
+def verl_rows() -> list[Row]:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    def add(mode: str, mean: str = "token-mean", preset: str = ""):
-        name = f"{mode}, {mean}{', ' * bool(preset)}{preset}"
-        rows[name] = partial(verl_loss, mode, mean, preset)
+    rows = []
 
-    for mode in ("vanilla", "cispo", "gpg", "dppo_kl", "gspo"):
-        add(mode)
-    for mode in ("vanilla", "sapo"):
-        add(mode, "seq-mean-token-mean")
-    # Named constructors of its RolloutCorrectionConfig. They stand before the loss. Without one of
-    # them, verl corrects nothing.
-    for way in ("token_is", "seq_is", "seq_is_rs"):
-        add("vanilla", preset=f"decoupled_{way}")
+    def add(mode: str, mean: str = "token-mean", text: str = "", **settings):
+        name = ", ".join([mode, mean, *(f"{key} {value}" for key, value in settings.items())])
+        source = line_of(get_policy_loss_fn(mode), text)
+        rows.append(Row(name, source, partial(verl_loss, mode, mean, settings)))
+
+    add("vanilla")  # the default, with dual clip at 3
+    add("vanilla", "seq-mean-token-mean")
+    add("vanilla", clip_ratio_c=1e9, text="pg_losses3 =")  # dual clip is never reached
+    add("cispo", text="clipped_ratio = ")
+    add("gpg")
+    for kind, limit in (("tv", 0.2), ("kl", 0.2), ("kl", 0.05)):
+        limits = {} if limit == 0.2 else {"clip_ratio_low": limit, "clip_ratio_high": limit}
+        add(f"dppo_{kind}", text="valid_mask = torch.where(advantages > 0", **limits)
+    add("gspo", text="loss_agg_mode=loss_agg_mode")
+    add("gspo", "seq-mean-token-mean", text='"seq-mean-token-mean"')
+    add("sapo", "seq-mean-token-mean", text="gates = ")
     return rows
 
 
-def verl_loss(mode: str, mean: str, preset: str, case: Case) -> Tensor:
-    """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does."""
+def verl_loss(mode: str, mean: str, settings: dict, case: Case) -> Tensor:
+    """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does.
+
+    "preset" among the settings names a constructor of verl's RolloutCorrectionConfig, whose weights
+    stand before the loss. Without one, verl corrects nothing.
+    """
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     from verl.workers.config import ActorConfig
 
-    b, mask, weights = case.batch, case.batch.mask, None
+    b, mask, weights, settings = case.batch, case.batch.mask, None, dict(settings)
+    preset = settings.pop("preset", "")
     if preset:
         chosen = getattr(RolloutCorrectionConfig, preset)()
         names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
@@ -139,7 +179,7 @@ def verl_loss(mode: str, mean: str, preset: str, case: Case) -> Tensor:
         )
         mask, weights = mask.bool(), found.batch["rollout_is_weights"]
     config = ActorConfig(
-        strategy="fsdp", rollout_n=b.group_size, ppo_micro_batch_size_per_gpu=len(mask)
+        strategy="fsdp", rollout_n=b.group_size, ppo_micro_batch_size_per_gpu=len(mask), **settings
     )
     config.global_batch_info.update(
         dp_size=1, batch_num_tokens=mask.sum().item(), global_batch_size=len(mask)

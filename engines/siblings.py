@@ -1,8 +1,15 @@
-"""How many tokens of a model's answers have a sibling at their history?
+"""Would a baseline at every history pay in my run?
 
-Cancelling can only do something where two answers of a group take a token after the same words.
-This samples a group of answers to each of --prompts held-out prompts, and prints the share of such
-tokens. The flags are train.py's; nothing is trained.
+It can only do something where two answers of a group take a token after the same words: siblings.
+And it pays only where those words decide much of the reward, claim C27. This samples a group of
+answers to each of --prompts held-out prompts, scores them, and prints for the first tokens
+
+    sibling_share  the share of tokens with a sibling,
+    decided        how much of the reward is decided before a token with a sibling is taken,
+    visitors       how many answers take a token at its history, on average,
+    break_even     where `decided` is above it, --prefix-baseline takes noise away; below, it adds.
+
+The flags are train.py's; nothing is trained.
 
     python -m engines.siblings --model runs/NAME/start --prompts 100
     python -m engines.siblings --task gsm8k --model Qwen/Qwen2.5-0.5B-Instruct
@@ -10,21 +17,24 @@ tokens. The flags are train.py's; nothing is trained.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 import train
-from losses import histories, prefix_nodes
+from losses import decided, histories, prefix_nodes
 
 
-def has_sibling(nodes: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """Whether another answer of the group takes a token after the same words. (N, T) bool.
+def count_siblings(
+    tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int
+) -> dict[str, float]:
+    """sibling_share and what losses.decided finds, {} there if no reward differs.
 
-    nodes are prefix_nodes, (N, T).
+    (N, T) ids, (N, T) bool, (N,) -> numbers.
     """
+    nodes = prefix_nodes(tokens, mask, group_size)
     history = histories(nodes, group_size)[mask]  # of K tokens
     _, at, visitors = history.unique(return_inverse=True, return_counts=True)
-    return torch.zeros_like(mask).masked_scatter(mask, visitors[at] > 1)
+    share = (visitors[at] > 1).double().mean().item()
+    return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
 
 
 def main(argv: list[str] | None = None):
@@ -32,13 +42,11 @@ def main(argv: list[str] | None = None):
     task = train.load_task(config)
     policy = train.load_policy(config, task, config.model)
     answers = train.sample(policy, task, task.test[: config.prompts], 0, config)
-    mask = answers.mask
-    nodes = prefix_nodes(answers.tokens, mask, config.group_size)
-    shared = has_sibling(nodes, mask, config.group_size)
-    print(f"{int(mask.sum())} tokens of {len(mask)} answers")
     for first in (3, 10, config.max_tokens):
-        share = shared[:, :first].sum() / mask[:, :first].sum()
-        print(f"of the first {first} tokens of an answer, {share:.3f} have a sibling")
+        tokens, mask = answers.tokens[:, :first], answers.mask[:, :first]
+        numbers = count_siblings(tokens, mask, answers.rewards, config.group_size)
+        said = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+        print(f"first {first} tokens of {len(mask)} answers: {said}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ those of losses.py for any number of processes and accumulation steps.
 Cost: with A accumulation steps, an optimiser step scores A - 1 micro-batches once more, without
 gradient. Written against TRL 1.16, for text without tools.
 
-`log_learning_tax` measures a trainer that keeps TRL's own loss.
+`Measured` is TRL's trainer with TRL's own loss, and with a few numbers more in its log.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from engines.siblings import has_sibling
+from engines.siblings import count_siblings
 from losses import (
     Batch,
     Method,
     OldPolicy,
     group_advantages,
-    learning_tax,
     prefix_baseline,
     prefix_nodes,
     token_coefficients,
@@ -37,11 +36,35 @@ from losses import (
 from train import bind
 
 
-class Trainer(GRPOTrainer):
+class Measured(GRPOTrainer):
+    """GRPOTrainer that logs what engines.siblings prints, of each generation of all processes.
+
+    Loss, gradient, answers and random numbers stay as they are. The numbers are left out where an
+    answer has no reward, and, but for sibling_share, where all rewards of each group are equal.
+    """
+
+    def _calculate_rewards(self, *args):
+        rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
+        self.unscored = rewards.isnan().all(1)
+        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)  # None is nan
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        rows = super()._generate_and_score_completions(inputs)
+        if self.model.training and not self.unscored.any():
+            tokens = of_all_processes(self, rows["completion_ids"], 1)  # (N, T)
+            mask = of_all_processes(self, rows["completion_mask"], 1).bool()
+            numbers = count_siblings(tokens, mask, self.rewards, self.num_generations)
+            for name, value in numbers.items():
+                self._metrics["train"][name].append(value)
+        return rows
+
+
+class Trainer(Measured):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method].
 
-    hyper: hyperparameters of the method; the weight of grpo's KL term is args.beta. cancel: give
-    the loss the cancelled gradient of losses.prefix_baseline. Logs what log_learning_tax logs.
+    hyper: hyperparameters of the method; its KL term is args.beta's. The scale of the advantages is
+    args.scale_rewards. prefix_baseline: give the loss the gradient of losses.prefix_baseline.
     Raises ValueError for settings that the method cannot honour.
     """
 
@@ -60,13 +83,11 @@ class Trainer(GRPOTrainer):
         self.takes_sampler, self.prefix_baseline = method == "recentred", prefix_baseline
         super().__init__(model, reward_funcs, args, *more, **named)
         refuse_dropout(self.model)
-        log_learning_tax(self)
 
     def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
-        if rewards.isnan().all(1).any():
+        rewards = super()._calculate_rewards(*args)
+        if self.unscored.any():
             raise ValueError("an answer has no reward: each needs a number")
-        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)  # None is nan
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -76,6 +97,8 @@ class Trainer(GRPOTrainer):
         rows = super()._generate_and_score_completions(inputs)
         if "tool_mask" in rows or "pixel_values" in rows:
             raise ValueError("tools and images are not supported: no loss here knows of them")
+        A = group_advantages(self.rewards, self.num_generations, self.method.scale)
+        rows["advantages"] = of_this_process(self, A, len(inputs))
         rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
         return rows
 
@@ -115,8 +138,10 @@ class Trainer(GRPOTrainer):
         if micro_step == 0:
             self.value, c = self._loss(torch.cat([logp.detach(), *others]), window)
             self.coefficients = c.split(len(logp))
-        own_mean = entropy.detach()[inputs["completion_mask"].bool()].mean()
-        log_number(self, "entropy", self.accelerator.gather(own_mean).mean().item())
+        seen = inputs["completion_mask"].bool()
+        total = torch.stack([entropy.detach()[seen].sum(), seen.sum()])
+        total, tokens = self.accelerator.reduce(total).tolist()
+        self._metrics["train"]["entropy"].append(total / tokens)
         surrogate = -(self.coefficients[micro_step] * logp).sum()
         # TRL adds micro-steps up, and averages over processes.
         return self.value / size + surrogate - surrogate.detach()
@@ -130,7 +155,7 @@ class Trainer(GRPOTrainer):
         def field(name: str) -> Tensor:
             return of_all_processes(self, torch.cat([x[name] for x in window]), 1)  # (N, T)
 
-        tokens, rewards = field("completion_ids"), field("rewards")
+        tokens, A = field("completion_ids"), field("advantages")
         mask = field("completion_mask").bool()
         leaf = of_all_processes(self, logp, 1).requires_grad_()  # (N, T)
         old = field("old_per_token_logps") if "old_per_token_logps" in window[0] else leaf.detach()
@@ -138,10 +163,9 @@ class Trainer(GRPOTrainer):
             sampled = field("sampling_per_token_logps")
             old = torch.where(sampled.isnan(), old, sampled)  # vLLM does not score every token
         ref = field("ref_per_token_logps") if self.beta else None
-        G = self.num_generations
-        adv = group_advantages(rewards, G, self.method.scale)[:, None] * mask
+        adv, G = A[:, None] * mask, self.num_generations
         if self.method.credit:
-            adv = self.method.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
+            adv = self.method.credit(adv, OldPolicy(tokens, mask, old, field("rewards"), G))
         batch = Batch(leaf, old, adv, mask, G, self.max_completion_length, ref)
         iteration = self._step // self.args.steps_per_generation % self.num_iterations
         loss = self.method.passes[iteration % len(self.method.passes)](batch)
@@ -164,80 +188,6 @@ def of_this_process(trainer: GRPOTrainer, x: Tensor, count: int) -> Tensor:
     return x[start : start + count]
 
 
-# ---------------- what is logged beside the loss
-
-
-def log_number(trainer: GRPOTrainer, name: str, value: float):
-    trainer._metrics["train"][name].append(value)
-
-
-def log_learning_tax(trainer: GRPOTrainer):
-    """Have a GRPOTrainer log the learning tax of its own loss, whatever loss_type it has.
-
-    Call it before trainer.train(). "learning_tax" (C15) then stands beside TRL's own metrics, one
-    value an optimiser step, of all its micro-batches and processes. So does "sibling_share", the
-    share of tokens at whose history another answer of the group takes one, too. Loss, gradient,
-    answers and random numbers stay as they are. What is measured is what reaches the log-probs:
-    clip, averages, KL term and importance correction. An entropy bonus is not.
-    """
-    LearningTax(trainer)
-
-
-class LearningTax:
-    """Three methods of a trainer, wrapped: nodes at generation, log-probs, their gradient."""
-
-    def __init__(self, trainer: GRPOTrainer):
-        self.trainer = trainer
-        self.visits = []  # of the tokens of each micro-batch so far
-        self.generate = trainer._generate_and_score_completions
-        self.score = trainer._get_per_token_logps_and_entropies
-        self.take_loss = trainer._compute_loss
-        trainer._generate_and_score_completions = self.generate_with_nodes
-        trainer._get_per_token_logps_and_entropies = self.score_and_keep
-        trainer._compute_loss = self.take_loss_and_measure
-
-    def generate_with_nodes(self, inputs):
-        """A group is known only here: TRL shuffles its rows afterwards, and these with them."""
-        rows, G = self.generate(inputs), self.trainer.num_generations
-        if self.trainer.model.training:
-            tokens = of_all_processes(self.trainer, rows["completion_ids"], 1)  # (N, T)
-            mask = of_all_processes(self.trainer, rows["completion_mask"], 1).bool()
-            nodes = prefix_nodes(tokens, mask, G)
-            shared = has_sibling(nodes, mask, G).long()  # accelerate cannot pad bools
-            # An optimiser step may span two generations, so each has numbers of its own, and all
-            # of them are above 0, which is padding.
-            nodes += (1 + self.trainer._step) << 32
-            count, width = rows["completion_ids"].shape
-            rows["nodes"] = of_this_process(self.trainer, nodes, count)[:, :width]
-            rows["shared"] = of_this_process(self.trainer, shared, count)[:, :width]
-        return rows
-
-    def score_and_keep(self, *args, **kwargs):
-        scored = self.score(*args, **kwargs)
-        self.logp = scored[0]
-        return scored
-
-    def take_loss_and_measure(self, model, inputs):
-        loss, trainer = self.take_loss(model, inputs), self.trainer
-        if not trainer.model.training:
-            return loss
-        c = -torch.autograd.grad(loss, self.logp, retain_graph=True)[0]  # times a constant
-        A = inputs["advantages"][:, None].expand_as(c)
-        seen = inputs["completion_mask"].bool()
-        self.visits.append([x[seen] for x in (c, A, inputs["nodes"], inputs["shared"])])
-        if trainer.accelerator.sync_gradients:  # the last micro-batch of an optimiser step
-            pieces = [torch.cat(x) for x in zip(*self.visits, strict=True)]
-            pieces = [of_all_processes(trainer, x, 0) for x in pieces]
-            c, A, nodes, shared = (x[pieces[2] > 0] for x in pieces)
-            # Every token is a row of its own.
-            here = torch.ones_like(nodes, dtype=torch.bool)[:, None]
-            tax = learning_tax(c[:, None], A, nodes[:, None], here)
-            log_number(trainer, "learning_tax", tax)
-            log_number(trainer, "sibling_share", shared.float().mean().item())
-            self.visits = []
-        return loss
-
-
 # ---------------- what is refused: settings that would change what is learnt, or do nothing
 
 # These shape TRL's own losses. Nothing here would read them.
@@ -258,7 +208,7 @@ UNREAD = (
 
 
 def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Method:
-    """METHODS[name] with its hyperparameters, and with config.beta as weight of the k3 KL term.
+    """METHODS[name] with its hyperparameters, TRL's KL term and TRL's scale of the advantages.
 
     Raises ValueError, in one line, for a method, hyperparameter or setting that cannot be honoured.
     """
@@ -271,13 +221,13 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
             raise ValueError(
                 f"--{field.name} {value} has no effect here: the loss is --method's, with --hyper"
             )
-    scale = {"std": "group", "mean": "none"}[method.scale]
-    if config.scale_rewards != scale:
-        raise ValueError(f"--method {name} needs --scale_rewards {scale}")
+    scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
+    if method.scale == "mean" and scale == "std":  # TRL's default; who wants the mean must say so
+        raise ValueError(f"--method {name} needs --scale_rewards none, or batch")
     if config.beta and "kl" not in method.hyper:
         raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
-    if method.hyper.get("kl"):
-        raise ValueError("the weight of the KL term is TRL's --beta here, not kl")
+    if method.hyper.get("kl") or method.hyper.get("kl_ratio"):
+        raise ValueError("the KL term is TRL's --beta and --use_bias_correction_kl here, not kl")
     accumulation = config.gradient_accumulation_steps
     takes_whole_generation = config.steps_per_generation == accumulation
     rows = accumulation * config.per_device_train_batch_size
@@ -292,7 +242,10 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
             f"--method {name} needs --num_iterations {passes} or a multiple, "
             "and --steps_per_generation equal to --gradient_accumulation_steps"
         )
-    return bind(name, hyper | {"kl": config.beta}) if config.beta else method
+    if config.beta:
+        kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
+        method = bind(name, hyper | kl)
+    return replace(method, scale=scale)
 
 
 def refuse_dropout(model: torch.nn.Module):

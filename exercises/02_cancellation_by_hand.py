@@ -2,7 +2,7 @@
 """
 # 2. The cancellation, by hand (10 minutes, pencil first)
 
-**Aim:** see with your own eyes when a token that all answers share learns nothing.
+**Aim:** see with your own eyes when the pushes on a token that all answers share cancel.
 
 G answers begin with the same token a. The history h is what stands before it: here the prompt. So
 the token's importance ratio, rho = pi(a|h) / pi_old(a|h), is the same number for all of them. The

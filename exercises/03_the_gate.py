@@ -2,7 +2,8 @@
 """
 # 3. GRPO's gate (15 minutes)
 
-**Aim:** see that clipping does not merely stop an update. Whom it stops depends on who won.
+**Aim:** see that clipping does not merely stop an update. GRPO's clip asks who won, and stops
+winners and losers at different ends.
 
     J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)        of one token; no 1/G here
 

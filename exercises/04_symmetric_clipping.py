@@ -2,8 +2,8 @@
 """
 # 4. Equal bounds are not a symmetric clip (15 minutes)
 
-**Aim:** make GRPO's gate blind to who won. With eps_low = eps_high it still asks (exercise 3). What
-has to go is the min.
+**Aim:** write a clip that is blind to the sign of A. GRPO's is not, even with eps_low = eps_high
+(exercise 3), because of its min. So the min has to go.
 
 Write GRPO without it:
 
@@ -20,7 +20,7 @@ tensor holds garbage where the mask is False. So mask the log-ratio *before* exp
 
 A batch may have no token at all. Its loss is a tensor, too: 0, with the gradient 0.
 
-You are graded on the loss, and on its coefficients c = -N dLoss/dlogp at every token.
+You are graded on the loss, and on its push c = -N dLoss/dlogp at every token.
 
 To try it on two answers of one token, with the ratios 1.5 and 0.5:
 

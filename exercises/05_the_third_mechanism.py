@@ -2,8 +2,9 @@
 """
 # 5. Length, the third mechanism (15 minutes)
 
-**Aim:** see what GRPO's average over the tokens of each answer does. It alone breaks the
-cancellation, fully on-policy: nothing is clipped, and every ratio is 1.
+**Aim:** see what GRPO's average over the tokens of each answer does. It leaves a push on a token
+that all share, even fully on-policy, where nothing is clipped and every ratio is 1. (Exercise 3 has
+another mechanism, and GSPO's ratio of a whole answer is one more: exercise 6.)
 
     J = (1/G) sum_i (1/T_i) sum_t A_i log pi(y_{i,t})        T_i: the length of answer i
 

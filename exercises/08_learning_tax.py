@@ -6,12 +6,14 @@
 d loss / d logp alone.
 
 A node v is a place in the tree of a group's answers: the tokens up to and with this one. Its
-visitors S_v are the answers that begin with these tokens. c_i is what the loss pushes that last
-token with, in answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the node gets
+visitors S_v are the answers that begin with these tokens. c_i is the push on that last token in
+answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the node gets
 
     sum_{S_v} c_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax
 
-The result is
+The credit says how much more than the group the visitors earned. That is the luck or merit of all
+their tokens so far, not of the last one alone. At a token that the whole group shares it is 0. The
+tax is there because the weights differ: with equal weights it is 0. The result is
 
     sum_v |tax_v| / sum_v sum_{S_v} |c_i|        over the nodes v with at least two visitors
 

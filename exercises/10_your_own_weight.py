@@ -2,9 +2,9 @@
 """
 # 10. Design a weight of your own (open)
 
-**Aim:** beat Min-Replace. It cancels at every node of the prefix tree, and pays for it with bias:
-the expected update points away from the true gradient. Find sequence weights that cancel at every
-node, off-policy, with less bias.
+**Aim:** beat Min-Replace. It has no tax at any node of the prefix tree, and pays for it with bias:
+the expected update does not point along the true gradient. Find sequence weights without a tax,
+off-policy, with less bias.
 
     J = (1/(N L)) sum_i sum_t sg[w~_i] A_i log pi(y_{i,t}),    w~ = weight(s, A)
 

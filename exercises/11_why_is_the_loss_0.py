@@ -10,12 +10,11 @@ Everything is on-policy here: all r are 1. No clip acts.
     GRPO:     J = (1/G) sum_i (1/T_i) sum_t r_{i,t} A_i
     Dr. GRPO: J = (1/G) sum_i (1/L) sum_t r_{i,t} A_i
 
-The loss is -J. All G answers share their first token. The coefficient of a token is
-c = G dJ / dlog pi: how hard the loss pushes this token. (So c has no 1/G: the G takes that of J
-away.)
+The loss is -J. All G answers share their first token. The push on a token is c = G dJ / dlog pi.
+(So c has no 1/G: the G takes that of J away.)
 
-**a)** and **b)** Give two numbers: the value of the loss, and the sum of the G coefficients c of
-the shared token. Write them for any advantages, also for some that do not sum to 0. Then look at
+**a)** and **b)** Give two numbers: the value of the loss, and the sum of the G pushes c on the
+shared token. Write them for any advantages, also for some that do not sum to 0. Then look at
 rewards 1, 0, 1, 0 and lengths 4, 6, 3, 5. Which loss is 0 there, and which sum? (After a PASS you
 can compare.)
 

@@ -1,11 +1,13 @@
 """What each exercise asks for: the right answer, from losses.py, and what to say after a PASS.
 
-The inputs are in mistakes.txt, with the likely mistakes and their hints.
+An answer is tried on the small cases of mistakes.json first, and on random ones, drawn here, after
+them.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +25,7 @@ class Question:
 
     function: str
     right: Callable | None = None
+    draw: Callable = lambda group: ()  # a Group -> random inputs
     call: Callable = lambda function, *inputs: function(*inputs)  # the inputs are plain lists
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
     praise: Callable = lambda value: ()  # an answer that passes -> what there is to say about it
@@ -36,6 +39,54 @@ class Exercise:
 
 
 # ---------------- inputs
+
+RATIOS = (1.0, 1.5, 0.5, 1.3, 0.85, 0.7)  # none is at an edge of a clip with the bounds below
+
+
+class Group(random.Random):
+    """Random numbers for a group of 2 to 5 answers, the same in every run."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.size = 2 + seed % 4
+
+    def values(self) -> list[float]:
+        return [round(self.uniform(-2, 2), 1) or 1.0 for _ in range(self.size)]  # none is 0
+
+    def centred(self) -> list[float]:
+        """Their sum is 0."""
+        values = self.values()[1:]
+        return [-sum(values), *values]
+
+    def some_zero(self) -> list[float]:
+        return [self.choice([0.0, x, x, x]) for x in self.values()]
+
+    def ratios(self) -> list[float]:
+        return self.choices(RATIOS, k=self.size)
+
+    def bounds(self) -> list[float]:
+        return self.choices([0.1, 0.2, 0.35, 0.4], k=2)
+
+    def lengths(self) -> list[int]:
+        return self.choices(range(1, self.size + 3), k=self.size)
+
+    def chances(self) -> list[float]:
+        parts = self.choices(range(1, 6), k=self.size)
+        return [x / sum(parts) for x in parts]
+
+    def rows(self) -> list[list]:
+        """A ratio for every token. An answer may be empty: None is padding."""
+        width = self.size - 1
+        return [
+            [*self.ratios()[:T], *[None] * (width - T)]
+            for T in self.choices(range(width + 1), k=self.size)
+        ]
+
+    def nodes(self) -> list[list[int]]:
+        """Two at each place, so that answers share some."""
+        return [
+            [2 * t + self.choice([0, 1]) for t in range(self.size - 1)] for _ in range(self.size)
+        ]
 
 
 def numbers(values) -> Tensor:
@@ -121,6 +172,10 @@ def check_accident(answer) -> Iterator[str]:
 # ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
 
 
+def draw_weights(group: Group) -> tuple:
+    return [group.values(), group.values()], [group.centred(), group.centred()]
+
+
 def call_with_weights(function: Callable, w: list, adv: list):
     weights = function(numbers(w).requires_grad_(), numbers(adv))
     return (weights, "with a gradient") if weights.requires_grad else weights
@@ -154,18 +209,33 @@ def call_with_nodes(function: Callable, coefficients: list, advantages: list, no
     return function(c, numbers(advantages), torch.tensor(nodes), mask)
 
 
-# ---------------- 9. what the corollary lacks
+# ---------------- 9. the crumb
 
 
-def check_counterexample(p) -> Iterator[str]:
-    if len(p) != 3 or not min(p) > 0:
-        yield "A list of three positive probabilities is asked for."
-    if abs(sum(p) - 1) > 1e-9:
-        yield f"The probabilities sum to {sum(p):g}, not 1."
-    g_a, g_b = numbers([1, 0, 0]) - numbers(p), numbers([0, 1, 0]) - numbers(p)  # grad log pi
-    change = float((g_a - g_b) @ (g_a + g_b) / 2)
-    if not abs(change) > 0.1:
-        yield f"Here the log-odds change by {change:.3g} per eta: more than 0.1 is asked for."
+def lone_advantage(reward: float, crumb: float, group_size: int, scale: str = "std") -> float:
+    """With the 1e-4 of the std taken out again."""
+    rewards = numbers([reward] + [crumb] * (group_size - 1))
+    adv = losses.group_advantages(rewards, group_size, scale)[0]
+    return float(adv * (1 + 1e-4 / rewards.std()) if scale == "std" and adv else adv)
+
+
+def expected_advantages(chance: float, crumb: float, group_size: int) -> list[float]:
+    return [
+        chance * lone_advantage(1.0, crumb, group_size, scale)
+        + (1 - chance) * lone_advantage(0.0, crumb, group_size, scale)
+        for scale in ("std", "mean")
+    ]
+
+
+def check_better_way(answer) -> Iterator[str]:
+    crumb, chance = answer
+    if not (0 < crumb < 1 and 0 <= chance <= 1):
+        yield "Two numbers between 0 and 1 are asked for. The crumb comes first."
+    if not chance >= 20 * crumb:
+        yield f"The rare way earns {chance / crumb:.3g} times the crumb: 20 times is asked for."
+    std, _ = expected_advantages(chance, crumb, 8)
+    if not std < 0:
+        yield f"With the std the rare way expects A = {std:.3g}, not below 0. How often may it win?"
 
 
 # ---------------- 10. a weight of your own
@@ -234,23 +304,27 @@ def praise_weight(answer) -> Iterator[str]:
 # ---------------- 11. why is the loss 0
 
 
+def draw_answers(group: Group) -> tuple:
+    return group.values(), group.lengths()
+
+
 def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) -> tuple:
     """The value of a loss, and the sum of its coefficients at the token that all share."""
     batch = start_alike(1.0, advantages, lengths, budget)
     return loss(batch).item(), float(first_coefficients(loss, batch).sum())
 
 
-# ---------------- 12. cancel a loss
+# ---------------- 12. a baseline at every history
 
 
-def cancelled(c: list[float], r: list[float]) -> list[float]:
+def prefix_baseline(c: list[float], r: list[float]) -> list[float]:
     """One history, at which all answers take a token, and an empty answer beside them."""
     batch = start_alike([*r, 1.0], [*c, 0.0], [1] * len(c) + [0])
     loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
     return token_coefficients(loss, batch.logp)[:-1, 0].tolist()
 
 
-def expect_without_cancelling(pi, pi_old, c) -> tuple[Tensor, float]:
+def expect_without_baseline(pi, pi_old, c) -> tuple[Tensor, float]:
     """The expected push of the loss as it was, without a sum over groups. C22: it is the same."""
     push = numbers(pi_old) * numbers(c)
     return push - numbers(pi) * push.sum(), 0.0
@@ -266,6 +340,11 @@ EXERCISES = {
             Question(
                 "group_advantages",
                 losses.group_advantages,
+                lambda group: (
+                    group.values() + group.values(),
+                    group.size,
+                    group.choice(["mean", "std"]),
+                ),
                 lambda function, rewards, *how: function(numbers(rewards), *how),
             ),
         ),
@@ -273,7 +352,13 @@ EXERCISES = {
     2: Exercise(
         "Every answer pushes the token by rho A_i / G. Nothing is left where the A sum to 0.",
         "python verify.py --explain C2",
-        (Question("shared_token_gradient", shared_token_gradient),),
+        (
+            Question(
+                "shared_token_gradient",
+                shared_token_gradient,
+                lambda group: (group.choice(RATIOS), group.values()),
+            ),
+        ),
     ),
     3: Exercise(
         "Above the range winners are stopped, and losers push the token down. Below it losers are "
@@ -283,14 +368,31 @@ EXERCISES = {
             Question(
                 "gate_is_open",
                 lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
+                lambda group: (group.choice(RATIOS), group.values()[0], *group.bounds()),
             ),
-            Question("left_at_a_shared_token", left_at_a_shared_token),
+            Question(
+                "left_at_a_shared_token",
+                left_at_a_shared_token,
+                lambda group: (group.choice(RATIOS), group.centred(), *group.bounds()),
+            ),
         ),
     ),
     4: Exercise(
         "A clip without the min asks how far r is from 1, and not who won.",
         "python verify.py --explain C7",
-        (Question("grpo_symmetric", losses.grpo_symmetric, call_with_batch),),
+        (
+            Question(
+                "grpo_symmetric",
+                losses.grpo_symmetric,
+                lambda group: (
+                    group.rows() + group.rows(),
+                    group.values() + group.values(),
+                    group.size,
+                    *group.bounds(),
+                ),
+                call_with_batch,
+            ),
+        ),
     ),
     5: Exercise(
         "1/T_i weighs each A. In two pairs, each of one length, the weighted A cancel, too. An "
@@ -300,6 +402,7 @@ EXERCISES = {
             Question(
                 "left_by_the_length",
                 lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
+                lambda group: (group.lengths(), group.values()),
             ),
             Question("an_accident", check=check_accident),
         ),
@@ -307,31 +410,47 @@ EXERCISES = {
     6: Exercise(
         "With one weight w for the group the push is w sum A, and sum A is 0.",
         "python verify.py --explain C9",
-        (Question("min_replace", losses.min_replace, call_with_weights),),
+        (Question("min_replace", losses.min_replace, draw_weights, call_with_weights),),
     ),
     7: Exercise(
         "The sum of w~ A is 0 over the whole group. Nothing says that it is 0 over a part of it.",
         "python verify.py --explain C10",
         (
-            Question("adv_orthogonal", losses.adv_orthogonal, call_with_weights),
+            Question("adv_orthogonal", losses.adv_orthogonal, draw_weights, call_with_weights),
             Question("blind_spot", check=check_blind_spot),
         ),
     ),
     8: Exercise(
         "tax_v is the number of visitors times the covariance of their w and A. Equal w: no tax.",
         "python verify.py --explain C15",
-        (Question("learning_tax", losses.learning_tax, call_with_nodes),),
+        (
+            Question(
+                "learning_tax",
+                losses.learning_tax,
+                lambda group: (group.rows(), group.some_zero(), group.nodes()),
+                call_with_nodes,
+            ),
+        ),
     ),
     9: Exercise(
-        "The change is k_a (n_a - x) - k_b (n_b - x). So Eq. 5 is right if n_a = n_b. And in a), "
-        "if the k of all three answers sum to 0, it is k_a - k_b: the best case.",
-        "python verify.py --explain C14",
+        "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Only the "
+        "sign counts, because the std grows with the difference. So a rare way that wins less than "
+        "every second time is pushed down, -0.25 in the example, however much it earns. With the "
+        "mean it gets (1 - 1/G) times what it earns more, +0.31. This matters on hard prompts with "
+        "a small bonus for something else.",
+        "the docstring of group_advantages in losses.py",
         (
-            Question("counterexample", check=check_counterexample),
             Question(
-                "change_of_log_odds",
-                lambda k_a, k_b, n_a, n_b, x: k_a * n_a - k_b * n_b + (k_b - k_a) * x,
+                "lone_advantage",
+                lone_advantage,
+                lambda group: (group.choice([0.0, 0.5, 1.0, 2.0]), group.random(), group.size),
             ),
+            Question(
+                "expected_advantages",
+                expected_advantages,
+                lambda group: (group.random(), group.random(), group.size),
+            ),
+            Question("a_better_way_that_loses", check=check_better_way),
         ),
     ),
     10: Exercise(
@@ -351,21 +470,35 @@ EXERCISES = {
         "its sum of c is 0. The value of a loss does not say what is learned.",
         "python verify.py --explain loss",
         (
-            Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x)),
-            Question("dr_grpo_on_policy", lambda *x: on_policy(losses.dr_grpo, *x)),
+            Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), draw_answers),
+            Question(
+                "dr_grpo_on_policy",
+                lambda *x: on_policy(losses.dr_grpo, *x),
+                lambda group: (*draw_answers(group), group.size + 2),
+            ),
             Question(
                 "nothing_is_learned",
                 lambda rewards: not losses.group_advantages(numbers(rewards), len(rewards)).any(),
+                lambda group: (group.some_zero(),),
             ),
         ),
     ),
     12: Exercise(
         "What is taken away has the mean 0: the other answers are drawn without looking at this "
-        "one, and r grad log pi has the mean 0. The noise changes, and the expected push does not.",
-        "python verify.py --explain C22 C23",
+        "one, and r grad log pi has the mean 0. So the expected push stays. The noise changes: "
+        "less where earlier tokens already explain much of the reward, often more elsewhere.",
+        "python verify.py --explain C22 C27",
         (
-            Question("cancel", cancelled),
-            Question("over_all_pairs", expect_without_cancelling),
+            Question(
+                "prefix_baseline",
+                prefix_baseline,
+                lambda group: (group.values(), group.ratios()),
+            ),
+            Question(
+                "over_all_pairs",
+                expect_without_baseline,
+                lambda group: (group.chances(), group.chances(), group.values()),
+            ),
         ),
     ),
 }

@@ -44,6 +44,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+import losses
 import train
 from llm import fast
 
@@ -157,7 +158,7 @@ def sample_theirs(policy: train.Policy, shape: Shape, seed: int) -> int:
 
 def step(policy: train.Policy, shape: Shape, number: int) -> int:
     """A training step as train.main makes it. Returns its number of tokens."""
-    task, method = Words(shape), train.bind("grpo", {})
+    task, method = Words(shape), losses.bind("grpo", {})
     optimizer = train.adamw(policy.model, shape.lr)
     answers = train.sample(policy, task, task.train, number, shape)
     scored = train.score(policy, answers, method, shape, reference=None)

@@ -10,8 +10,8 @@ Nothing here changes a number by more than rounding; tests/test_fast.py says so.
   tokens would need 10 GB.
 
 So it calls a model's trunk and its output layer itself, and copies its cache. This is wrong for a
-model that does more between the two (a soft cap), or keeps more in its cache. train.check_fast
-compares both ways before a run.
+model that does more between the two (a soft cap), or keeps more in its cache. `check` compares
+both ways before a run.
 """
 
 from __future__ import annotations
@@ -110,6 +110,22 @@ def log_probs(policy, answers, temperature: float) -> tuple[Tensor, Tensor]:
             logp = logp.index_put((row, column), new)
             entropy[row, column] = its_entropy
     return logp, entropy
+
+
+@torch.no_grad()
+def check(policy, answers, temperature: float, plain):
+    """Raises ValueError where this file is wrong for a model.
+
+    answers: a few, sampled by `generate`. plain: train.log_probs. On the CPU, where fp32 makes the
+    limit sharp.
+    """
+    slow, _ = plain(policy, answers, temperature)
+    quick, _ = log_probs(policy, answers, temperature)
+    gap = torch.stack([answers.logp - slow, quick - slow]).abs().max().item()  # nan if one is
+    # Logits are divided by the temperature, and so is their rounding.
+    if not gap * min(1.0, temperature) < 1e-3:
+        differ = f"its log-probs differ by {gap:.3g} nats from the plain ones"
+        raise ValueError(f"is not right for this model ({differ})")
 
 
 def autocast(policy) -> torch.autocast:

@@ -16,6 +16,8 @@ from decimal import Decimal
 from itertools import accumulate, repeat
 from pathlib import Path
 
+from toy.arithmetic import BaseTask
+
 VOCAB_SIZE = 2048
 # A word is all that hangs on a digit, judged whole so that a piece of a malformed number never
 # counts. BEFORE reads on leftwards: point, currency, sign. [0-9] because \d takes any script's
@@ -86,7 +88,7 @@ def read_items(path: Path) -> list[Item]:
     return items
 
 
-class GSM8K:
+class GSM8K(BaseTask):
     """Problems from the hub (data=None) or from DIR/train.jsonl and DIR/test.jsonl.
 
     Raises ValueError if there are none.

@@ -6,8 +6,6 @@ rules that use this, `nthr` and `ibpo`, stand in losses.py beside the other meth
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
@@ -64,10 +62,13 @@ def nthr_scores(
 
 
 def add_scores(old, policy, answers, config):
-    """Fill in old.scores and old.own_scores, an OldPolicy's, for the answers of a policy."""
+    """Fill in old.scores and old.own_scores, an OldPolicy's, for the answers of a policy.
+
+    Raises ValueError for an output layer with a bias.
+    """
     head = policy.model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
-        sys.exit(f"error: --method {config.method}: its scores know no bias in the output layer")
+        raise ValueError("its scores know no bias in the output layer")
     old.scores, old.own_scores = nthr_scores(
         tokens=old.tokens,
         mask=old.mask,
@@ -104,8 +105,8 @@ def hidden_states(policy, answers, config) -> Tensor:
 def correct(answers, task, config, ask, eos: Tensor):
     """The second rollout: each wrong answer is shown beside siblings, and asked for again.
 
-    Right siblings come first. Fills in which of all answers are repaired (N,), which of their
-    tokens the correction kept (N, T), and adds the tokens of the corrections to `generated`.
+    Right siblings come first. Fills in answers.facts: which of all answers are repaired (N,), which
+    of their tokens the correction kept (N, T). Adds the tokens of the corrections to `generated`.
     ask(problems) returns the answers of the same policy. eos: (E,) the ids that end an answer, all
     of which count as one.
     """
@@ -116,16 +117,17 @@ def correct(answers, task, config, ask, eos: Tensor):
         siblings.sort(key=lambda j: rewards[j].item() != 1)
         shown = [answers.texts[j] for j in siblings[: config.repair_references]]
         problems.append(task.repair(answers.items[i], answers.texts[i], shown))
-    answers.repaired = torch.zeros_like(rewards, dtype=torch.bool)
-    answers.kept_mask = torch.zeros_like(answers.mask)
+    repaired = torch.zeros_like(rewards, dtype=torch.bool)
+    kept_mask = torch.zeros_like(answers.mask)
+    answers.facts = {"repaired": repaired, "kept_mask": kept_mask}
     if problems:
         fixed = ask(problems)
-        answers.repaired[wrong] = fixed.rewards == 1
+        repaired[wrong] = fixed.rewards == 1
         before, after = (
             torch.where(torch.isin(tokens, eos), eos[0], tokens)
             for tokens in (answers.tokens[wrong], fixed.tokens)
         )
-        answers.kept_mask[wrong] = kept_tokens(before, answers.mask[wrong], after, fixed.mask)
+        kept_mask[wrong] = kept_tokens(before, answers.mask[wrong], after, fixed.mask)
         answers.generated += fixed.generated
 
 

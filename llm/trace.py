@@ -5,19 +5,19 @@ from __future__ import annotations
 SHOWN = 12  # tokens of an answer; longer ones are cut
 
 
-def show_group(policy, scored, updates, last: bool) -> bool:
+def show_group(policy, updates, last: bool) -> bool:
     """Print a group: what was sampled, how hard each token was pushed, and where pushes cancel.
 
     updates: of one step, each a train.Update. Of the groups in which rewards differ, it is one in
     which the most answers begin with one token. Where there is none it returns False, so that the
     next step is tried, and says so in the last step of a run.
     """
-    answers, G = scored.answers, scored.batch.group_size
-    best = None  # (how many answers share their first token, number of the update, its group)
+    best, G = None, updates[0].batch.group_size
+    # best: how many answers share their first token, the number of the update, and of its group
     for number, made in enumerate(updates):
-        mixed = scored.advantages[made.rows].view(-1, G).any(1)
+        mixed = made.part.advantages.view(-1, G).any(1)
         for k in mixed.nonzero().flatten().tolist():
-            starts = scored.nodes[made.rows[k * G : k * G + G], 0]
+            starts = made.part.nodes[k * G : k * G + G, 0]
             size = starts.unique(return_counts=True)[1].max().item()
             if best is None or size > best[0]:
                 best = size, number, k
@@ -27,19 +27,20 @@ def show_group(policy, scored, updates, last: bool) -> bool:
         return False
     size, number, k = best
     made, place = updates[number], slice(k * G, k * G + G)
-    rows = made.rows[place]
+    part, answers = made.part, made.part.answers
     c, before, after = (x[place].cpu() for x in (made.coefficients, made.batch.logp, made.after))
-    A, nodes, mask = (x[rows].cpu() for x in (scored.advantages, scored.nodes, answers.mask))
+    A, nodes, mask = (x[place].cpu() for x in (part.advantages, part.nodes, answers.mask))
+    tokens, rewards = answers.tokens[place], answers.rewards[place]
     print(f"\nUpdate {number + 1} of step {answers.step}: a group of {G} answers to the prompt")
-    print(f"    {answers.items[rows[0]].prompt}")
+    print(f"    {answers.items[k * G].prompt}")
     if size < G:
         print(f"{size} of them begin alike: no group that can learn has more in this step.")
     print("push c: how hard the loss lifts a token's log pi. before, after: log pi around this")
     print("update, which learns from other groups, too.\n")
-    for i, row in enumerate(rows.tolist()):
-        ids = answers.tokens[row][answers.mask[row]].tolist()[:SHOWN]
+    for i in range(G):
+        ids = tokens[i][mask[i].to(tokens.device)].tolist()[:SHOWN]
         end = " ..." if mask[i].sum() > SHOWN else ""
-        print(f"answer {i + 1}: reward {answers.rewards[row]:g}, A {A[i]:+.3f}")
+        print(f"answer {i + 1}: reward {rewards[i]:g}, A {A[i]:+.3f}")
         print("  token  " + "".join(f"{show(policy, token):>8}" for token in ids) + end)
         for name, values in (("push c", c[i]), ("before", before[i]), ("after", after[i])):
             print(f"  {name:7}" + "".join(f"{x:8.4f}" for x in values[: len(ids)].tolist()))
@@ -55,7 +56,7 @@ def show_group(policy, scored, updates, last: bool) -> bool:
                 names = " ".join(str(i + 1) for i in ones)
                 sums = round(A[who].sum().item(), 3) + 0.0, round(c[who, t].sum().item(), 4) + 0.0
                 line = f"{sums[0]:9.3f} {sums[1]:9.4f}  {names}:"  # + 0.0: no -0
-                token = show(policy, answers.tokens[rows[ones[0]], t])
+                token = show(policy, tokens[ones[0], t])
                 shared[line] = [*shared.get(line, []), token]
     for line, pieces in shared.items():
         print(line, " ".join(pieces))

@@ -1,60 +1,33 @@
-"""To whoever changes train.py: the trainer a second time, as plainly as possible, sharing no code.
+"""To whoever changes train.py: what it does beyond toy/plain.py, as plainly, sharing no code.
 
-One answer at a time: no cache, no padding, no batches. An answer is a list of tokens, its log-probs
-are a tensor (T_i,), and gradients are autograd's, through whole forward passes. The optimiser is
-torch's Adam. Only the random numbers are the trainer's own, so that both see the same draws. The
-twin of the losses is claims.formulas.formula.
+One answer at a time: no cache, no padding, no batches. Only the random numbers are the trainer's
+own, so that both see the same draws. The twin of the losses is claims.formulas.formula.
 """
 
+import math
 from collections import defaultdict
 from functools import cache
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 
 import torch
 
-# ---------------- sample
-
-
-@torch.no_grad()
-def rollout(policy, prompts, max_tokens, temperature, gen):
-    """An answer to each prompt, with its EOS; temperature 0 is greedy."""
-    if temperature:
-        uniform = torch.rand(len(prompts), max_tokens, generator=gen, dtype=torch.float64)
-    answers = []
-    for i, prompt in enumerate(prompts):
-        answer = []
-        while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
-            logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
-            if temperature:
-                sums = (logits / temperature).double().softmax(-1).cumsum(-1)
-                answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
-            else:
-                answer.append(int(logits.argmax()))
-        answers.append(answer)
-    return answers
-
+from toy import plain
 
 # ---------------- score
 
 
-def read(policy, prompt, answer, temperature):
-    """log pi of every id of the vocabulary after each prefix of the answer. (T_i, V)."""
-    logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)
-
-
 def log_probs(policy, prompts, answers, temperature):
     """log pi of the rows' tokens: tensors (T_i,), differentiable."""
-    full = [read(policy, *row, temperature) for row in zip(prompts, answers, strict=True)]
-    return [x[range(len(y)), y] for x, y in zip(full, answers, strict=True)]
+    pairs = zip(prompts, answers, strict=True)
+    return [plain.log_probs(policy, *pair, temperature) for pair in pairs]
 
 
 def advantages(rewards, G, scale):
     found = []
     for start in range(0, len(rewards), G):
         group = rewards[start : start + G]
-        deviation = stdev(group) + 1e-4 if scale == "std" else 1.0
-        equal = len(set(group)) == 1
+        by = {"std": stdev(group) + 1e-4, "batch": stdev(rewards) + 1e-4, "maxrl": fmean(group)}
+        deviation, equal = by.get(scale, 1.0), len(set(group)) == 1
         found += [0.0 if equal else (reward - fmean(group)) / deviation for reward in group]
     return found
 
@@ -68,7 +41,7 @@ def nthr_select(policy, group, temperature, self_term):
     ids, known = sorted({token for row in group for token in row.answer}), []
     for row in group:
         h = policy.model.base_model(torch.tensor([row.prompt + row.answer])).last_hidden_state
-        g = -read(policy, row.prompt, row.answer, temperature).exp()
+        g = -plain.read(policy, row.prompt, row.answer, temperature).exp()
         g[range(len(row.answer)), row.answer] += 1  # e_y - pi
         known.append((g[:, ids], h[0, len(row.prompt) - 1 : -1]))
 
@@ -104,32 +77,29 @@ def kept(a, b):
 # ---------------- shared tokens
 
 
-def prefix_baseline(c, r, answers, G):
-    """Each push less r times the mean of c / r over the others that take a token at its history."""
-    new = [list(row) for row in c]
-    for i, answer in enumerate(answers):
-        for t in range(len(answer)):
-            group = range(i - i % G, i - i % G + G)
-            others = [j for j in group if j != i and len(answers[j]) > t]
-            others = [j for j in others if answers[j][:t] == answer[:t]]
-            if others:
-                new[i][t] -= r[i][t] * sum(c[j][t] / r[j][t] for j in others) / len(others)
-    return new
+def decided(rows, G):
+    """1 - (what is left of the variance of R at a history) / (that of the group); mean visitors.
 
-
-def tax(c, answers, A, G):
-    """sum over shared nodes of |sum (w - wbar) A| over the sum of all |c| there."""
-    nodes = defaultdict(list)  # the visits (i, t) of each, by group and prefix
-    for i, answer in enumerate(answers):
-        for t in range(len(answer) if A[i] else 0):
-            nodes[(i // G, *answer[: t + 1])].append((i, t))
-    found = total = 0.0
-    for members in nodes.values():
+    A row has an answer, a reward, and the old log-probs: a token counts 1 - pi.
+    """
+    visits = defaultdict(list)  # of each history: answer, and the weight of the token taken there
+    for i, row in enumerate(rows):
+        for t, old in enumerate(row.old):
+            visits[(i // G, *row.answer[:t])].append((i, 1 - math.exp(old)))
+    left = total = visitors = price = weights = 0.0
+    for (group, *_), members in visits.items():
         if len(members) > 1:
-            mean = sum(c[i][t] / A[i] for i, t in members) / len(members)
-            found += abs(sum((c[i][t] / A[i] - mean) * A[i] for i, t in members))
-            total += sum(abs(c[i][t]) for i, t in members)
-    return found / total if total else 0.0
+            here = [rows[i].reward for i, _ in members]
+            whole = variance(row.reward for row in rows[group * G : group * G + G])
+            for i, weight in members:
+                others = (sum(here) - rows[i].reward) / (len(here) - 1)
+                left += weight * rows[i].reward * (rows[i].reward - others)
+                total += weight * whole
+                visitors += weight * len(here)
+                price += weight * len(here) / (len(here) - 1) * (G - 1) / G
+                weights += weight
+    found = {"decided": 1 - left / total, "visitors": visitors / weights}
+    return found | {"break_even": 1 - weights / price}
 
 
 # ---------------- the optimiser

@@ -4,14 +4,30 @@ broken in any of these ways is refused.
 Run: python -m pytest -q tests/test_claims.py
 """
 
+import functools
+import inspect
+import itertools
 import math
+import re
 
 import pytest
 import torch
 
 import losses
 import verify
-from claims import CLAIMS, Claim, Evidence, examine, formulas, random_draws
+from claims import (
+    CLAIMS,
+    Claim,
+    Evidence,
+    choice,
+    control_variate,
+    drift,
+    examine,
+    formulas,
+    random_draws,
+)
+from claims.evidence import Draw, examine_on
+from llm import neighbours
 
 # ---------------- verdicts
 
@@ -36,6 +52,176 @@ def test_a_claim_must_agree_leave_something_and_hold_on_extreme_trees():
     assert look(1, draws=random_draws(0, 2)).endswith("(on extreme trees)")  # one of them is long
     with pytest.raises(ValueError, match="shape"):
         Evidence().equal([1.0, 2.0], [1.0])
+
+
+# ---------------- who checks the checker
+
+TREES = [Draw(0, k) for k in range(4)]  # answers of one length and of several; some have A = 0
+WHERE = ("all", "winners", "first")
+
+
+def a_hundredth_more(where, right, *args, **hyper):
+    """What the right function returns, and a hundredth more of it: of "all", of "winners" (A > 0),
+    or of the "first" row that is not 0. Of a loss, more of its pushes; of ids, one more."""
+    given = inspect.signature(right).bind(*args, **hyper).arguments
+    result, batch = right(*args, **hyper), given.get("batch")
+    if isinstance(result, float):
+        return 1.01 * result
+    if isinstance(result, dict):
+        return {key: 1.01 * x for key, x in result.items()}
+    if isinstance(result, tuple):
+        return tuple(a_hundredth_more(where, lambda x=x: x) for x in result)
+    x = result if result.dim() else losses.token_coefficients(result, batch.logp)
+    rows = x.reshape(len(x), -1).any(1)
+    if where == "first":
+        rows = rows & (rows.cumsum(0) == 1)
+    chosen = rows.view(-1, *[1] * (x.dim() - 1))
+    if where == "winners":
+        adv = batch.adv if batch else given.get("adv", x)
+        chosen = (adv if adv.dim() == x.dim() else adv[:, 0]) > 0
+    if not result.dim():
+        return result - 0.01 * (x * chosen * batch.logp)[batch.mask].sum() / len(x)
+    return result * (1 + 0.01 * chosen) if x.is_floating_point() else result + chosen.long()
+
+
+def more_without_tokens(right, batch, **hyper):
+    return right(batch, **hyper) + 0.01 * (not batch.mask.any())
+
+
+def more_without_advantages(right, batch, **hyper):
+    adv = batch.adv[batch.mask]
+    return right(batch, **hyper) + 0.01 * bool(len(adv) and not adv.any())
+
+
+def more_where_A_is_0(right, batch, **hyper):
+    return right(batch, **hyper) - 0.01 * batch.logp[batch.mask & (batch.adv == 0)].sum()
+
+
+def more_with_scale(spoilt, right, rewards, group_size, scale="std"):
+    return right(rewards, group_size, scale) * (1.01 if scale == spoilt else 1)
+
+
+def a_little_more(right, *args):
+    return (1 + 1e-5) * right(*args)
+
+
+def more_of_the_second(right, *args, **hyper):
+    first, second = right(*args, **hyper)
+    return first, 1.01 * second
+
+
+def only_defaults(right, rewards, repaired, *hyper):
+    return right(rewards, repaired)
+
+
+SCALED = [(scale, functools.partial(more_with_scale, scale)) for scale in losses.SCALES]
+# Faults of other kinds, and in functions that a claim is about, too: claim, where, what, how.
+FURTHER = [
+    *(("M1", losses, name, more_where_A_is_0) for name in formulas.every_loss()),
+    *(("M2", losses, name, more_without_tokens) for name in formulas.every_loss()),
+    *(("M2", losses, name, more_without_advantages) for name in formulas.every_loss()),
+    *(("M3", losses, "group_advantages", fault) for _, fault in SCALED),
+    ("C13", drift, "kl", a_little_more),
+    ("I1", losses, "shaped_rewards", only_defaults),
+    ("N4", neighbours, "nthr_scores", more_of_the_second),
+    *(("C18", losses, "group_advantages", fault) for x, fault in SCALED if x in ("mean", "std")),
+    ("C22b", losses, "prefix_baseline", functools.partial(a_hundredth_more, "all")),
+    ("C25", control_variate, "coefficients", a_little_more),  # of the sum
+]
+TOKEN_LOSSES = {"reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo"}
+# What a claim does not notice by its nature: claim, where, which functions (or all), and why.
+SILENT = [
+    ("M2", WHERE, None, "0 is 0 times anything"),
+    ("C5", ["all"], None, "A.u = 0 says nothing about the size of u"),
+    ("C8", ["all"], TOKEN_LOSSES, "what cancels is 0 times anything"),
+    ("C13", WHERE, None, "any direction g will do"),
+    ("C14", ["all"], None, "its identity holds for any coefficients that cancel"),
+    ("C15", ["winners"], {"prefix_nodes"}, "ids are names, and these are others"),
+    ("C16", ["first"], {"sequence_ratio"}, "the first group has equal answers, so no advantage"),
+    ("C22b", WHERE, None, "true of any push that is made of the answer alone"),
+    ("C29d", ["first"], None, "in the first group all earn the same"),
+    ("C30b", ["all", "first"], None, "its push is 0, and in the first group all earn the same"),
+    ("AUDIT", ["all"], None, "a share has no size"),
+    ("AUDIT", WHERE, {"pos_only"}, "1 whatever the pushes, since all go up"),
+    ("Q4", ["winners"], None, "no advantages"),
+]
+
+
+def test_trees_have_answers_and_groups_without_an_advantage():
+    groups = [group for draw in TREES for group in draw.adv.view(-1, draw.G)]
+    assert any(not group.any() for group in groups)
+    assert any(group.any() and not group.all() for group in groups)
+
+
+def message(monkeypatch, claim, function, fault=None, module=losses, name=None):
+    """What a claim says about a function if it, or the one of that name, has this fault."""
+    name = name or function
+    with monkeypatch.context() as patch:
+        if fault:
+            right = getattr(module, name)
+            patch.setattr(module, name, functools.wraps(right)(functools.partial(fault, right)))
+        return examine_on(TREES, claim, function).message
+
+
+def is_silent(claim, where, function):
+    return any(
+        claim.id == id_ and where in places and (names is None or function in names)
+        for id_, places, names, _ in SILENT
+    )
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
+def test_a_claim_notices_every_fault_that_it_could(claim, monkeypatch):
+    for function, where in itertools.product(claim.names, WHERE):
+        if is_silent(claim, where, function):
+            continue
+        fault = functools.partial(a_hundredth_more, where)
+        module = neighbours if function == "nthr_scores" else losses
+        assert message(monkeypatch, claim, function, fault, module), (function, where)
+    for id_, module, name, fault in FURTHER:
+        if id_ == claim.id:
+            function = name if name in claim.names else claim.names[0]
+            assert message(monkeypatch, claim, function, fault, module, name), (name, fault)
+    assert not message(monkeypatch, claim, claim.names[0])
+
+
+def test_a_better_way_must_grow_also_if_push_and_prediction_agree(monkeypatch):
+    (c18,) = [claim for claim in CLAIMS if claim.id == "C18"]
+    for name in ("measure_push", "predict_push"):
+        right = getattr(choice, name)
+        patched = lambda *args, right=right: -torch.as_tensor(right(*args), dtype=torch.float64)  # noqa: E731
+        monkeypatch.setattr(choice, name, patched)
+    assert message(monkeypatch, c18, "reinforce")
+
+
+def test_what_holds_is_not_printed_for_what_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(losses, "min_replace", lambda w, adv: 1.01 * w.detach())
+    assert verify.main(["--only", "C9", "C10"]) == 1
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("C")] == [
+        "WRONG",
+        "HOLDS",
+    ]
+    assert "! C9: min_replace: expected" in out and "1 of 2 claims came out as expected." in out
+
+
+def test_a_bug_of_the_check_itself_is_not_said_against_the_function():
+    def check(name, draws, evidence):
+        evidence.equals(1, 1)
+
+    with pytest.raises(AttributeError):
+        examine(Claim("X", check, ("grpo",)), "grpo", [])
+
+
+# ---------------- texts
+
+
+def test_a_claim_has_three_paragraphs_and_one_section_of_proofs():
+    for claim in CLAIMS:
+        _, source, measured = claim.text
+        assert source.startswith("Source: ") and measured.startswith("Measured: "), claim.id
+    titles = re.findall("^## (.*)", verify.PROOFS.read_text(), re.MULTILINE)
+    assert titles == ["Notation", *(claim.id for claim in CLAIMS)]
 
 
 # ---------------- a method of one's own
@@ -86,7 +272,7 @@ def test_a_credit_rule_that_no_claim_speaks_of_is_named(capsys, monkeypatch):
     "word, start, part",
     [
         ("c14", "C14  ", "Source: DFPO Cor. 3.2, Eq. 5 (S)"),
-        ("symbols", "Notation", "(all arXiv)"),
+        ("symbols", "| symbol", "second-hand"),
         ("loss", "Why is the loss 0?", "Why does the loss rise?"),
         ("gspo", "", "\nC4  A sequence ratio"),
         ("ar-lopti", "M1", "\nA4  Lopti"),

@@ -13,6 +13,7 @@ from conftest import TRANSFORMERS_4, Letters, build, float64, load, random_polic
 
 import train
 from llm import fast
+from toy import plain
 
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
@@ -21,7 +22,8 @@ def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float
     padded = torch.tensor([[-1] * (width - len(row)) + row for row in prompts])
     tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
     n = len(prompts)
-    return train.Answers([None] * n, [""] * n, padded, tokens, mask, logp, torch.zeros(n), 0)
+    rewards, sampled = torch.zeros(n), (padded, tokens, mask, logp)
+    return train.Answers([None] * n, [""] * n, *sampled, rewards, rewards, generated=0)
 
 
 def numbers(policy, answers, temperature) -> list:
@@ -63,7 +65,7 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         assert "--fast false" in refused(lambda: load(path, fast=True))
     else:
         policies.append(load(path, fast=True))
-    expected = naive.rollout(policies[0], PROMPTS, 24, 1.5, train.rng(1))
+    expected = plain.rollout(policies[0], PROMPTS, 24, 1.5, train.rng(1))
     logp = torch.cat(naive.log_probs(policies[0], PROMPTS, expected, 1.5))
     for policy in policies:
         answers = answer(policy, PROMPTS, 24, 1.5, train.rng(1))
@@ -72,8 +74,8 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         made.append(numbers(policy, answers, 1.5))
         for sampled_or_scored in made[-1][:2]:
             torch.testing.assert_close(sampled_or_scored[answers.mask], logp, rtol=1e-4, atol=1e-4)
-    for plain, quick in zip(made[0], made[-1], strict=True):
-        assert (plain - quick).norm() <= 1e-4 * plain.norm() + 1e-5
+    for slow, quick in zip(made[0], made[-1], strict=True):
+        assert (slow - quick).norm() <= 1e-4 * slow.norm() + 1e-5
 
 
 @pytest.mark.parametrize("ends", [1, 3, 20])  # how many ids end an answer
@@ -132,13 +134,13 @@ def test_chunks_of_logits_change_nothing_and_are_not_kept(quick, monkeypatch):
 @pytest.mark.parametrize(
     "name, wrong",
     [
-        ("sampler", lambda tokens, mask, logp: (tokens, mask, logp + 0.01)),
-        ("scorer", lambda logp, entropy: (logp - 0.01, entropy)),
-        ("scorer", lambda logp, entropy: (logp * torch.nan, entropy)),
+        ("generate", lambda tokens, mask, logp: (tokens, mask, logp + 0.01)),
+        ("log_probs", lambda logp, entropy: (logp - 0.01, entropy)),
+        ("log_probs", lambda logp, entropy: (logp * torch.nan, entropy)),
     ],
 )
-def test_the_check_sees_what_differs(quick, name, wrong):
-    train.check_fast(quick, Letters(), train.Config())
-    real = getattr(quick, name)
-    broken = replace(quick, **{name: lambda *args: wrong(*real(*args))})
-    assert "--fast" in refused(train.check_fast, broken, Letters(), train.Config())
+def test_the_check_sees_what_differs(scratch, monkeypatch, name, wrong):
+    train.use_fast(replace(scratch), Letters(), train.Config())
+    real = getattr(fast, name)
+    monkeypatch.setattr(fast, name, lambda *args: wrong(*real(*args)))
+    assert "--fast" in refused(train.use_fast, replace(scratch), Letters(), train.Config())

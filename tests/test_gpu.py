@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import losses
 import train
 from llm import fast
 from losses import METHODS
@@ -117,14 +118,14 @@ def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, quick,
     options = dict(layers=1, width=16, fast=quick)
     sizes = dict(group_size=3, max_tokens=6, prompts=4, minibatches=2, micro_rows=2)
     config = train.Config(prefix_baseline=True, **options, **sizes)
-    method = train.bind(name, {"kl": 0.1} if "kl" in train.bind(name, {}).hyper else {})
+    method = losses.bind(name, {"kl": 0.1} if "kl" in losses.bind(name, {}).hyper else {})
     with pretended_cuda(card):
         policy, task, dtypes = load("scratch", **options), Arithmetic(), set()
         layer = policy.model.base_model.h[0].mlp.c_fc
         layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
         answers = train.sample(policy, task, task.train[:4], 1, config)
         if method.repair:
-            train.correct(policy, task, answers, config)
+            train.correct(policy, task, answers, method, config)
         scored = train.score(policy, answers, method, config, reference=policy)
         train.check_gap(0.5, 1, 1.0, answers.logp.device)  # bf16 rounds by the shape of a batch
         updates = train.learn(policy, train.adamw(policy.model, 1.0), scored, method, config)

@@ -112,7 +112,7 @@ DEFAULTS = {
     "group_advantages": {"scale": "std"},  # GRPO sec. 4.1.2
     "sequence_ratio": {"ratio": "geometric"},  # GSPO Eq. 7
     "reinforce": {},
-    "grpo": CLIP | {"kl": 0.0},  # off; in the paper 0.04
+    "grpo": CLIP | {"kl": 0.0, "kl_ratio": False, "dual": math.inf},  # off; in the paper kl is 0.04
     "grpo_symmetric": CLIP,
     "dr_grpo": CLIP,
     "dapo": {"eps_low": 0.2, "eps_high": 0.28},  # DAPO sec. 4.1
@@ -123,6 +123,9 @@ DEFAULTS = {
     "recentred": {"ratio": "product"},  # ours; only so without bias
     "balanced": CLIP,
     "off_policy_mask": {"delta": 0.1} | CLIP,  # ours; the paper prints none
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},  # TRL's and verl's
+    "dppo": {"delta": 0.2},  # verl's and prime-rl's
+    "symmetric_trust": {"delta": 0.1},  # prime-rl's
     "pos_only": CLIP,
     "nthr_grpo": CLIP,  # NTHR's, not AR's .24
     "token_grpo": WIDER_CLIP,
@@ -150,7 +153,8 @@ def test_a_method_has_its_papers_passes_and_scale():
         own = name.replace("-", "_")
         if name in PASSES or own in DEFAULTS:
             assert [f.__name__ for f in method.passes] == PASSES.get(name, [own])
-            assert method.scale == ("mean" if name in ("dr-grpo", "recentred") else "std")
+            by_mean = ("dr-grpo", "recentred", "dppo", "symmetric-trust")
+            assert method.scale == ("mean" if name in by_mean else "std")
 
 
 # ---------------- what is refused. What a hyperparameter may be: test_run.py

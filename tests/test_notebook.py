@@ -1,4 +1,4 @@
-"""To a class and to who has a GPU: the tour and the bench run from end to end (LONG=1)."""
+"""To a class, and to whoever has a GPU: the tour and the bench run from end to end (LONG=1)."""
 
 import os
 import shutil

@@ -19,9 +19,11 @@ import torch
 from conftest import Letters, float64, load, random_policy, refused
 from torch.nn.utils import parameters_to_vector
 
+import losses
 import train
 from claims.formulas import Rows, defaults, formula
 from losses import METHODS
+from toy import plain
 from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
@@ -43,7 +45,7 @@ def start():
 def ask(policy, task, items, temperature, gen):
     """The naive answer to each item, a row each."""
     prompts, rows = task.encode(policy.tokenizer, items), []
-    answers = naive.rollout(policy, prompts, L, temperature, gen)
+    answers = plain.rollout(policy, prompts, L, temperature, gen)
     for item, prompt, answer in zip(items, prompts, answers, strict=True):
         row = SimpleNamespace(item=item, prompt=prompt, answer=answer, repaired=False)
         row.text = policy.tokenizer.decode([x for x in answer if x not in policy.eos])
@@ -120,14 +122,14 @@ def naive_step(start, first_rows, config, hyper):
     entropy = k3 = 0.0
     with torch.no_grad():
         for row in rows:
-            full = naive.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
+            full = plain.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
             entropy -= float((full.exp() * full).sum())
             (old,), (ref,) = log_probs(policy, [row]), log_probs(reference, [row])
             k3 += float(((ref - old).exp() - (ref - old) - 1).sum())
             row.old, row.ref = old.tolist(), ref.tolist()
         for group in groups if method.needs_scores else []:
             naive.nthr_select(policy, group, TEMPERATURE, "self_term" in hyper)
-    A = naive.advantages(rewards, G, method.scale)
+    A = naive.advantages(rewards, G, config.scale or method.scale)
     for row, advantage in zip(rows, A, strict=True):
         row.A = advantage
     credit(config.method, rows)
@@ -138,7 +140,7 @@ def naive_step(start, first_rows, config, hyper):
     # Learning: what pushes each token, and what is logged of it.
     lr = config.lr * (2 / 3 if config.schedule == "linear" else 1)
     adam, gen = naive.adam(policy.model, lr), train.rng(5, "learn", 2)
-    losses, norms, outside, taxes = [], [], [], []
+    values, norms, outside = [], [], []
     for _ in range(config.epochs):
         order = torch.randperm(len(groups), generator=gen).chunk(config.minibatches)
         for loss_fn, chunk in itertools.product(method.passes, order):
@@ -150,10 +152,10 @@ def naive_step(start, first_rows, config, hyper):
             moved = [x.detach() - torch.tensor(row.old) for x, row in zip(now, some, strict=True)]
             r = [x.exp().tolist() for x in moved]
             if config.prefix_baseline:
-                c = naive.prefix_baseline(c, r, its_answers, G)
+                c = plain.prefix_baseline(c, r, its_answers, G)
             pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(some)
             norms.append(naive.gradient(policy.model, pushed, config.grad_clip))
-            losses.append(value)
+            values.append(value)
             if any(any(x) for x in c):
                 adam.step()
             clip = defaults(loss_fn) | hyper
@@ -162,8 +164,8 @@ def naive_step(start, first_rows, config, hyper):
                     r = [[math.prod(x) ** (1 / len(x))] * len(x) for x in r]
                 low, high = 1 - clip["eps_low"], 1 + clip["eps_high"]
                 outside.append(fmean(not low <= x <= high for row in r for x in row))
-            taxes.append(naive.tax(c, its_answers, [row.A for row in some], G))
-    log |= {"loss": fmean(losses), "grad_norm": fmean(norms), "tax": fmean(taxes)}
+    log |= {"loss": fmean(values), "grad_norm": fmean(norms)}
+    log |= naive.decided(rows, G)
     if outside:
         log["clip_share"] = fmean(outside)
     return policy, log, norms, k3 / tokens
@@ -177,6 +179,9 @@ CASES += [
     (dict(method="ibpo", minibatches=1, repair_references=1), {}),
     (dict(method="nthr", minibatches=1, fast=True), dict(self_term=True)),
     (dict(method="ibpo", micro_rows=5, fast=True), {}),
+    (dict(method="grpo", scale="mean"), {}),
+    (dict(method="dr-grpo", scale="batch"), {}),
+    (dict(method="cispo", scale="maxrl"), {}),
 ]
 
 
@@ -187,12 +192,12 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     config = train.Config(**common | flags)
     expected, log, norms, divergence = naive_step(start, first_rows, config, hyper)
     plain, fast, reference = copy.deepcopy(start)
-    policy, method = fast if config.fast else plain, train.bind(config.method, hyper)
+    policy, method = fast if config.fast else plain, losses.bind(config.method, hyper)
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     if method.repair:
-        train.correct(policy, task, answers, config)
+        train.correct(policy, task, answers, method, config)
     config.max_tokens = BUDGET
     scored = train.score(policy, answers, method, config, reference)
     assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
@@ -202,11 +207,28 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     assert metrics.pop("max_logp_gap") < 1e-9
     assert metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
     assert 0 < log["truncated"] < 1 and log.get("repair_rate", 1) > 0
-    if flags == dict(
-        method="grpo", prefix_baseline=False
-    ):  # in some updates the gradient is clipped
-        assert min(norms) < config.grad_clip < max(norms)
-        assert 0 < log["equal_groups"] < 1 and log["tax"] > 0 and log["clip_share"] > 0
+    if flags == dict(method="grpo", prefix_baseline=False):
+        assert min(norms) < config.grad_clip < max(norms)  # some gradients are clipped
+        assert 0 < log["equal_groups"] < 1 and log["decided"] and log["clip_share"] > 0
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_the_plain_algorithm_makes_the_trainers_step(start, first_rows, baseline):
+    """toy/plain.py, from the sampled answers to the weights."""
+    flags = dict(prompts=4, group_size=G, max_tokens=L, minibatches=2, seed=5, lr=0.02)
+    config = train.Config(**flags, schedule="constant", prefix_baseline=baseline)
+    (policy, _, _), task, method = copy.deepcopy(start), Letters(), losses.bind("grpo", {})
+    theirs, rows = copy.deepcopy(policy), [copy.copy(row) for row in first_rows]
+    config.temperature = TEMPERATURE
+    answers = train.sample(policy, task, task.train, 2, config)
+    config.temperature = 1.0
+    answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
+    scored = train.score(policy, answers, method, config, None)
+    train.learn(policy, train.adamw(policy.model, 9.0), scored, method, config)
+    order = torch.randperm(4, generator=train.rng(5, "learn", 2)).view(2, -1).tolist()
+    plain.step(theirs, naive.adam(theirs.model, 0.02), rows, order, baseline)
+    assert not torch.equal(weights(policy), weights(start[0]))
+    torch.testing.assert_close(weights(policy), weights(theirs), rtol=0, atol=1e-9)
 
 
 # ---------------- evaluation and warm start
@@ -262,7 +284,7 @@ def test_the_warm_start_is_the_naive_one(biased, method):
     config, task = train.Config(temperature=0.7, grad_clip=0.3, **sizes), Arithmetic()
     task.train = task.train[:20]
     ours, theirs = copy.deepcopy(biased[0]), copy.deepcopy(biased[0])
-    train.warm_start(ours, task, train.bind(method, {}), config)
+    train.warm_start(ours, task, losses.bind(method, {}), config)
     adam, norms, end = naive.adam(theirs.model, 0.1), [], theirs.tokenizer.eos_token_id
     for step in range(25):
         picks = torch.randint(20, (10,), generator=train.rng(4, "warm", step)).tolist()
@@ -298,9 +320,9 @@ def prepared():
     """A policy, 4 x 3 scored answers of its step 1, and what `learn` wants to know besides."""
     task, policy = Arithmetic(), load("scratch", layers=1, width=16)
     sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
-    config, method = train.Config(**sizes, trace=True), train.bind("grpo", {})
+    config, method = train.Config(**sizes, trace=True), losses.bind("grpo", {})
     answers = train.sample(policy, task, task.train[:4], 1, config)
-    answers.rewards = torch.tensor([1.0, 0.0, 0.0] * 4)
+    answers.rewards = answers.compared = torch.tensor([1.0, 0.0, 0.0] * 4)
     return policy, train.score(policy, answers, method, config, None), method, config
 
 
@@ -340,8 +362,10 @@ def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(prepared):
     first, last = train.learn(policy, train.adamw(policy.model, 0.01), scored, method, config)
     hook.remove()
     assert sizes == 5 * [5, 1]  # of an update: before it, in it, after it; the first is scored
-    assert torch.equal(first.batch.logp, old[first.rows])
-    now, _ = train.log_probs_in_pieces(policy, train.take(scored.answers, last.rows), config)
+    assert torch.equal(first.batch.logp, first.part.batch.logp_old)
+    seen = torch.cat([first.part.batch.logp_old, last.part.batch.logp_old]).sum(1)
+    assert seen.sort()[0].tolist() == old.sum(1).sort()[0].tolist()
+    now, _ = train.log_probs_in_pieces(policy, last.part.answers, config)
     assert torch.equal(last.after, now)
 
 

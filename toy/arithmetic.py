@@ -58,7 +58,52 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
     return rng.choice(OPENERS) + f"#{a + b + rng.choice(SLIPS)}"
 
 
-class Arithmetic:
+class BaseTask:
+    """What train.py asks of a task. Yours is a class Task that extends this one.
+
+    It sets `train` and `test`, lists of Items or of something with the same three fields, and has a
+    reward. The rest is for tasks whose prompts are plain text.
+    """
+
+    train: list[Item]
+    test: list[Item]
+
+    def reward(self, text: str, item: Item) -> float:
+        """Any finite number; 1 means right. Of the answer without its end-of-text token."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
+        """Prompt token ids of each item."""
+        return tokenizer([item.prompt for item in items], add_special_tokens=False)["input_ids"]
+
+    def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
+        """More to log of an evaluation's answers."""
+        return {}
+
+    def repair(self, item: Item, answer: str, siblings: list[str], demo: str = "") -> Item:
+        """The problem of correcting an answer, given siblings' answers (ibpo)."""
+        return Item(item.prompt + "=".join([answer, *siblings, ""]), item.answer, demo)
+
+    def correction(self, item: Item, siblings: int = 1) -> Item:
+        """What the warm start shows in place of the item where answers are corrected (ibpo)."""
+        return item
+
+    def make_tokenizer(self):
+        """Of the scratch model: one token per character, plus padding and the end of the answer."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        said = "".join(item.prompt + item.demo for item in self.train + self.test)
+        others = sorted({*said} - {*SYMBOLS})
+        vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *SYMBOLS, *others])}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+class Arithmetic(BaseTask):
     """Task object: .train and .test split all 8,100 sums of two 2-digit numbers, as Items."""
 
     name = "arithmetic"
@@ -74,14 +119,6 @@ class Arithmetic:
         """1.0 if what follows the last "#" is exactly the sum, else 0.0."""
         _, mark, final = text.rpartition("#")
         return float(bool(mark) and final == item.answer)
-
-    def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
-        """Prompt token ids of each item."""
-        return tokenizer([item.prompt for item in items], add_special_tokens=False)["input_ids"]
-
-    def repair(self, item: Item, answer: str, siblings: list[str], demo: str = "") -> Item:
-        """The problem of correcting an answer, given siblings' answers."""
-        return Item(item.prompt + "=".join([answer, *siblings, ""]), item.answer, demo)
 
     def correction(self, item: Item, siblings: int = 1) -> Item:
         """A correction problem about an item, for the warm start; an item has always the same."""
@@ -112,20 +149,3 @@ class Arithmetic:
         names = ("opener so", "opener ok", "opener hm", "opener other")
         names += ("form direct", "form ones first", "form tens first", "form other")
         return {name: seen[name] / len(texts) for name in names}
-
-    def make_tokenizer(self):
-        """One token per character, plus padding and the end of the answer.
-
-        A task that extends this one may have prompts and demonstrations of other characters.
-        """
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        said = "".join(item.prompt + item.demo for item in self.train + self.test)
-        others = sorted({*said} - {*SYMBOLS})
-        vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *SYMBOLS, *others])}
-        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

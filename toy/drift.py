@@ -9,7 +9,7 @@ may slip. The policy has a logit for every choice.
 
 One batch, used 32 times: 8 groups of 8 answers. All of them have the first opener, so a method that
 cancels at shared tokens leaves it where it is. Fresh batches: 100 of one group each, answers have
-either opener, and only the openers' logit is learnt. So the law of claim C23 says how far it
+either opener, and only the openers' logit is learnt. So the law of claim C27 says how far it
 wanders. toy/README.md says what came out.
 """
 
@@ -102,7 +102,7 @@ BATCHES, RUNS, RATE = 100, 4000, 1.0
 
 
 def predict_deviation(prefix_baseline: bool) -> float:
-    """Of the opener's log-odds after the last batch, from 0, where c = (R - J) / T (C23)."""
+    """Of the opener's log-odds after the last batch, from 0, where c = (R - J) / T (C27)."""
     p = chances(torch.zeros(6, dtype=torch.float64))
     c = (REWARDS - p @ REWARDS) / LENGTHS
     square = p @ c**2

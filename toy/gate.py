@@ -1,15 +1,15 @@
 """What GRPO's min costs off-policy where nothing else differs: equal lengths, one constant divisor.
 
-    python -m toy.gate                       the table: one minute
+    python -m toy.gate                       the table: a minute or two
     python -m toy.gate --plot toy/gate.png   and the picture (needs matplotlib)
 
 An answer is two tokens, each from a logit of its own. It is right with probability
 .3 + .1 [token 1 is good] + .1 [token 2 is good]. So the best policy earns .5. At the start the good
 token has the share .5 in the first place and .001 in the second, where the gradient is 250 times
 smaller. Nothing is sampled: all groups of 4 answers are enumerated, and each counts with its
-probability under the policy that began the batch. Training is plain gradient ascent with M updates
-on each of 120 batches. What counts is the best end over a grid of learning rates. toy/README.md
-says what came out, and claims C19 and C22 why.
+probability under the policy that began the batch. Training is M updates on each of 120 batches, by
+plain gradient ascent, or by Adam on the same exact gradients. What counts is the best end over a
+grid of learning rates. toy/README.md says what came out, and claims C19 and C22 why.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from torch import Tensor
 import losses
 from losses import Batch
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.tax import CANCELLED, EXACT, ROWS, Row, train
+from toy.tax import ADAM, CANCELLED, EXACT, PLAIN, ROWS, Row, train
 from toy.worlds import Groups, Outcome
 
 G, BATCHES = 4, 120
 START = (0.0, math.log(0.001 / 0.999))  # the logits of the good tokens
-RATES = 10 ** torch.linspace(0, 3, 41, dtype=torch.float64)
-DELTAS = (0.001, 0.01, 0.05, 0.2)  # of the off-policy mask
+RATES = 10 ** torch.linspace(0.25, 3.25, 21, dtype=torch.float64)
+ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 0.75, 1, 2, 3, 10], dtype=torch.float64)
+DELTAS = (0.001, 0.01, 0.05)  # of the off-policy mask
 
 
 def mask(batch: Batch, delta: float) -> Tensor:
@@ -54,8 +55,8 @@ METHODS = {name: ROWS[name] for name in OF_TAX} | {
 }
 for delta in DELTAS:
     METHODS[f"mask, {delta}"] = Row(functools.partial(mask, delta=delta))
-    METHODS[f"blind mask, {delta}"] = Row(functools.partial(sign_blind_mask, delta=delta))
-LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture
+METHODS["blind mask, 0.001"] = Row(functools.partial(sign_blind_mask, delta=0.001))
+LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture, and with Adam
 
 
 def make_groups() -> Groups:
@@ -68,42 +69,43 @@ def make_groups() -> Groups:
     return Groups(outcomes, G)
 
 
-def sweep(row: Row, M: int, rates: Tensor = RATES) -> Tensor:
-    """The expected reward at the end of a run at each rate.
-
-    A learning rate is that of a softmax, where the logit of the bad token moves as far the other
-    way. Here one logit stands for both, so it moves twice as far.
-    """
-    path, _ = train(row, make_groups(), START, M, BATCHES, 2 * rates)
+def sweep(row: Row, M: int, rates: Tensor = RATES, optimizer=PLAIN) -> Tensor:
+    """The expected reward at the end of a run at each rate."""
+    path, _ = train(row, make_groups(), START, M, BATCHES, rates, optimizer)
     return 0.3 + 0.1 * path[-1].sigmoid().sum(1)
 
 
-def plot(rewards: dict[str, Tensor]):
+def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
     figure = make_figure(
-        "With GRPO's min no learning rate teaches both tokens, with or without cancel.\n"
-        "A clip that does not look at the sign of A (grpo-symmetric) teaches both.",
+        "A clip blind to the sign of A (grpo-symmetric) teaches both tokens. By plain ascent\n"
+        "GRPO's min does so at no learning rate; with Adam it does as well, at ordinary rates.",
         3.4,
     )
-    axis = figure.subplots()
-    for name in LINES:
-        axis.plot(RATES, rewards[name], label=name, **line_style(name))
-    axis.set(xscale="log", xlabel="learning rate", ylabel="expected reward (best: 0.5)")
-    axis.set_title(f"after {BATCHES} batches of 2 updates")
-    axis.legend()
+    panels = figure.subplots(1, 2, sharey=True)
+    for axis, rates, ends in zip(panels, (RATES, ADAM_RATES), (plain, adam), strict=True):
+        for name in reversed(LINES):
+            axis.plot(rates, ends[name], label=name, **line_style(name))
+        axis.set(xscale="log", xlabel="learning rate")
+    panels[0].set_title(f"plain ascent, {BATCHES} batches of 2 updates")
+    panels[1].set_title("Adam, the same")
+    panels[0].set_ylabel("expected reward at the end (best: 0.5)")
+    panels[1].legend()
     return figure
 
 
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    ends = {name: [sweep(row, M) for M in (1, 2)] for name, row in METHODS.items()}
-    print(f"The best reward of {len(RATES)} learning rates\n")
-    print_table(
-        {name: [f"{x.max():.3f}" for x in pair] for name, pair in ends.items()},
-        ["M = 1", "M = 2"],
-    )
+    plain = {name: sweep(row, 2) for name, row in METHODS.items()}
+    adam = {(name, M): sweep(METHODS[name], M, ADAM_RATES, ADAM) for M in (2, 8) for name in LINES}
+    print(f"Plain ascent: the best reward of {len(RATES)} learning rates\n")
+    print_table({name: [f"{x.max():.3f}"] for name, x in plain.items()}, ["M = 2"])
+    print_table({name: [f"{sweep(METHODS[name], 1).max():.3f}"] for name in LINES}, ["M = 1"])
+    print("\nAdam, by its learning rate\n")
+    rows = {f"M = {M}; {name}": [f"{x:.3f}" for x in ends] for (name, M), ends in adam.items()}
+    print_table(rows, ADAM_RATES.tolist())
     if path:
-        save(plot({name: pair[1] for name, pair in ends.items()}), path)
+        save(plot(plain, {name: adam[name, 2] for name in LINES}), path)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """NTHR's headline in miniature: does one step make a question's own right answers likelier?
 
-    python -m toy.nthr                        the table
-    python -m toy.nthr --plot toy/nthr.png    and the picture (needs matplotlib)
+    python -m experiments.nthr                               the table
+    python -m experiments.nthr --plot experiments/nthr.png    and the picture (needs matplotlib)
 
 The policy is the small GPT-2 of train.py. Its warm start has seen worked solutions only. They are
 all right, so a wrong answer is mostly a right one with a slip. A question gets G answers. Where
@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from losses import bind
 from toy.arithmetic import Arithmetic
 from toy.figure import draw_intervals, format_interval, make_figure, parse_plot, print_table, save
 from train import (
@@ -26,7 +27,6 @@ from train import (
     Config,
     Policy,
     adamw,
-    bind,
     learn,
     load_policy,
     log_probs_in_pieces,

@@ -1,12 +1,13 @@
 # %% [markdown]
 """
-# 12. Cancel a loss, and see what does not move (20 minutes)
+# 12. A baseline at every history (20 minutes)
 
-**Aim:** show that cancelling, by itself, does not change what a loss learns on average. It is a
-control variate: something that is subtracted, whose mean is 0.
+**Aim:** make any loss cancel at shared tokens, and see what that moves. It takes a leave-one-out
+baseline away at every history. So the expected push stays, as with any baseline. (The noise
+changes, for the better or the worse: claims C22 and C27.)
 
-**a)** At one history n answers take a token, the same one or others. A loss gives these tokens the
-coefficients c_i. Their ratios are r_i = pi / pi_old. Let every answer be compared with the others:
+**a)** At one history n answers take a token, the same one or others. A loss pushes them with c_i.
+Their ratios are r_i = pi / pi_old. Let every answer be compared with the others:
 
     c'_i = c_i - r_i mean_j (c_j / r_j)            over the others, j != i
 
@@ -14,10 +15,10 @@ An answer that is alone keeps its c. `c` and `r` are lists of n numbers, and so 
 on paper: if all n take the same token, their r are one number, and the c' sum to 0.
 
 **b)** Now take all groups of two answers. An answer is one token out of K, drawn from `pi_old`.
-Token a has the coefficient c[a]: all that the loss pushes it with, its ratio r included. That is
-any loss in which c depends on the own answer alone: for example r (R - b), clipped or not, divided
-by a length or not, with a fixed baseline b. (The group's mean is no fixed baseline: it holds the
-rewards of the others.) A group (a_1, a_2) pushes the K logits by
+Token a has the push c[a], its ratio r included. That is any loss in which c depends on the own
+answer alone: for example r (R - b), clipped or not, divided by a length or not, with a fixed
+baseline b. (The group's mean is no fixed baseline, because it holds the rewards of the others. With
+it the expected push would move.) A group (a_1, a_2) pushes the K logits by
 
     1/2 sum_i c'_i grad log pi(a_i),    grad log pi(a) = e_a - pi
 
@@ -27,15 +28,15 @@ most that is left at a shared token: the largest |c'_1 + c'_2| of the groups wit
 
 The grader computes the expected push of the loss as it was, without any c'. Yours must be the same.
 
-**Hint:** two loops, and `cancel([c[a], c[b]], [r[a], r[b]])`. Leave `cancel` away once, and look at
-both results again.
+**Hint:** two loops, and `prefix_baseline([c[a], c[b]], [r[a], r[b]])`. Leave it away once, and look
+at both results again.
 
 **Grade it:** `make exercise N=12`
 """
 
 
 # %%
-def cancel(c: list[float], r: list[float]) -> list[float]:
+def prefix_baseline(c: list[float], r: list[float]) -> list[float]:
     raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """AR and Lopti's headline in miniature: whose gradient is it, and does the order of two steps help?
 
-    python -m toy.lopti                         the tables
-    python -m toy.lopti --plot toy/lopti.png    and the picture (needs matplotlib)
+    python -m experiments.lopti                                 the tables
+    python -m experiments.lopti --plot experiments/lopti.png    and the picture (needs matplotlib)
 
 The policy is the small GPT-2 of train.py after a short warm start, mostly on worked solutions. Its
 tokens are parted by their probability into the quarters of 0 to 1. Two questions are asked of one
@@ -23,7 +23,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from losses import METHODS, Batch, token_grpo
+from experiments.nthr import make_start
+from losses import METHODS, Batch, Method, token_grpo
 from toy.figure import (
     draw_intervals,
     format_interval,
@@ -33,17 +34,15 @@ from toy.figure import (
     print_table,
     save,
 )
-from toy.nthr import make_start
 from train import (
     Config,
-    Minibatch,
     Policy,
     Scored,
     adamw,
+    learn,
     log_probs_in_pieces,
     sample,
     score,
-    update,
 )
 
 STARTS, RATE = 6, 1e-3
@@ -79,12 +78,9 @@ def climb(policy: Policy, scored: Scored, losses: Sequence[Callable]) -> tuple[T
     Returns log pi afterwards (N, T), and the first gradient's norm.
     """
     trial = replace(policy, model=copy.deepcopy(policy.model))
-    optimizer = adamw(trial.model, RATE)
-    config, rows = Config(), torch.arange(len(scored.answers.tokens))
-    updates = []
-    for loss in losses:
-        part = Minibatch(rows, scored.answers, scored.batch, scored.nodes, moved=bool(updates))
-        updates.append(update(trial, optimizer, loss, part, config))
+    config = Config(lr=RATE, minibatches=1, schedule="constant")
+    method = Method(tuple(losses))
+    updates = learn(trial, adamw(trial.model, RATE), scored, method, config)
     return log_probs_in_pieces(trial, scored.answers, config)[0], updates[0].grad_norm
 
 

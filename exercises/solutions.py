@@ -1,0 +1,146 @@
+"""The answer key: one right answer for every function. Look here last.
+
+    python -m exercises.grader 6 exercises/solutions.py
+
+The mistakes in mistakes.json are edits of these functions' text.
+"""
+# ruff: noqa: B905
+
+
+def group_advantages(rewards, group_size, scale):
+    groups = rewards.view(-1, group_size)
+    dim, std_dim = 1, 1
+    adv = groups - groups.mean(dim, keepdim=True)
+    if scale == "std":
+        std = groups.std(std_dim, keepdim=True)
+        adv = adv / (std + 1e-4)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return adv.masked_fill(equal, 0.0).view(-1)
+
+
+def shared_token_gradient(rho, advantages):
+    return rho * sum(advantages) / len(advantages)
+
+
+def gate_is_open(r, A, eps_low=0.2, eps_high=0.2):
+    low, high = 1 - eps_low, 1 + eps_high
+    return r < high if A > 0 else r > low
+
+
+def left_at_a_shared_token(rho, advantages, eps_low, eps_high):
+    low, high = 1 - eps_low, 1 + eps_high
+    factor = rho
+    return factor * sum(A for A in advantages if (rho < high if A > 0 else rho > low))
+
+
+def grpo_symmetric(batch, eps_low, eps_high):
+    low, high, L = 1 - eps_low, 1 + eps_high, batch.max_tokens
+    log_ratio = batch.logp - batch.logp_old
+    r = log_ratio.masked_fill(~batch.mask, 0.0).exp()
+    A = batch.adv.masked_fill(~batch.mask, 0.0)
+    x = r.clamp(low, high) * A
+    return -x.sum() / (len(x) * L)
+
+
+def left_by_the_length(lengths, advantages):
+    G = len(lengths)
+    return sum(A / T for A, T in zip(advantages, lengths)) / G
+
+
+def an_accident():
+    return [2, 2, 3, 3], [1, -1, 2, -2]
+
+
+def min_replace(w, adv):
+    w = w.detach()
+    return w.amin(1, keepdim=True).expand_as(w)
+
+
+def adv_orthogonal(w, adv):
+    w, dim = w.detach(), 1
+    norm = (adv * adv).sum(dim, keepdim=True)
+    norm = norm.masked_fill(norm == 0, 1.0)
+    return w - (adv * w).sum(dim, keepdim=True) / norm * adv
+
+
+def blind_spot():
+    return [3, 0.1, 0.1, 0.1], [1, 1, -1, -1], (0, 2)
+
+
+def learning_tax(coefficients, advantages, nodes, mask):
+    top = bottom = 0.0
+    used = mask & (advantages != 0)[:, None]
+    weights = coefficients / advantages[:, None]
+    for node in set(nodes[used].tolist()):
+        here = used & (nodes == node)
+        c, w, A = coefficients[here], weights[here], advantages[here.nonzero()[:, 0]]
+        if len(c) > 1:
+            wbar = w.mean()
+            tax = ((w - wbar) * A).sum()
+            size = c.abs().sum()
+            top += abs(tax)
+            bottom += size
+    return float(top / bottom) if bottom else 0.0
+
+
+def lone_advantage(reward, crumb, group_size):
+    G, rewards = group_size, [reward] + [crumb] * (group_size - 1)
+    mean = sum(rewards) / G
+    variance = sum((R - mean) ** 2 for R in rewards) / (G - 1)
+    return (reward - mean) / variance**0.5 if reward != crumb else 0.0
+
+
+def expected_advantages(chance, crumb, group_size):
+    G, miss = group_size, 1 - chance
+    std = (chance - miss) * (G - 1) / G**0.5
+    mean = (chance - crumb) * (1 - 1 / G)
+    return std, mean
+
+
+def a_better_way_that_loses():
+    return 0.01, 0.45
+
+
+def weight(s, adv):
+    return s.prod(1, keepdim=True).expand_as(s)
+
+
+def grpo_on_policy(advantages, lengths):
+    G, rows = len(advantages), list(zip(advantages, lengths))
+    value = sum(A for A, T in rows) / G
+    c = sum(A / T for A, T in rows)
+    return -value, c
+
+
+def dr_grpo_on_policy(advantages, lengths, budget):
+    G, L, rows = len(advantages), budget, list(zip(advantages, lengths))
+    value = sum(A * T for A, T in rows) / L
+    c = sum(A for A, T in rows) / L
+    return -value / G, c
+
+
+def nothing_is_learned(rewards):
+    return max(rewards) == min(rewards)
+
+
+def prefix_baseline(c, r):
+    n, new = len(c), []
+    if n == 1:
+        return c
+    for i in range(n):
+        others = [c[j] / r[j] for j in range(n) if j != i]
+        new.append(c[i] - r[i] * sum(others) / len(others))
+    return new
+
+
+def over_all_pairs(pi, pi_old, c):
+    K, r = len(pi), [p / q for p, q in zip(pi, pi_old)]
+    push, left = [0.0] * K, 0.0
+    for a, b in [(a, b) for a in range(K) for b in range(K)]:
+        x, y = c[a] - r[a] * c[b] / r[b], c[b] - r[b] * c[a] / r[a]
+        odds = pi_old[a] * pi_old[b] / 2
+        if a == b:
+            left = max(left, abs(x + y))
+        for k in range(K):
+            push[k] += odds * (x * ((k == a) - pi[k]) + y * ((k == b) - pi[k]))
+    return push, left

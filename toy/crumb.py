@@ -1,0 +1,222 @@
+"""The crumb: divided by the group's std, a policy can stay at a tenth of the reward for good.
+
+    python -m toy.crumb                        the tables: a minute
+    python -m toy.crumb --plot toy/crumb.png   and the picture (needs matplotlib)
+
+    prompt -+- usual way: format ------- 0.1   surely; the answer is wrong
+            `- rare way: no format --+-- 1     with chance 0.45
+                                     `-- 0
+
+    prompt -+- first way --------------- 0.7   surely
+            |- second way -----------+-- 1     with chance 0.4
+            |                        `-- 0.5
+            `- third way ------------+-- 0.75  with chance 0.72
+                                     `-- 0.1
+
+An answer is one token, its way, and the policy has a logit for each way. So all lengths are equal,
+and with one update a batch nothing is clipped. The rows differ in what divides R - mean, and in
+nothing else. "Exact" means that all groups are enumerated, each as often as it is probable. There
+the batch of "batch" is very large, and all of this one prompt. A sampled batch is 32 groups of this
+prompt. toy/README.md says what came out, and claims C29 and C30 why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, Optimizer
+
+import losses
+from losses import Batch
+from toy.figure import COLORS, make_figure, parse_plot, print_table, save
+from toy.worlds import Groups, Outcome
+
+CRUMB, RIGHT = 0.1, 0.45  # what the usual way earns; the chance of the rare way to earn 1
+RARE_WAY = [Outcome(0, 1.0, CRUMB, 1), Outcome(1, RIGHT, 1.0, 1), Outcome(1, 1 - RIGHT, 0.0, 1)]
+FIRST, SECOND, THIRD = [(1.0, 0.7)], [(0.4, 1.0), (0.6, 0.5)], [(0.72, 0.75), (0.28, 0.1)]
+THREE_WAYS = [
+    Outcome(way, chance, reward, 1)
+    for way, ends in enumerate((FIRST, SECOND, THIRD))
+    for chance, reward in ends
+]
+# Of group_advantages; "parts": the format and the answer, each divided by its own std in the group,
+# are weighed and summed. Only the first world has parts.
+SCALES = ("std", "mean", "batch", "parts")
+STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
+THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
+G, GROUPS, RUNS = 8, 32, 100  # answers of a group; groups of a sampled batch; sampled runs
+BATCHES, THREE_BATCHES = 300, 1200
+ADAM = partial(Adam, lr=0.03, betas=(0.9, 0.95))
+PLAIN = partial(SGD, lr=2.0)  # plain gradient ascent
+
+
+def compare(rewards: Tensor, G: int, scale: str) -> Tensor:
+    """A_i of every answer, by one of SCALES. (N,) -> (N,)."""
+    if scale != "parts":
+        return losses.group_advantages(rewards, G, scale)
+    formatted, right = ((rewards == x).to(rewards.dtype) for x in (CRUMB, 1.0))
+    return CRUMB * losses.group_advantages(formatted, G) + losses.group_advantages(right, G)
+
+
+def make_batch(logits: Tensor, ways: Tensor, A: Tensor, G: int) -> Batch:
+    """Of P policies, one below the other. logits (P, W), ways (P, N) or (N,), A (P, N)."""
+    logp = logits.log_softmax(1).gather(1, ways.expand(A.shape)).view(-1, 1)
+    adv = len(A) * A.reshape(-1, 1)  # a loss takes the mean over policies, too
+    return Batch(logp, logp.detach(), adv, torch.ones_like(adv, dtype=torch.bool), G, 1)
+
+
+def enumerate_batch(groups: Groups, scale: str, logits: Tensor) -> Batch:
+    """All groups at once. Their A carries how probable they are, as in Groups.batch."""
+    logp, R = logits.detach().log_softmax(1), groups.rewards
+    shares = torch.stack([groups.probabilities(x[groups.way, None]) for x in logp])  # (P, groups)
+    shares = shares.repeat_interleave(groups.G, 1)  # (P, N)
+    A = compare(R, groups.G, "mean" if scale == "batch" else scale).expand(shares.shape)
+    if scale == "batch":
+        mean = (shares * R).sum(1, keepdim=True) / groups.G
+        variance = (shares * (R - mean) ** 2).sum(1, keepdim=True) / groups.G
+        A = A / (variance.sqrt() + 1e-4)
+    return make_batch(logits, groups.way, A * shares * (len(R) / groups.G), groups.G)
+
+
+def sample_batch(generator: torch.Generator, scale: str, logits: Tensor) -> Batch:
+    """GROUPS groups of the first world for every run."""
+    draws = torch.rand(2, len(logits), GROUPS * G, generator=generator, dtype=torch.float64)
+    ways = (draws[0] < logits.detach().softmax(1)[:, 1:]).long()  # (P, N)
+    rewards = torch.where(ways == 0, CRUMB, (draws[1] < RIGHT).double())
+    if scale == "batch":  # each run has a batch of its own
+        A = torch.stack([compare(R, G, scale) for R in rewards])
+    else:
+        A = compare(rewards.flatten(), G, scale).view(ways.shape)
+    return make_batch(logits, ways, A, G)
+
+
+def train(
+    starts: Tensor,
+    draw: Callable[[Tensor], Batch],
+    batches: int = BATCHES,
+    optimizer: Callable[..., Optimizer] = ADAM,
+) -> Tensor:
+    """The shares of the ways before each batch and at the end. (P, W) -> (batches + 1, P, W).
+
+    draw: logits (P, W) -> their batch.
+    """
+    logits = starts.log().requires_grad_()
+    step, path = optimizer([logits]), [starts]
+    for _ in range(batches):
+        step.zero_grad()
+        losses.grpo(draw(logits)).backward()
+        step.step()
+        path.append(logits.detach().softmax(1))
+    return torch.stack(path)
+
+
+def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
+    """J, exactly. (..., W) -> (...)."""
+    return sum(shares[..., o.way] * o.chance * o.reward for o in outcomes)
+
+
+def find_threshold(G: int, scale: str = "std") -> float:
+    """The share above which the rare way grows, in expectation, by halving."""
+    groups, low, high = Groups(RARE_WAY, G), 0.0, 1.0
+    for _ in range(30):
+        share = (low + high) / 2
+        logits = torch.tensor([[1 - share, share]], dtype=torch.float64).log().requires_grad_()
+        losses.grpo(enumerate_batch(groups, scale, logits)).backward()
+        low, high = (low, share) if logits.grad[0, 1] < 0 else (share, high)
+    return share
+
+
+# ---------------- the figure
+
+
+def train_exact(scale: str) -> Tensor:
+    """J from each of STARTS. (BATCHES + 1, 3)."""
+    path = train(STARTS, partial(enumerate_batch, Groups(RARE_WAY, G), scale))
+    return expected_reward(RARE_WAY, path)
+
+
+def train_sampled(scale: str, runs: int = RUNS) -> Tensor:
+    """J of every run from each of STARTS. (BATCHES + 1, 3, runs)."""
+    generator = torch.Generator().manual_seed(0)  # all scales see the same random numbers
+    path = train(STARTS.repeat_interleave(runs, 0), partial(sample_batch, generator, scale))
+    return expected_reward(RARE_WAY, path).view(-1, len(STARTS), runs)
+
+
+def train_three(scale: str, optimizer: Callable[..., Optimizer] = PLAIN) -> Tensor:
+    """The shares of the three ways, G = 4, from each of THREE_STARTS. (.., 2, 3)."""
+    draw = partial(enumerate_batch, Groups(THREE_WAYS, 4), scale)
+    return train(THREE_STARTS, draw, THREE_BATCHES, optimizer)
+
+
+LINES = {  # of the picture: label, colour (a method's, where one of ours has the scale), style
+    "mean": ("nothing (dr-grpo)", COLORS["dr-grpo"], "-"),
+    "batch": ("the batch's std", "#8C564B", "--"),
+    "std": ("the group's std (grpo)", COLORS["grpo"], "-"),
+}
+
+
+def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, Tensor]):
+    figure = make_figure(
+        "Undivided, or divided by the batch's std, R - mean teaches the better way.\n"
+        "Divided by the group's std it keeps a usual way that earns 0.1, or a mixture of ways.",
+        3.9,
+    )
+    panels = figure.subplots(1, 3)
+    for scale, (label, color, dashes) in LINES.items():
+        of_panels = exact[scale], sampled[scale][:, 1], three[scale]
+        for panel, curves, width in zip(panels, of_panels, (2, 0.5, 2), strict=True):
+            panel.plot(curves, color=color, linestyle=dashes, linewidth=width)
+        panels[0].plot([], [], color=color, linestyle=dashes, linewidth=2, label=label)
+    panels[0].text(300, 0.11, "from 0.02 and 0.05", color=COLORS["grpo"], ha="right")
+    panels[0].text(300, 0.42, "from 0.08", color=COLORS["grpo"], ha="right")
+    panels[0].set(
+        title="a rare way of share 0.02, 0.05, 0.08,\nexpected updates", ylabel="expected reward"
+    )
+    panels[1].set_title(f"a rare way of share 0.05,\n{sampled['std'].shape[2]} sampled runs each")
+    panels[2].set_title("three ways, two starts,\nexpected updates")
+    for panel in panels:
+        panel.set_xlabel("batches")
+    figure.legend(title="R - mean of the group is divided by", loc="outside lower center", ncols=3)
+    return figure
+
+
+def main():
+    path = parse_plot(__doc__)
+    torch.set_num_threads(1)
+    exact = {scale: train_exact(scale) for scale in SCALES}
+    sampled = {scale: train_sampled(scale) for scale in SCALES}
+    print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.")
+    print(f"In brackets: how many of {RUNS} sampled runs find it (J above 0.4)\n")
+    rows = {
+        scale: [
+            f"{J:.3f} ({found})"
+            for J, found in zip(
+                exact[scale][-1], (sampled[scale][-1] > 0.4).sum(1).tolist(), strict=True
+            )
+        ]
+        for scale in SCALES
+    }
+    print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
+    print("\nThe share below which the group's std drives the rare way out\n")
+    print_table({"std": [f"{find_threshold(G):.4f}" for G in (4, 8, 16)]}, ["G = 4", "8", "16"])
+    print(
+        "\nThree ways, G = 4, exact: the end of plain ascent from two starts; with Adam J from/to\n"
+    )
+    three, rows = {}, {}
+    for scale in LINES:
+        plain = train_three(scale)
+        three[scale] = expected_reward(THREE_WAYS, plain)
+        adam = expected_reward(THREE_WAYS, train_three(scale, ADAM))[THREE_BATCHES // 2 :]
+        ends = [f"{J:.4f}" for J in three[scale][-1]]
+        shares = ", ".join(f"{share:.3f}" for share in plain[-1, 0])
+        rows[scale] = [*ends, shares, f"{adam.min():.3f} to {adam.max():.3f}"]
+    print_table(rows, ["J", "J", "shares, first start", "Adam"])
+    if path:
+        save(plot(exact, sampled, three), path)
+
+
+if __name__ == "__main__":
+    main()
