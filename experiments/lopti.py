@@ -11,7 +11,7 @@ rollout batch, each from the same policy (AR/Lopti Fig. 1d-f):
 2. Which share of the tokens with p > .75 moves the way its advantage points, after two steps?
 
 grpo is here the token mean that Lopti stands on. AdamW has no history before the first step.
-toy/README.md says what came out.
+NEIGHBOURS.md says what came out.
 """
 
 from __future__ import annotations

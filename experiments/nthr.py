@@ -8,7 +8,7 @@ all right, so a wrong answer is mostly a right one with a slip. A question gets 
 some are right and some are wrong, a method makes one step on these G answers alone. Delta is the
 change of log pi of the right answers, on average (NTHR Fig. 1 and 4). Every method starts from the
 same policy and learns from the same answers. The step is train.py's own, with its gradient clip.
-The optimiser has no history. toy/README.md says what came out.
+The optimiser has no history. NEIGHBOURS.md says what came out.
 """
 
 from __future__ import annotations

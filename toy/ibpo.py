@@ -10,7 +10,7 @@ answer is known exactly; at the start it is 0.63^K. It is trained by SGD, throug
 The policy corrects each wrong answer of its own beside one sibling, a right one if there is one. It
 draws every digit from its table once more, but with 6 times the odds for each of the two answers
 that shows the digit. If that is right, the answer is repaired, and losses.ibpo says which of its
-tokens get credit. toy/README.md says what came out.
+tokens get credit. NEIGHBOURS.md says what came out.
 """
 
 from __future__ import annotations
