@@ -215,7 +215,7 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     (path,) = run.glob("batches/*.pt")
     # Two groups, as if they were a later batch of the run, and between them one of equal rewards.
     one, two = (
-        toy(moved="1.6", spread="wide"),
+        toy(moved="1.3", spread="wide"),
         Group(
             ["x|y|a|b", "x|y|c", "x|y|d|e|f", "x|y"],
             [2.0, 1.0, 1.0, 0.5],
