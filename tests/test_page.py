@@ -49,7 +49,9 @@ PRESS = """<script type="module">
         .map((of) => [of.id, texts("figure output", of)])),
       cells: texts("section td"), captions: texts("#trainer figcaption"),
       strips: all(".strip").map((of) => all("i", of).map((cell) => cell.className[0]).join("")),
-      images: all("img").length, beyond: document.documentElement.scrollWidth - innerWidth,
+      curves: all(".plot path[class]").map((path) => path.getAttribute("d").split("L").at(-1)),
+      dots: all(".dot").map((dot) => dot.getAttribute("cy")), images: all("img").length,
+      beyond: document.documentElement.scrollWidth - innerWidth,
     };
   }));
 </script></html>"""
@@ -215,7 +217,7 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     (path,) = run.glob("batches/*.pt")
     # Two groups, as if they were a later batch of the run, and between them one of equal rewards.
     one, two = (
-        toy(moved="1.6", spread="wide"),
+        toy(moved="1.3", spread="wide"),
         Group(
             ["x|y|a|b", "x|y|c", "x|y|d|e|f", "x|y"],
             [2.0, 1.0, 1.0, 0.5],
@@ -386,6 +388,9 @@ def test_the_curves_end_where_enumerated_groups_end(article, monkeypatch):
     for key, (setting, scale) in cases.items():
         shown = [*map(float, article[key]["figures"]["lengths"][5:])]
         assert shown == pytest.approx([end_of(row, setting) for row in rows[scale]], abs=6e-4)
+        # The lines end there: 0.6 is 174 points above 0, at 192. One divisor is drawn first.
+        ends = [(192 - float(point.split()[1])) / 290 for point in article[key]["curves"][:3]]
+        assert ends == pytest.approx([shown[2], *shown[:2]], abs=1e-3)
     sliders = [*map(float, article["3: worse"]["figures"]["lengths"])]
     assert sliders == [16, 16, 4, 24, 0.2, 0.205, 0.592, 0.597]  # toy/README's world 3
     said = article["half of"]["said"][3]
@@ -403,6 +408,8 @@ def test_noise_follows_its_law(article):
         shown = [float(x.replace("× ", "")) for x in article[key]["figures"]["noise"]]
         fixed = (1 - rho) * n / (n - 1)
         even = 1 - (G / (G - 1)) / (n / (n - 1))  # there the law against the group's mean is 1
+        dot = (192 - float(article[key]["dots"][0])) / 87  # its height in the plot
+        assert dot == pytest.approx(fixed * (G - 1) / G, abs=1e-3)
         assert shown == pytest.approx([rho, n, G, fixed * (G - 1) / G, fixed, even], abs=6e-4)
 
 

@@ -72,7 +72,7 @@
 
   // ---------------- push = credit + tax
 
-  const answers = [1, 2, 3, 4].map((i) => [`w${i}`, `weight w of answer ${i}`, 0, 0.6, 0.05, (w) => w.toFixed(2)]);
+  const answers = [1, 2, 3, 4].map((i) => [`w${i}`, `w of answer ${i}`, 0, 0.6, 0.05, (w) => w.toFixed(2)]);
   live("identity", "w1=0.2&w2=0.2&w3=0.2&w4=0.2&won=1010", answers, (state, figure) => {
     const w = [1, 2, 3, 4].map((i) => Number(state[`w${i}`]));
     const A = [...state.won].map((won) => Number(won) - 0.5);

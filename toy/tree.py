@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import base64
 import functools
-import inspect
 import itertools
 import json
 import math
@@ -201,13 +200,6 @@ def brief(x: Tensor) -> list:
     return x.round(decimals=8).tolist()
 
 
-def find_formula(method: Method) -> str:
-    """The line "J = ..." of its loss's docstring, if there is one."""
-    loss = getattr(method.passes[0], "func", method.passes[0])  # without its hyperparameters
-    lines = (inspect.getdoc(loss) or "").splitlines()
-    return next((line for line in lines if line.startswith("J = ")), "")
-
-
 def control(name: str, label: str, options, kind: str, style: str = "radio") -> dict:
     """A control. kind: whether it chooses the scene, the loss, or the state, which is a policy."""
     return {"id": name, "label": label, "options": list(options), "kind": kind, "style": style}
@@ -218,7 +210,7 @@ def write_page(data: dict, methods: dict[str, Method]) -> str:
     method = control("method", "method", methods, "loss", "select")
     baseline = control("baseline", "baseline at every history", ("off", "on"), "loss")
     data["controls"] = [method, baseline, *data["controls"]]
-    data["methods"] = {name: find_formula(method) for name, method in methods.items()}
+    data["methods"] = {name: f"J = {m.formula}" for name, m in methods.items()}
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()
     return read("tree_page.html").replace("DATA", packed, 1)
 
@@ -295,7 +287,10 @@ def run_page(run: Path) -> str:
     lead += " Each is shown as if it were a batch of its own."
     lead += " Where a card has several tokens, the pushes are those on the first."
     if name in methods:
-        methods[name] = bind(methods[name], flags["hyper"])
+        pairs = (pair.split("=", 1) for pair in flags["hyper"].split())
+        # Not the KL term: the log-probs of the reference are not saved.
+        hyper = {key: value for key, value in pairs if not key.startswith("kl")}
+        methods[name] = losses.bind(name, hyper)
     else:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"
@@ -309,16 +304,6 @@ def run_page(run: Path) -> str:
     ]
     data = {"digits": 4, "lead": lead, "start": start, "states": states, "scenes": scenes}
     return write_page(data | {"controls": controls}, methods)
-
-
-def bind(method: Method, hyper: str) -> Method:
-    """The method with the hyperparameters of a run, as in "eps_low=0.1 kl=0.04"."""
-    (loss,) = method.passes
-    kinds = {p.name: type(p.default) for p in inspect.signature(loss).parameters.values()}
-    pairs = (pair.split("=", 1) for pair in hyper.split())
-    # Not the KL term: the log-probs of the reference are not saved.
-    chosen = {key: kinds[key](value) for key, value in pairs if not key.startswith("kl")}
-    return replace(method, passes=(functools.partial(loss, **chosen),))
 
 
 def main(argv: list[str] | None = None):
