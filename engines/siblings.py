@@ -24,17 +24,17 @@ from losses import decided, histories, prefix_nodes
 
 
 def count_siblings(
-    tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int
+    tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int, logp: Tensor | None = None
 ) -> dict[str, float]:
     """sibling_share and what losses.decided finds, {} there if no reward differs.
 
-    (N, T) ids, (N, T) bool, (N,) -> numbers.
+    (N, T) ids, (N, T) bool, (N,), G, (N, T) -> numbers.
     """
     nodes = prefix_nodes(tokens, mask, group_size)
     history = histories(nodes, group_size)[mask]  # of K tokens
     _, at, visitors = history.unique(return_inverse=True, return_counts=True)
     share = (visitors[at] > 1).double().mean().item()
-    return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
+    return {"sibling_share": share} | decided(rewards, nodes, mask, group_size, logp)
 
 
 def main(argv: list[str] | None = None):
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None):
     policy = train.load_policy(config, task, config.model)
     answers = train.sample(policy, task, task.test[: config.prompts], 0, config)
     for first in (3, 10, config.max_tokens):
-        tokens, mask = answers.tokens[:, :first], answers.mask[:, :first]
-        numbers = count_siblings(tokens, mask, answers.rewards, config.group_size)
+        tokens, mask, logp = (x[:, :first] for x in (answers.tokens, answers.mask, answers.logp))
+        numbers = count_siblings(tokens, mask, answers.rewards, config.group_size, logp)
         said = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
         print(f"first {first} tokens of {len(mask)} answers: {said}")
 

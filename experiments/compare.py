@@ -22,7 +22,6 @@ only one of them repairs) and the order of their prompts.
                   that of DFPO's paper is not public)
     drift         the toy's: how far the shares of the openers have moved from the start. It is half
                   the sum of their changes' sizes; 0.3: 30 % of the answers open otherwise
-    tax           learning tax, mean over the run
 """
 
 from __future__ import annotations
@@ -165,7 +164,6 @@ def compute_outcomes(runs: pd.DataFrame) -> pd.DataFrame:
             "Steps(0.8)": reached.min() if len(reached) else math.inf,
             "jitter": reward.diff().diff().abs().mean(),
             "drift": last["drift"],
-            "tax": lines["tax"].mean(),
         }
     table = pd.DataFrame(outcomes).T.rename_axis(["method", "seed"])
     return table.dropna(axis="columns", how="all")
@@ -216,7 +214,7 @@ def draw(runs: pd.DataFrame):
     figure = Figure(figsize=(8.3, 6.2), layout="constrained")
     rewards = compute_outcomes(runs)["reward"].groupby("method", sort=False).mean()
     figure.suptitle(f"{rewards.idxmax()} has the highest mean reward: {rewards.max():.3f}")
-    panels = {"reward": 5, "greedy": 1, "tax": 5, "entropy": 1}
+    panels = {"reward": 5, "greedy": 1, "length": 5, "entropy": 1}
     for axis, (key, window) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         curves = runs.pivot(index=["method", "seed"], columns="step", values=key).T
         curves = curves.dropna(how="all").rolling(window, min_periods=1).mean()

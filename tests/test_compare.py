@@ -18,7 +18,7 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
     (folder / "config.json").write_text(json.dumps(asdict(config)))
     lines = [{"step": 0, "greedy": 0.9, "opener so": 0.5, "opener ok": 0.5, "opener other": 0.0}]
     for t, reward in enumerate(rewards, 1):
-        lines.append({"step": t, "reward": reward, "tax": 0.25, "entropy": 1})
+        lines.append({"step": t, "reward": reward, "length": 9, "entropy": 1})
     lines[-1] |= {"greedy": 0.75, "opener so": 0.75, "opener ok": 0.15, "opener other": 0.1}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -26,7 +26,7 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
 
 def test_what_runs_come_to_by_hand(tmp_path):
     folder = make_run(tmp_path / "r", [0.25] * 11 + [1.0] * 9)
-    expected = dict(reward=0.5875, final=0.925, greedy=0.75, jitter=1.5 / 18, drift=0.35, tax=0.25)
+    expected = dict(reward=0.5875, final=0.925, greedy=0.75, jitter=1.5 / 18, drift=0.35)
     expected |= {"Steps(0.8)": 15}  # (0.25 + 4) / 5
     outcomes = compare.compute_outcomes(compare.read_runs([folder]))
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)

@@ -376,7 +376,8 @@ def test_a_model_whose_weights_would_be_random_is_refused(tmp_path):
     assert "random weights" in refused(load, path)
 
 
-def test_token_scores_know_no_bias(scratch, monkeypatch):
-    monkeypatch.setattr(scratch.model.lm_head, "bias", torch.nn.Parameter(torch.zeros(1)))
+def test_token_scores_know_no_bias():
+    policy = load("scratch", layers=1, width=16)
+    policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="bias"):
-        add_scores(None, scratch, None, train.Config())
+        add_scores(None, policy, None, train.Config())

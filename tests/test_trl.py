@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
 from losses import METHODS, Batch, OldPolicy
+from toy import plain
 from train import Config, bind, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
@@ -174,7 +175,7 @@ def again(path, steps, config, method, hyper, prefix_baseline=False, sampler=Fal
         if prefix_baseline:
             loss = losses.prefix_baseline(loss, batch, losses.prefix_nodes(tokens, mask, G))
         loss.backward()
-        full = [naive.read(policy, *row, TEMPERATURE) for row in zip(prompts, answers, strict=True)]
+        full = [plain.read(policy, *row, TEMPERATURE) for row in zip(prompts, answers, strict=True)]
         spread = [-(x.exp() * x).sum(1).detach() for x in full]  # of each token, in nats
         micro, accumulate = config.per_device_train_batch_size, config.gradient_accumulation_steps
         parts = [  # of a micro-step of all processes; the rows of a process are together
@@ -199,7 +200,8 @@ def of_siblings(answers):
     at_history = sum(R[i] * (R[i] - fmean(R[j] for j in v if j != i)) for i, v in shared)
     n = fmean(len(v) for _, v in shared)
     log = {"decided": 1 - at_history / at_group, "visitors": n}
-    return log | {"sibling_share": len(shared) / len(tokens), "break_even": (G - n) / n / (G - 1)}
+    price = fmean(len(v) / (len(v) - 1) for _, v in shared) * (G - 1) / G
+    return log | {"sibling_share": len(shared) / len(tokens), "break_even": 1 - 1 / price}
 
 
 def padded(rows):
@@ -360,13 +362,15 @@ def test_siblings_share_all_words_before(monkeypatch, capsys):
     tokens = torch.tensor([[5, 6, 2, 0], [5, 6, 7, 8], [5, 9, 9, 3]])
     rewards = torch.tensor([0.0, 0.0, 1.0])  # "5 6" decides it
     answers = SimpleNamespace(tokens=tokens, mask=tokens > 0, rewards=rewards)
+    answers.logp = torch.full((3, 4), -1.0)  # all tokens count alike
     monkeypatch.setattr(siblings.train, "sample", lambda *_: answers)
     siblings.main(["--group-size", "3", "--max-tokens", "4"])
     said = capsys.readouterr().out
     # 3 + 3 + 2 of 9 tokens have a sibling. Before six of them nothing is decided: 1/3 is the
     # variance; two have seen "5 6", after which it is 0.
     assert "first 3 tokens of 3 answers: sibling_share 0.889, decided 0.250" in said
-    assert "visitors 2.750, break_even 0.045" in said  # (6 * 3 + 2 * 2) / 8
+    # (6 * 3 + 2 * 2) / 8; the mean of n / (n - 1) is 13 / 8, and 1 - 3/2 * 8/13 is 1/13
+    assert "visitors 2.750, break_even 0.077" in said
     assert "first 4 tokens of 3 answers: sibling_share 0.727" in said  # of 11
 
 
