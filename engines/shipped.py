@@ -66,7 +66,6 @@ def trl_rows() -> list[Row]:
         add('level == "sequence"', loss_type=loss_type, importance_sampling_level="sequence")
     add("self.args.delta is not None", delta=3.0)  # dual clip
     add("self.off_policy_mask_threshold", off_policy_mask_threshold=0.5)
-    add("self.top_entropy_quantile", top_entropy_quantile=0.2)
     add("self.args.use_bias_correction_kl", beta=0.04)
     add("per_token_kl = (", beta=0.04, use_bias_correction_kl=False)
     add("", "RLOO")
