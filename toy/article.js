@@ -44,7 +44,7 @@
     const choices = [...guess.querySelectorAll("button")];
     for (const button of choices) {
       button.onclick = () => {
-        for (const other of choices) other.ariaPressed = String(other === button);
+        for (const other of choices) other.setAttribute("aria-pressed", other === button);
         verdict.textContent = "right" in button.dataset ? "Yes. " : "No. ";
         answer.hidden = false;
         const buttons = [...guess.closest("section").querySelectorAll("button[value]")];
@@ -224,9 +224,9 @@
     };
     const cells = Object.entries(scales).flatMap(([name, f]) => {
       const pulls = SHARES.map(f), start = Math.abs(f(p)) > 1e-9 ? f(p) : 0;
-      // It moves on while the sign stays: to all or none, or to the first share that turns it back.
+      // It moves on while the sign stays: to all or none, or to the share where the pull turns.
       const turns = SHARES.filter((x, k) => (x - p) * start > 0 && pulls[k] * start <= 0);
-      let end = !start ? p : (start > 0 ? turns[0] : turns.at(-1)) ?? Number(start > 0);
+      let end = !start ? p : turns[0] ?? Number(start > 0);
       for (let from = p, k = 0; turns.length && k < 30; k++) {
         const middle = (from + end) / 2;
         if (f(middle) * start > 0) from = middle;
