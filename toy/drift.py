@@ -169,7 +169,7 @@ def main():
     rows = {}
     for name in (EXACT, CANCELLED):
         end = wander(ROWS[name])
-        deviations = predict_deviation(ROWS[name].cancels), end.std()
+        deviations = predict_deviation(ROWS[name].prefix_baseline), end.std()
         rows[name] = [*(f"{x:.3f}" for x in deviations), format_interval(end)]
     print_table(rows, ["deviation, predicted", "measured", "mean"])
     if path:

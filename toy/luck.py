@@ -1,6 +1,6 @@
 """When does a baseline at every history pay? Where luck decides the reward before the policy does.
 
-    python -m toy.luck                       the table: two minutes
+    python -m toy.luck                       the table: three minutes
     python -m toy.luck --plot toy/luck.png   and the picture (needs matplotlib)
 
 An answer is three tokens. The environment says easy or hard, the policy takes one of two ways, and
@@ -142,18 +142,16 @@ def train(
     return torch.stack(shares).view(BATCHES, -1, runs)
 
 
-def compare(
-    world: World, G: int, optimiser: str, row: Row, trials: int = TRIALS, runs: int = RUNS
-) -> list[Tensor]:
-    """The shares without and with a prefix baseline, (BATCHES, runs) each.
+def compare(world: World, G: int, optimiser: str, row: Row) -> list[Tensor]:
+    """The shares without and with a prefix baseline, (BATCHES, RUNS) each.
 
     A share after n batches is that of runs at the rate which is best for n batches.
     """
     curves, rates = [], OPTIMISERS[optimiser][2]
     for one in (row, row._replace(prefix_baseline=True)):
-        best = train(one, world, G, optimiser, rates, trials, seed=1).mean(2).argmax(1)
+        best = train(one, world, G, optimiser, rates, TRIALS, seed=1).mean(2).argmax(1)
         used, place = best.unique(return_inverse=True)  # place: (BATCHES,)
-        shares = train(one, world, G, optimiser, rates[used], runs, seed=0)
+        shares = train(one, world, G, optimiser, rates[used], RUNS, seed=0)
         curves.append(shares[torch.arange(BATCHES), place])
     return curves
 
@@ -161,7 +159,7 @@ def compare(
 def plot(curves: dict[str, list[Tensor]]):
     figure = make_figure(
         "A baseline at every history learns faster where luck decides most of the reward.\n"
-        "It brings nothing with less luck, and loses where a rare token earns most.",
+        "It brings nothing with less luck, and may lose where a rare token earns most.",
         3.3,
     )
     axes = figure.subplots(1, len(PANELS), sharey=True)
