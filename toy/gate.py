@@ -88,7 +88,7 @@ def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
         axis.set(xscale="log", xlabel="learning rate")
     panels[0].set_title(f"plain ascent, {BATCHES} batches of 2 updates")
     panels[1].set_title("Adam, the same")
-    panels[0].set_ylabel("expected reward at the end (best: 0.5)")
+    panels[0].set_ylabel("final reward (best: 0.5)")
     panels[1].legend()
     return figure
 
