@@ -215,7 +215,7 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
 @pytest.mark.parametrize("baseline", [False, True])
 def test_the_plain_algorithm_makes_the_trainers_step(start, first_rows, baseline):
     """toy/plain.py, from the sampled answers to the weights."""
-    flags = dict(prompts=4, group_size=G, max_tokens=L, minibatches=2, seed=5, lr=0.02)
+    flags = dict(prompts=4, group_size=G, max_tokens=L, minibatches=2, epochs=3, seed=5, lr=0.05)
     config = train.Config(**flags, schedule="constant", prefix_baseline=baseline)
     (policy, _, _), task, method = copy.deepcopy(start), Letters(), losses.bind("grpo", {})
     theirs, rows = copy.deepcopy(policy), [copy.copy(row) for row in first_rows]
@@ -225,8 +225,9 @@ def test_the_plain_algorithm_makes_the_trainers_step(start, first_rows, baseline
     answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
     scored = train.score(policy, answers, method, config, None)
     train.learn(policy, train.adamw(policy.model, 9.0), scored, method, config)
-    order = torch.randperm(4, generator=train.rng(5, "learn", 2)).view(2, -1).tolist()
-    plain.step(theirs, naive.adam(theirs.model, 0.02), rows, order, baseline)
+    gen = train.rng(5, "learn", 2)
+    order = sum([torch.randperm(4, generator=gen).view(2, -1).tolist() for _ in range(3)], [])
+    plain.step(theirs, naive.adam(theirs.model, 0.05), rows, order, baseline, G)
     assert not torch.equal(weights(policy), weights(start[0]))
     torch.testing.assert_close(weights(policy), weights(theirs), rtol=0, atol=1e-9)
 
@@ -367,6 +368,12 @@ def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(prepared):
     assert seen.sort()[0].tolist() == old.sum(1).sort()[0].tolist()
     now, _ = train.log_probs_in_pieces(policy, last.part.answers, config)
     assert torch.equal(last.after, now)
+    # All at once, too; and a minibatch has its own problems.
+    config = replace(config, micro_rows=64)
+    first, _ = train.learn(policy, train.adamw(policy.model, 0.01), scored, method, config)
+    assert torch.equal(first.batch.logp, first.part.batch.logp_old)
+    ids = policy.tokenizer([item.prompt for item in first.part.answers.items])["input_ids"]
+    assert first.part.answers.prompts.tolist() == ids
 
 
 def test_a_prompt_and_its_answer_must_fit_the_context(prepared):

@@ -23,26 +23,25 @@ TOKENS = 26  # the longest answer
 EPS = 0.2  # GRPO's clip
 
 
-def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline: bool = False):
+def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
     """Learn from sampled answers. A row has a prompt, an answer and a reward; a group is G rows.
 
     minibatches: which groups an optimiser step learns from.
     """
     # Before learning: how probable each answer was, and how it compares with its group. Only the
     # end of an answer is rewarded, so each of its tokens has the advantage of the whole.
-    group_size = len(rows) // sum(map(len, minibatches))
-    A = advantages([row.reward for row in rows], group_size)
+    A = advantages([row.reward for row in rows], G)
     for row, advantage in zip(rows, A, strict=True):
         row.old, row.A = log_probs(policy, row.prompt, row.answer).detach(), advantage
     for groups in minibatches:
-        some = [row for g in groups for row in rows[g * group_size :][:group_size]]
+        some = [row for g in groups for row in rows[g * G :][:G]]
         now = [log_probs(policy, row.prompt, row.answer) for row in some]  # (T_i,) each
         ratios = [(x.detach() - row.old).exp().tolist() for x, row in zip(now, some, strict=True)]
         # How hard is each token pushed? 1 over the answer's length is GRPO's average.
         pairs = zip(ratios, some, strict=True)
         c = [[push(row.A, r) / len(row.answer) for r in its_ratios] for its_ratios, row in pairs]
         if baseline:
-            c = prefix_baseline(c, ratios, [row.answer for row in some], group_size)
+            c = prefix_baseline(c, ratios, [row.answer for row in some], G)
         # A push of c on a token is c times the gradient of its log-prob. Descent wants the minus.
         pushed = [torch.tensor(x) @ y for x, y in zip(c, now, strict=True)]
         optimizer.zero_grad()
