@@ -58,8 +58,8 @@ class Groups:
 
         shares: how much each group counts, (P, groups). Losses are homogeneous in A, so each
         group's A carries its share. It also carries the number of groups, over which a loss takes
-        the mean. A is that of `scale`; or, if it is "exact", R minus what the policy expects. Raises
-        ValueError for "batch": all groups, each once, are nobody's batch.
+        the mean. A is that of `scale`; or, if it is "exact", R minus what the policy expects.
+        Raises ValueError for "batch": all groups, each once, are nobody's batch.
         """
         if scale == "batch":
             raise ValueError('the enumerated groups are no batch, so the scale cannot be "batch"')
