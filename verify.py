@@ -36,7 +36,7 @@ from claims import CLAIMS, Claim, Evidence, examine, objective, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 
-QUESTIONS = Path(__file__).parent / "claims" / "README.md"
+QUESTIONS = Path(__file__).parent / "claims" / "questions.md"
 PROOFS = Path(__file__).parent / "claims" / "PROOFS.md"
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
@@ -177,7 +177,7 @@ def explain(claims: list[Claim]) -> None:
 
 
 def look_up(word: str) -> list[str]:
-    """The questions of claims/README.md with this word in their title, or else in their answer;
+    """The questions of claims/questions.md with this word in their title, or else in their answer;
     then the claims that speak of a function or method of that name."""
     _, *parts = QUESTIONS.read_text().split("\n### ")
     parts = [part.partition("\n## ")[0].strip() for part in parts]
