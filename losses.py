@@ -1,7 +1,7 @@
 """Group-relative policy-gradient losses, one short function each. `python losses.py` lists them.
 
-Four answers to one prompt, `37+48=`, of at most L = 5 tokens. (Here a token is a word or a
-calculation.) R is the reward, given at the end only, and A = R - mean(R) the advantage. How hard
+Four answers to one prompt, `37+48=`, of at most L = 5 tokens. (Here a token is a step, such as
+`7+8=15`.) R is the reward, given at the end only, and A = R - mean(R) the advantage. How hard
 does a loss push "so", which all four share? Two losses, at the first update on a batch:
 
     answer                             R    A    T_i    reinforce: A / L    grpo: A / T_i
@@ -12,22 +12,26 @@ does a loss push "so", which all four share? Two losses, at the first update on 
                                                  sum           0.000             +0.150
 
 A *push* is a number that every loss gives to every token: c = -N dLoss/dlogp, with the token's
-log-probability logp and N answers. A positive push raises the probability. "so" earned nothing.
-Under reinforce its pushes cancel. Under grpo they do not, because grpo divides them by T_i, the
-answer's own length.
+log-probability logp and N answers. A positive push raises the probability. Answers that have said
+the same so far have one probability for their next token, so its pushes add up. "so" earned
+nothing. Under reinforce its pushes cancel. Under grpo they do not, because grpo divides them by
+T_i, the answer's own length. (grpo also divides A by the group's deviation, which changes all four
+alike, so it is left out here.)
 
-Does that matter? To make pushes cancel is to subtract a baseline at every history, which
-`prefix_baseline` does for any loss. As with any baseline, the expected update stays and its noise
-changes (claims C22, C27; they have conditions). What costs reward is a bias in a choice between
-tokens: the division by T_i is one (C18), and under plain gradient ascent a clip that looks at the
-sign of A is another (C19). With more than two levels of reward, so is the division by the group's
-std (C29).
+Does that matter? Call what was said before a token, and the prompt, its *history*. To make pushes
+cancel is to subtract a baseline at every history, and `prefix_baseline` does that for any loss. As
+with any baseline the expected update stays, under conditions, and its noise changes. What costs
+reward is a bias in a choice between tokens, such as the division by T_i.
 
-The upper half of this file has what all losses are made of, the losses that people use or that
-the paper on cancellation (DFPO) is about, the table METHODS, and the baseline. Below the ruled line
-stand the losses of neighbouring papers, and what measures a batch. Grades in brackets: P stated by
-the paper, S known only second-hand, D derived here. `python verify.py --explain C8` proves claim
-C8. claims/README.md says where a loss deviates from its paper.
+The upper half of this file has the parts that all losses are made of, the losses that people use,
+those of the paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and the baseline.
+Below the ruled line stand the losses of neighbouring papers, and what measures a batch.
+
+In the docstrings: J is what a method maximises, the loss is -J. sg[x] is x without its gradient.
+*On-policy* means that nothing has been learnt from the batch yet, so all ratios are 1. Brackets
+grade a source: P stated by the paper, S known only second-hand, D derived here. C8 is a claim,
+which `python verify.py --explain C8` proves. claims/README.md says where a loss deviates from its
+paper.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ class Batch:
 
     logp: Tensor  # (N, T) log pi_theta of the taken tokens, differentiable
     logp_old: Tensor  # (N, T) log pi_old of the same tokens: of the policy that sampled them
-    adv: Tensor  # (N, T) per-token advantage: A_i repeated along T unless a credit rule reshaped it
+    adv: Tensor  # (N, T) A_i at each of its tokens, unless a rule gave tokens their own (OldPolicy)
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     group_size: int  # G; the rows of a group are contiguous
     max_tokens: int  # L, the longest answer allowed: the budget
@@ -84,9 +88,9 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
 
     "std" divides by the group's std + 1e-4, GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P); "batch" by
     the std of all rewards + 1e-4: TRL's "batch" (P); "maxrl" by the group's mean, MaxRL 2602.02710
-    (S), where no reward is below 0 and the mean is above. C29: what each of them ascends.
-    Other groups, and those whose rewards are all equal, get exactly 0. The unbiased std (N - 1) and
-    the 1e-4 are TRL's. (N,) floats -> (N,). Raises ValueError for what is not whole groups of
+    (S). C29 says what each of them ascends. A group whose rewards are all equal gets exactly 0, as
+    does one that "maxrl" cannot divide: a reward below 0, or a mean of 0. The unbiased std (N - 1)
+    and the 1e-4 are TRL's. (N,) floats -> (N,). Raises ValueError for what is not whole groups of
     floats, or for another scale.
     """
     check_groups(len(rewards), group_size)
@@ -207,8 +211,8 @@ def grpo(
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P; kl 0.04 there, off
     here; it prints no e, 0.2 is PPO's). kl_ratio: kl r k3, TRL's since 1.10, after DeepSeek-V3.2
     (S); its gradient is another one (Q4). dual: as in clipped.
-    Shared token: sum A_i/T_i is left on-policy (C8); outside the clip range only losers or only
-    winners act (C6).
+    Shared token: on-policy sum A_i/T_i remains (C8); above the clip range only losers act, below it
+    only winners (C6).
     """
     surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
@@ -244,7 +248,7 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
 
     J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P). ScaleRL
     (2510.13786, P) found this clip too narrow and 4e-3/5e-3 working.
-    Shared token: sum A_i s_i/T_i is left (C4, C8): ds_i/dlogp is s_i/T_i.
+    Shared token: the slope of s_i in a logp is s_i/T_i, so sum A_i s_i/T_i remains (C4, C8).
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
     return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
@@ -275,9 +279,10 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group. DFPO Eq. 17 (S). Detached.
 
-    So any part of the group cancels whose advantages sum to 0 (C9). The expected update changes,
-    and can favour one of two equal choices. `adv` is not used: the two transforms are
-    interchangeable. (P, G), (P, G) -> (P, G).
+    Pushes fail to cancel where the answers of a group have unequal weights, so here they get equal
+    ones: any part of the group cancels whose advantages sum to 0 (C9). The price is a bias, which
+    can favour one of two equal choices. `adv` is there so that the two transforms can be swapped.
+    (P, G), (P, G) -> (P, G).
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
 
@@ -327,7 +332,11 @@ def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
 
 @dataclass
 class Method:
-    """The three independent choices that make a method, and what they need."""
+    """The losses, the scale of the advantage, and a credit rule if there is one.
+
+    A credit rule gives the tokens of an answer advantages of their own. Only neighbouring papers
+    have one.
+    """
 
     passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; each goes over all minibatches
     formula: str = ""  # J, which is maximised: what a token adds, and its divisor
@@ -382,6 +391,8 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     """
     n, width = tokens.shape
     check_groups(n, group_size)
+    # Row i, token t: the first row of the group that says the same up to t. With the tokens 5 6 2,
+    # 5 6 7 and 5 9 9 that is 0 0 0, 0 0 1 and 0 2 2.
     groups = tokens.view(-1, group_size, width)  # (P, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (P, G, G, T)
     same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
@@ -407,9 +418,9 @@ def prefix_baseline(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other answers j of the group
     that take a token after the same words; where there is none, c stays. Claim C22 (D, ours): this
     is the state-dependent baseline of the literature, applied to the push after the clip.
-    The *expected* update stays if a push is made of its own answer alone, the baseline in A is a
-    fixed number, and no earlier update has used the batch (C22b has all conditions). In a run A
-    holds the group's mean, so it does move (C22c). The noise may fall or rise (C27, `decided`).
+    The *expected* update stays if a push is made of its own answer alone, if A is the reward minus
+    a fixed number, and if no earlier update has used the batch (C22b). In a run A is the reward
+    minus the group's mean, and the expected update moves (C22c). The noise may fall or rise (C27).
     Returns the loss's value with the gradient -(1/N) sum c' grad log pi. batch.logp is what the
     loss was computed from; nodes are prefix_nodes, (N, T). Raises ValueError for another shape.
     """

@@ -13,9 +13,10 @@ a step happens:
 
     config -> main -> 1. sample -> 2. score -> 3. learn -> diagnose -> evaluate
 
-Below the ruled line stands the housekeeping: the warm start, loading, files. This file, losses.py
-and toy/arithmetic.py are all that a default run needs. toy/plain.py is the same algorithm in 120
-lines, without a transformer.
+Below the ruled line stands the housekeeping: the warm start, memory, flags, loading, files. Read
+toy/plain.py first, the same algorithm one answer at a time, then the head of losses.py, then this
+file from `run`; the config is for looking up. A default run needs this file, losses.py and
+toy/arithmetic.py alone.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Config:
     lr: float = knob(1e-3, "learning rate of AdamW")
     schedule: str = knob("linear", "learning rate over the run", choices=["constant", "linear"])
     grad_clip: float = knob(1.0, "largest gradient norm")
-    reference: bool = knob(True, "keep the start policy in memory, too: for the KL to it")
+    reference: bool = knob(True, "keep the start policy, too: for a KL term and kl_start")
 
     # Evaluation, files, the machine.
     eval_every: int = knob(20, "steps between evaluations, each with a checkpoint")
@@ -149,9 +150,9 @@ def run(config: Config):
     todo = range(done + 1, config.steps + 1)
     for step in tqdm(todo, "RL", initial=done, total=config.steps, disable=None):
         t0 = time.perf_counter()
-        # 1. G answers to each prompt. Only here the policy acts; what follows looks back at it.
+        # 1. G answers to each prompt. The policy acts; what follows looks back at it.
         answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:  # IBPO: the policy corrects its wrong answers
+        if method.repair:  # only ibpo: the policy corrects its wrong answers
             correct(policy, task, answers, method, config)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
@@ -208,10 +209,10 @@ class Answers:
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     logp: Tensor  # (N, T) log pi of the tokens, as the sampler saw them
     rewards: Tensor  # (N,) floats; 1 = correct
-    compared: Tensor  # (N,) what the answers of a group are compared by: the rewards
+    compared: Tensor  # (N,) the rewards; under ibpo a wrong answer that it corrected counts more
     generated: int  # tokens
     step: int = 0
-    facts: dict[str, Tensor] = field(default_factory=dict)  # what else a credit rule knows
+    facts: dict[str, Tensor] = field(default_factory=dict)  # of the corrections (ibpo)
 
 
 def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answers:
@@ -259,6 +260,8 @@ def generate(
     n, device = len(prompts), prompts.device
     if temperature:  # a row's random numbers are its own, whatever becomes of the others
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
+    # Prompts of unlike length are padded on the left, so that all rows continue in one column:
+    #     prompt ids  -1 -1  7  4      seen  0 0 1 1      position  0 0 0 1, and then 2, 3, ...
     alive = torch.ones(n, dtype=torch.bool, device=device)  # (N,) no EOS so far
     seen = prompts >= 0  # (N, W), one column more for every token
     inputs, cache = prompts.clamp(min=0), None
@@ -329,7 +332,7 @@ def score(
     G, mask = config.group_size, answers.mask
     # The sampler has computed log-probs, too. But it reads token by token, and rounds differently;
     # by the trainer's own way the ratio of a policy that has not learnt yet is exactly 1.
-    old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T)
+    old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T): log_probs, row by row
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)
     ref = None
@@ -348,8 +351,9 @@ def score(
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
-    if method.credit:  # a rule of a neighbouring paper reshapes A, token by token
+    if method.credit:  # some papers give the tokens of an answer advantages of their own
         batch.adv = reshape_credit(policy, answers, batch, method, config)
+    # Where answers agree so far, for --prefix-baseline and for the metric `decided`.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     return Scored(answers, batch, entropy, advantages, nodes, max_logp_gap=gap)
 
@@ -426,7 +430,7 @@ def learn(
         loss = loss_fn(batch)
         if config.prefix_baseline:
             loss = prefix_baseline(loss, batch, part.nodes)
-        c = token_coefficients(loss, logp)  # (n, T)
+        c = token_coefficients(loss, logp)  # (n, T); autograd's backward makes the same push
 
         optimizer.zero_grad()
         if len(c) <= config.micro_rows:
@@ -451,8 +455,8 @@ def log_probs_now(policy: Policy, part: Scored, first: bool, config: Config) -> 
         return logp.clone().requires_grad_()
     logp, _ = policy.scorer(policy, part.answers, config.temperature)
     # The first update is on-policy: nothing has been learnt since `score`. We reuse the old
-    # numbers, so that r is exactly 1; the new pass gives the gradient.
-    return logp - logp.detach() + old if first else logp
+    # numbers, so that r is exactly 1. The bracket is 0, and brings the gradient of the new pass.
+    return old + (logp - logp.detach()) if first else logp
 
 
 # -------------------------------------------------------------------------------------------------
@@ -465,8 +469,9 @@ def diagnose(
 ) -> dict:
     """A step's metrics, means over its updates; log-probs and entropy in nats.
 
-    clip_share is the share of tokens outside the clip range, as PPO implementations log it. A first
-    update adds 0 to its mean. `decided` says whether --prefix-baseline would lower the noise.
+    clip_share is the share of tokens outside the clip range, as PPO implementations log it; 0 in a
+    first update, whose ratios are 1. `decided`, at most 1, is how much of the reward's variance is
+    settled before a token is taken: above break_even --prefix-baseline may lower the noise.
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()

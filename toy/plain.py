@@ -2,9 +2,15 @@
 
     python -m toy.plain        a tiny model learns to add, slowly: from .2 to .4 right, in minutes
 
-Read it from `step` downwards. An answer is a list of tokens, its log-probs are a tensor (T_i,), and
-gradients are autograd's, through whole forward passes. The loss is GRPO's. train.py makes the same
-step sooner, and with any loss; tests/test_step.py compares the two to the ninth digit.
+The prompt `37+48=` has the right answer `so 7+8=15,30+40=70,#85`: reward 1 for the number behind
+the last #, else 0. An answer is a list of tokens, here of characters; its log-probs are a tensor
+(T_i,). Read from `step` downwards. train.py makes the same step sooner, and with any loss;
+tests/test_step.py compares the two to the ninth digit.
+
+GRPO maximises the mean over answers of 1/T_i sum_t min(r A, clip(r) A), where A compares the answer
+with its group and r = pi / pi_old is a token's ratio. Because dr / dlog pi = r, the gradient of a
+term is c grad log pi with c = r A, or 0 where the min has chosen the clipped side. So c says how
+hard a token is pushed. It is a plain number, and log pi alone carries the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ EPS = 0.2  # GRPO's clip
 def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
     """Learn from sampled answers. A row has a prompt, an answer and a reward; a group is G rows.
 
-    minibatches: which groups an optimiser step learns from.
+    minibatches: for each optimiser step the numbers of the groups that it learns from.
     """
     # Before learning: how probable each answer was, and how it compares with its group. Only the
     # end of an answer is rewarded, so each of its tokens has the advantage of the whole.
@@ -37,7 +43,7 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
         some = [row for g in groups for row in rows[g * G :][:G]]
         now = [log_probs(policy, row.prompt, row.answer) for row in some]  # (T_i,) each
         ratios = [(x.detach() - row.old).exp().tolist() for x, row in zip(now, some, strict=True)]
-        # How hard is each token pushed? 1 over the answer's length is GRPO's average.
+        # How hard is each token pushed? The division by the answer's length is GRPO's average.
         pairs = zip(ratios, some, strict=True)
         c = [[push(row.A, r) / len(row.answer) for r in its_ratios] for its_ratios, row in pairs]
         if baseline:
@@ -47,7 +53,7 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
         optimizer.zero_grad()
         (-sum(pushed) / len(some)).backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        if any(any(x) for x in c):  # else momentum alone would move the weights
+        if any(any(x) for x in c):  # where nothing is pushed, momentum alone must not move weights
             optimizer.step()
 
 
@@ -67,9 +73,12 @@ def advantages(rewards: list[float], G: int) -> list[float]:
 
 
 def prefix_baseline(c: list, ratios: list, answers: list, G: int) -> list:
-    """Each push less r times the mean of c / r over the others that take a token at its history.
+    """From each push, subtract what the other answers with the same history are pushed by.
 
-    A history is the prompt and what the answer has said so far.
+    A history is the prompt and what the answer has said so far. c / r is the push before its own
+    ratio, so the others' mean of it is multiplied by the ratio r of this token. With ratios of 1
+    the pushes .125, -.1, .25, -.125 on one shared token become .117, -.183, .283, -.217: they
+    cancel.
     """
     new = [list(row) for row in c]
     for i, answer in enumerate(answers):
@@ -88,7 +97,10 @@ def log_probs(policy, prompt: list[int], answer: list[int], temperature: float =
 
 
 def read(policy, prompt: list[int], answer: list[int], temperature: float):
-    """log pi of every id of the vocabulary, before each token of the answer. (T_i, V)."""
+    """log pi of every id of the vocabulary at each place of the answer. (T_i, V).
+
+    What the model reads up to a place predicts the next token, so the row before counts.
+    """
     logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1)
 
@@ -103,7 +115,7 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
         answer = []
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
-            if temperature:  # the first id whose summed probability is above the random number
+            if temperature:  # as many ids as lie below the random number: the next one is drawn
                 sums = (logits / temperature).double().softmax(-1).cumsum(-1)
                 answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
             else:
@@ -140,6 +152,7 @@ def main(warm_steps: int = 700, steps: int = 60):
         for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
             (prompt,) = task.encode(tokenizer, [task.train[i]])
             demo = tokenizer(task.train[i].demo)["input_ids"] + policy.eos
+            # 400: about as many tokens as 32 demonstrations have
             (-log_probs(policy, prompt, demo).sum() / 400).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
