@@ -352,6 +352,17 @@ def test_a_clip_is_drawn_as_losses_has_it(article):
     assert grpo == "▲0.00 ▼1.61\nleft −1.610"
 
 
+def test_the_lines_of_the_clips_stop_where_grpo_does():
+    """Winners above 1.2, losers below 0.8."""
+    lines = re.findall(r'<polyline class="(win|lose)" points="(.*?)"', clips.panel("grpo"))
+    assert {kind for kind, _ in lines} == {"win", "lose"}
+    for kind, points in lines:
+        for x, y in (map(float, point.split(",")) for point in points.split()):
+            r, w = x / 75, 2 * (1 - y / 110)
+            free = r < 1.2 if kind == "win" else r > 0.8
+            assert w == pytest.approx(r if free else 0, abs=2e-3)
+
+
 @functools.cache
 def end_of(row: tax.Row, setting: str) -> float:
     """The expected reward after the page's schedule: 120 updates, each on a batch of its own."""
