@@ -352,11 +352,10 @@ def test_a_clip_is_drawn_as_losses_has_it(article):
     assert grpo == "▲0.00 ▼1.61\nleft −1.610"
 
 
-def test_the_picture_of_the_clips_is_what_its_command_writes():
-    path = Path(clips.__file__).with_name("clips.svg")
-    assert path.read_text() == clips.picture(), "python -m toy.clips"
-    # The lines, read back: winners of grpo are stopped above 1.2, losers below 0.8.
+def test_the_lines_of_the_clips_stop_where_grpo_does():
+    """Winners above 1.2, losers below 0.8."""
     lines = re.findall(r'<polyline class="(win|lose)" points="(.*?)"', clips.panel("grpo"))
+    assert {kind for kind, _ in lines} == {"win", "lose"}
     for kind, points in lines:
         for x, y in (map(float, point.split(",")) for point in points.split()):
             r, w = x / 75, 2 * (1 - y / 110)
@@ -475,14 +474,3 @@ def test_tables_come_from_their_homes(article):
     (grpo,) = (row for row in table if row[0] == "grpo")
     assert [cell.split()[0] for cell in grpo[1:]] == ["0.596", "0.411", "0.205"]
     assert tree.find_table("python -m toy.nothing") == []
-
-
-# ---------------- README's picture
-
-
-def test_the_picture_of_the_readme_has_the_numbers_of_losses():
-    text = Path(tree.__file__).with_name("tree.svg").read_text().replace("−", "-")
-    sums = [float(x) for x in re.findall(r">([+-]?0\.\d{3})<", text)]
-    A, lengths = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.tensor([4, 5, 2, 4])
-    for c, shown in ((A / 5, sums), (A / lengths, sums[len(sums) // 2 :])):
-        assert shown[:5] == pytest.approx([*c.tolist(), float(c.sum())], abs=5e-4)

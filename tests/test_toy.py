@@ -32,11 +32,6 @@ def test_tax_cancelling_saves_nothing_and_one_divisor_everything():
     for (setting, name), end in ends.items():
         curve, left = tax.find_rewards(setting, tax.ROWS[name])
         assert [float(curve[-1]), left][: len(end)] == published(*end), name
-    numbers = {key: [k] for k, key in enumerate(itertools.product(tax.SETTINGS, tax.LINES))}
-    axes = tax.plot(numbers).axes  # README's picture has every line where it belongs
-    assert [[*line.get_ydata()] for axis in axes for line in axis.get_lines()] == [
-        *numbers.values()
-    ]
 
 
 def test_tax_survives_adam_at_ordinary_rates_and_one_divisor_saves_it(monkeypatch):
