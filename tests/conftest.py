@@ -84,7 +84,11 @@ def random_policy(seed: int, fast: bool = False) -> train.Policy:
 
 @contextmanager
 def float64():
-    """Everything in float64: new tensors, and what the code asks to be fp32."""
+    """Everything in float64: new tensors, and what the code asks to be fp32.
+
+    train.py and fast.py say `.float()` where bf16 must end. A switch for the sake of tests would
+    stand in what people read, so what it means is changed here.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         torch.set_default_dtype(torch.float64)

@@ -1,7 +1,7 @@
 """To whoever changes train.py: what it does beyond toy/plain.py, as plainly, sharing no code.
 
 One answer at a time: no cache, no padding, no batches. Only the random numbers are the trainer's
-own, so that both see the same draws. The twin of the losses is claims.formulas.formula.
+own, so that both see the same draws.
 """
 
 import math
@@ -30,31 +30,6 @@ def advantages(rewards, G, scale):
         deviation, equal = by.get(scale, 1.0), len(set(group)) == 1
         found += [0.0 if equal else (reward - fmean(group)) / deviation for reward in group]
     return found
-
-
-def nthr_select(policy, group, temperature, self_term):
-    """Fills in the `chosen` of a group's rows: the tokens of wrong answers with a score above tau.
-
-    A row has a prompt, an answer and a reward. A score is the sum of <g, g'> <h, h'> over the
-    tokens of the group's right answers; tau is the smallest mean score of a right answer.
-    """
-    ids, known = sorted({token for row in group for token in row.answer}), []
-    for row in group:
-        h = policy.model.base_model(torch.tensor([row.prompt + row.answer])).last_hidden_state
-        g = -plain.read(policy, row.prompt, row.answer, temperature).exp()
-        g[range(len(row.answer)), row.answer] += 1  # e_y - pi
-        known.append((g[:, ids], h[0, len(row.prompt) - 1 : -1]))
-
-    def scores(i, answers):  # of answer i's tokens, summed over the tokens of other answers
-        g, h = known[i]
-        pairs = [((g @ known[j][0].T) * (h @ known[j][1].T)).sum(1) for j in answers]
-        return sum(pairs, torch.zeros(len(g)))
-
-    right = [i for i, row in enumerate(group) if row.reward == 1]
-    means = [scores(i, [j for j in right if self_term or j != i]).mean() for i in right]
-    for i, row in enumerate(group):
-        wrong = right and i not in right
-        row.chosen = (scores(i, right) > min(means)).tolist() if wrong else []
 
 
 def kept(a, b):

@@ -1,9 +1,9 @@
 """To whoever changes train.py: a step, an evaluation and a warm start give the naive numbers.
 
-naive.py is the trainer a second time, one answer at a time, without cache, padding or batches. In
-float64, so that "equal" means equal. The order of things and what is logged of them are written out
-here, their parts in naive.py, the losses in claims/formulas.py. The last section is what no twin
-sees: no step learns from a wrong batch, or from a number that is not finite.
+toy/plain.py, naive.py and this file are the trainer a second time, one answer at a time, without
+cache, padding or batches, in float64, so that "equal" means equal. Losses, credit rules and the
+baseline are losses.py's own here, because claims compare those with formulas. The last section is
+what no twin sees: no step learns from a wrong batch, or from a number that is not finite.
 """
 
 import copy
@@ -21,8 +21,8 @@ from torch.nn.utils import parameters_to_vector
 
 import losses
 import train
-from claims.formulas import Rows, defaults, formula
-from losses import METHODS
+from llm.neighbours import nthr_scores
+from losses import METHODS, Batch, OldPolicy
 from toy import plain
 from toy.arithmetic import Arithmetic
 
@@ -47,7 +47,7 @@ def ask(policy, task, items, temperature, gen):
     prompts, rows = task.encode(policy.tokenizer, items), []
     answers = plain.rollout(policy, prompts, L, temperature, gen)
     for item, prompt, answer in zip(items, prompts, answers, strict=True):
-        row = SimpleNamespace(item=item, prompt=prompt, answer=answer, repaired=False)
+        row = SimpleNamespace(item=item, prompt=prompt, answer=answer, repaired=False, kept=())
         row.text = policy.tokenizer.decode([x for x in answer if x not in policy.eos])
         row.reward = task.reward(row.text, item)
         rows.append(row)
@@ -82,30 +82,36 @@ def repair(policy, task, groups, references):
     return sum(len(x.answer) for x in fixed)
 
 
-def credit(method, rows):
-    """Fills in each token's advantage."""
-    longest = max(len(row.answer) for row in rows)
-    draws = torch.rand(len(rows), longest, generator=train.rng(5, "credit", 2))
-    for i, row in enumerate(rows):
-        row.adv = [row.A] * len(row.answer)
-        if method in ("advantage-reweighting", "ar-lopti"):
-            row.adv = [(0.3 * math.exp(x) + 0.7) * row.A for x in row.old]
-        if row.repaired:
-            row.adv = [max(row.A, 0.0) if kept else min(row.A, 0.0) for kept in row.kept]
-        if "nthr" in method:
-            hit = [t for t, chosen in enumerate(row.chosen) if chosen and row.A < 0]
-            if method == "nthr-random":
-                hit = draws[i, : len(row.answer)].argsort()[: len(hit)].tolist()
-            share = fmean(x.reward == 1 for x in rows[i - i % G :][:G])
-            for t in hit:
-                row.adv[t] *= abs(1 - 2 * share)
+def padded(values: list) -> torch.Tensor:
+    """Lists or tensors (T_i, ...) -> (N, L, ...). Some answer is L tokens long."""
+    rows = [torch.as_tensor(x) for x in values]
+    return torch.stack([torch.cat([x, x.new_zeros(L - len(x), *x.shape[1:])]) for x in rows])
 
 
-def naive_step(start, first_rows, config, hyper):
+def known(policy, rows, batch) -> OldPolicy:
+    """What a credit rule knows, of naive rows. Hidden states are those of unpadded passes."""
+    tokens, rewards = padded([row.answer for row in rows]), [row.reward for row in rows]
+    facts = tokens, batch.mask, batch.logp, torch.tensor(rewards), G, train.rng(5, "credit", 2)
+    old, hidden = OldPolicy(*facts), []
+    for row in rows:
+        read = policy.model.base_model(torch.tensor([row.prompt + row.answer]))
+        hidden.append(read.last_hidden_state[0, len(row.prompt) - 1 : -1].detach())
+    old.scores, old.own_scores = nthr_scores(
+        **{name: getattr(old, name) for name in ("tokens", "mask", "logp", "rewards")},
+        hidden=padded(hidden),
+        head=policy.model.get_output_embeddings().weight.detach(),
+        group_size=G,
+        temperature=TEMPERATURE,
+    )
+    old.repaired = torch.tensor([row.repaired for row in rows])
+    old.kept_mask = padded([row.kept or [False] * len(row.answer) for row in rows])
+    return old
+
+
+def naive_step(start, first_rows, config, method):
     """The new policy, what is to be logged, the gradients' norms, and the KL to the reference."""
     policy, _, reference = copy.deepcopy(start)
-    task, method = Letters(), METHODS[config.method]
-    rows = [copy.copy(row) for row in first_rows]
+    task, rows = Letters(), [copy.copy(row) for row in first_rows]
     groups = [rows[i : i + G] for i in range(0, len(rows), G)]
     tokens, rewards = sum(len(row.answer) for row in rows), [row.reward for row in rows]
     log = {"step": 2, "generated": tokens, "reward": fmean(rewards)}
@@ -115,8 +121,7 @@ def naive_step(start, first_rows, config, hyper):
         rewards = [row.reward + 0.3 * row.repaired for row in rows]
 
     def log_probs(policy, rows):
-        pairs = [(row.prompt, row.answer) for row in rows]
-        return naive.log_probs(policy, *zip(*pairs, strict=True), TEMPERATURE)
+        return [plain.log_probs(policy, row.prompt, row.answer, TEMPERATURE) for row in rows]
 
     # Before learning: log-probs and advantages.
     entropy = k3 = 0.0
@@ -124,46 +129,44 @@ def naive_step(start, first_rows, config, hyper):
         for row in rows:
             full = plain.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
             entropy -= float((full.exp() * full).sum())
-            (old,), (ref,) = log_probs(policy, [row]), log_probs(reference, [row])
-            k3 += float(((ref - old).exp() - (ref - old) - 1).sum())
-            row.old, row.ref = old.tolist(), ref.tolist()
-        for group in groups if method.needs_scores else []:
-            naive.nthr_select(policy, group, TEMPERATURE, "self_term" in hyper)
+            (row.old,), (row.ref,) = log_probs(policy, [row]), log_probs(reference, [row])
+            gap = row.ref - row.old
+            k3 += float((gap.exp() - gap - 1).sum())
+    old, ref = padded([row.old for row in rows]), padded([row.ref for row in rows])
+    mask = padded([[True] * len(row.answer) for row in rows])
     A = naive.advantages(rewards, G, config.scale or method.scale)
-    for row, advantage in zip(rows, A, strict=True):
-        row.A = advantage
-    credit(config.method, rows)
+    batch = Batch(old, old, torch.tensor(A)[:, None] * mask, mask, G, BUDGET, ref)
+    if method.credit:
+        batch.adv = method.credit(batch.adv, known(policy, rows, batch))
+    nodes = losses.prefix_nodes(padded([row.answer for row in rows]), mask, G)
     equal = [len({*rewards[i : i + G]}) == 1 for i in range(0, len(rows), G)]
     ended = [row.answer[-1] in policy.eos for row in rows]
     log |= {"equal_groups": fmean(equal), "truncated": 1 - fmean(ended)}
     log |= {"length": tokens / len(rows), "entropy": entropy / tokens}
-    # Learning: what pushes each token, and what is logged of it.
+    # Learning. What pushes each token is the loss's (claim M1) and the baseline's (C22).
     lr = config.lr * (2 / 3 if config.schedule == "linear" else 1)
     adam, gen = naive.adam(policy.model, lr), train.rng(5, "learn", 2)
     values, norms, outside = [], [], []
     for _ in range(config.epochs):
         order = torch.randperm(len(groups), generator=gen).chunk(config.minibatches)
         for loss_fn, chunk in itertools.product(method.passes, order):
-            some = [row for g in chunk for row in groups[g]]
-            now, its_answers = log_probs(policy, some), [row.answer for row in some]
-            lists = [[x.tolist() for x in now]]
-            lists += [[getattr(row, name) for row in some] for name in ("old", "adv", "ref")]
-            value, c = formula(loss_fn.__name__, Rows(*lists, G, BUDGET), **hyper)
-            moved = [x.detach() - torch.tensor(row.old) for x, row in zip(now, some, strict=True)]
-            r = [x.exp().tolist() for x in moved]
+            ids = [i for g in chunk.tolist() for i in range(g * G, g * G + G)]
+            now, its = padded(log_probs(policy, [rows[i] for i in ids])), mask[ids]
+            part = Batch(now, old[ids], batch.adv[ids], its, G, BUDGET, ref[ids])
+            loss = loss_fn(part)
             if config.prefix_baseline:
-                c = plain.prefix_baseline(c, r, its_answers, G)
-            pushed = -sum(torch.tensor(x) @ y for x, y in zip(c, now, strict=True)) / len(some)
-            norms.append(naive.gradient(policy.model, pushed, config.grad_clip))
-            values.append(value)
-            if any(any(x) for x in c):
+                loss = losses.prefix_baseline(loss, part, nodes[ids])
+            pushed = losses.token_coefficients(loss, now).any()
+            norms.append(naive.gradient(policy.model, loss, config.grad_clip))
+            values.append(loss.item())
+            if pushed:
                 adam.step()
-            clip = defaults(loss_fn) | hyper
-            if "eps_low" in clip:
+            if "eps_low" in method.hyper:
+                gap = now.detach() - old[ids]
                 if config.method == "gspo":
-                    r = [[math.prod(x) ** (1 / len(x))] * len(x) for x in r]
-                low, high = 1 - clip["eps_low"], 1 + clip["eps_high"]
-                outside.append(fmean(not low <= x <= high for row in r for x in row))
+                    gap = (gap.sum(1) / its.sum(1))[:, None].expand_as(gap)
+                low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
+                outside.append(fmean(not low <= x <= high for x in gap[its].exp().tolist()))
     log |= {"loss": fmean(values), "grad_norm": fmean(norms)}
     log |= naive.decided(rows, G)
     if outside:
@@ -171,7 +174,8 @@ def naive_step(start, first_rows, config, hyper):
     return policy, log, norms, k3 / tokens
 
 
-CASES = [(dict(method=name, prefix_baseline=on), {}) for name in METHODS for on in (False, True)]
+# grpo is the second method, so it comes without the baseline.
+CASES = [(dict(method=name, prefix_baseline=i % 2 == 0), {}) for i, name in enumerate(METHODS)]
 CASES += [
     (dict(method="grpo", micro_rows=5), dict(kl=0.1)),
     (dict(method="gspo", minibatches=1, schedule="constant"), dict(eps_low=0.1, eps_high=0.2)),
@@ -190,9 +194,10 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     common = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, epochs=2)
     common |= dict(seed=5, steps=3, lr=0.02, grad_clip=0.51, repair_references=3, minibatches=2)
     config = train.Config(**common | flags)
-    expected, log, norms, divergence = naive_step(start, first_rows, config, hyper)
+    method = losses.bind(config.method, hyper)
+    expected, log, norms, divergence = naive_step(start, first_rows, config, method)
     plain, fast, reference = copy.deepcopy(start)
-    policy, method = fast if config.fast else plain, losses.bind(config.method, hyper)
+    policy = fast if config.fast else plain
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
