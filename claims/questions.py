@@ -1,6 +1,6 @@
 """Q1, Q4 and Q5: what people ask about the numbers of a run.
 
-The answers in words stand in claims/README.md, "Questions people ask".
+The answers in words stand in claims/questions.md, "Questions people ask".
 """
 
 from __future__ import annotations
