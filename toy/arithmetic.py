@@ -70,7 +70,6 @@ class BaseTask:
 
     def reward(self, text: str, item: Item) -> float:
         """Any finite number; 1 means right. Of the answer without its end-of-text token."""
-        raise NotImplementedError
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item."""
