@@ -158,32 +158,16 @@ def verl_rows() -> list[Row]:
 
 
 def verl_loss(mode: str, mean: str, settings: dict, case: Case) -> Tensor:
-    """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does.
-
-    "preset" among the settings names a constructor of verl's RolloutCorrectionConfig, whose weights
-    stand before the loss. Without one, verl corrects nothing.
-    """
-    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     from verl.workers.config import ActorConfig
 
-    b, mask, weights, settings = case.batch, case.batch.mask, None, dict(settings)
-    preset = settings.pop("preset", "")
-    if preset:
-        chosen = getattr(RolloutCorrectionConfig, preset)()
-        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
-        found, mask, _ = compute_rollout_correction_and_rejection_mask(
-            b.logp_old, case.sampler, mask.long(), **{name: getattr(chosen, name) for name in names}
-        )
-        mask, weights = mask.bool(), found.batch["rollout_is_weights"]
+    b, mask = case.batch, case.batch.mask
     config = ActorConfig(
         strategy="fsdp", rollout_n=b.group_size, ppo_micro_batch_size_per_gpu=len(mask), **settings
     )
     config.global_batch_info.update(
         dp_size=1, batch_num_tokens=mask.sum().item(), global_batch_size=len(mask)
     )
-    loss, _ = get_policy_loss_fn(mode)(
-        b.logp_old, b.logp, b.adv, mask, mean, config=config, rollout_is_weights=weights
-    )
+    loss, _ = get_policy_loss_fn(mode)(b.logp_old, b.logp, b.adv, mask, mean, config=config)
     return loss
