@@ -93,7 +93,7 @@ TABLES = {  # claims with a table of their own: title, head
 def functions_of(name: str) -> list[str]:
     """The names of a method's functions; none if there is no such method."""
     method = losses.METHODS.get(name, losses.Method(()))
-    return [x.__name__ for x in (*method.passes, method.credit, method.repair) if x]
+    return [function.__name__ for function in losses.functions(method)]
 
 
 def unspoken() -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import losses
 from claims.evidence import Draw, claim, coefficients
-from claims.formulas import DFPO, UNCLIPPED, average_of, defaults, shares_in
+from claims.formulas import DFPO, UNCLIPPED, average_of, shares_in
 
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
@@ -110,7 +110,7 @@ def c6(name, draws, evidence):
     Measured: the sum of the coefficients at ratios inside and outside the range; of grpo where
     answers are equally long (C8).
     """
-    hyper = defaults(getattr(losses, name))
+    hyper = losses.defaults(getattr(losses, name))
     low, high = 1 - hyper["eps_low"], 1 + hyper["eps_high"]
     for draw in draws:
         if name == "grpo" and not draw.equal_lengths:

@@ -24,7 +24,6 @@ The average is one of these.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from dataclasses import replace
@@ -47,15 +46,9 @@ def every_loss() -> list[str]:
     return [loss.__name__ for method in losses.METHODS.values() for loss in method.passes]
 
 
-def defaults(function) -> dict[str, object]:
-    """A function's hyperparameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return {x.name: x.default for x in parameters if x.default is not x.empty}
-
-
 def fitting(function) -> dict[str, object]:
     """Hyperparameters for small trees: a clip range that is made for long answers is widened."""
-    if defaults(function).get("eps_high", 1.0) < 0.1:
+    if losses.defaults(function).get("eps_high", 1.0) < 0.1:
         return {"eps_low": 0.2, "eps_high": 0.28}
     # few shared tokens are likelier than lopti's 0.5, few answers as far away as the mask's 0.1
     small = {"lopti_high": {"eta": 0.0}, "off_policy_mask": {"delta": 0.02}}
@@ -255,7 +248,7 @@ def formula(name: str, rows: Rows, **hyper) -> tuple[float, list[list[float]]]:
     Hyperparameters that are not given are losses.py's. The coefficients are lists of T_i floats.
     Raises ValueError for a loss that has no formula.
     """
-    given = SimpleNamespace(**defaults(getattr(losses, name)) | hyper)
+    given = SimpleNamespace(**losses.defaults(getattr(losses, name)) | hyper)
     N, G = len(rows.logp), rows.group_size
     answers = [Answer(rows, i, getattr(given, "ratio", "geometric")) for i in range(N)]
     for i, y in enumerate(answers):
@@ -296,7 +289,7 @@ def m1(name, draws, evidence):
     hyperparameter of a loss of your own gets a second value.
     """
     loss_fn = getattr(losses, name)
-    known = defaults(loss_fn)
+    known = losses.defaults(loss_fn)
     cases = [(0.0, {}), (0.6, {})]
     if known.get("eps_high", 1.0) < 1e-3:
         cases.append((1.5e-3, {}))
