@@ -59,9 +59,9 @@ TABLES = {  # claims with a table of their own: title, head
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
     "C27b": (
-        "What `decided` finds, and what a baseline at every history does to the noise of a token "
-        "that earns nothing: against b = E[R], and against the group's mean",
-        ["world L", "rho^2", "one group", "many groups", "noise, b", "noise, group's mean"],
+        "What `decided` finds if a token counts 1 - p, or all count alike; and the noise of a token "
+        "that earns nothing with a baseline at every history over without (the group's mean, G = 8)",
+        ["drawn by the environment", "rho^2", "decided", "all alike", "break-even", "noise"],
     ),
     "C28": (
         "The most that a baseline takes off the noise of a token that the whole group shares, and "

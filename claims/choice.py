@@ -88,7 +88,7 @@ def c18(name, draws, evidence):
     Source: what a tax costs (D)
 
     Measured: three ways of four kinds of answers, random rewards and lengths, G = 2 to 4; then two
-    ways with rewards 0 and 1 and both scales, where with one divisor the better way must grow.
+    ways with rewards 0 and 1 and the std, where with one divisor the better way must grow.
     "left": how far the std turns the pushes if rewards are graded (C29c).
     """
     for world in random_worlds(draws, ways=3):
@@ -99,11 +99,10 @@ def c18(name, draws, evidence):
     for world in random_worlds(draws, ways=2, binary=True):
         q = [world.mean(lambda o: o.reward, way) for way in (0, 1)]
         b = world.mean(lambda o: o.reward, 0, 1)
-        for scale in ("mean", "std"):
-            push = measure_push(name, world, scale)
-            evidence.equal(predict_push(name, world, factor(world.G, b, scale)), push)
-            if average_of(name) != "answer":
-                evidence.equal(q[0] > q[1], bool(push[0] > push[1]))
+        push = measure_push(name, world, "std")
+        evidence.equal(predict_push(name, world, factor(world.G, b, "std")), push)
+        if average_of(name) != "answer":
+            evidence.equal(q[0] > q[1], bool(push[0] > push[1]))
 
 
 # ---------------- C19: what the min costs

@@ -4,8 +4,7 @@ A history is the prompt and what an answer has said so far. The visitors of a hi
 answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
 with that of the others. C22 says when this moves no expected update, C27 what it does to the noise,
 and C28 why that is little at a token that the whole group shares. C21 and C24 are about weights
-that cancel and have no bias off-policy, C25 about a sampler that is not the trainer, and C26 about
-a mask by the sign of A.
+that cancel and have no bias off-policy, and C25 about a sampler that is not the trainer.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.cancellation import push_shared
 from claims.choice import off_policy_batch
 from claims.evidence import TOLERANCE, Draw, ascent, claim, coefficients
 from claims.formulas import UNCLIPPED, fitting
@@ -68,7 +66,7 @@ def c21(name, draws, evidence):
 # ---------------- C22: a baseline at every history moves no expected update
 
 # With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
-OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo", "off_policy_mask")
+OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo")
 OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a constant here
 OTHERS = ("dfpo_min", "dfpo_orthogonal", "recentred", "balanced")
 
@@ -300,28 +298,6 @@ def c25(name, draws, evidence):
         evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
 
 
-# ---------------- C26: a choice of answers by the sign of A
-
-
-@claim("C26", "off_policy_mask")
-def c26(name, draws, evidence):
-    """A mask of losers alone leaves r P_m at a shared token inside the clip range, -r (P - P_m)
-    above it and r P below it, P the winners' advantages and P_m those of the masked losers.
-
-    Source: selection by sign (D, ours); the mask: DeepSeek-V3.2 2512.02556 Eq. 9 (S)
-
-    Measured: each sum on random trees of any lengths, inside and outside the range, for two deltas.
-    "left": the mean size of the sum.
-    """
-    for draw, delta in itertools.product(draws, (0.02, 0.1)):
-        rho, A, measured = push_shared(name, draw, 0.6, delta=delta)
-        far = draw.at_shared(draw.sequence_ratios(0.6).log() < -delta)
-        rho, winners = rho[:, 0], A.clamp(min=0).sum(1)
-        losers = (A.clamp(max=0) * ~far).sum(1)
-        evidence.equal(rho * (winners * (rho <= 1.2) + losers * (rho >= 0.8)), measured)
-        evidence.record_left(measured)
-
-
 # ---------------- C27: what a baseline at every history does to the noise
 
 
@@ -408,99 +384,85 @@ def c27(name, draws, evidence):
             Outcome(w, p, R, 1) for w, q in enumerate(ways) for p, R in ((q, 1), (1 - q, 0))
         ]
         world = outcomes, 4, logits, logits, 0.5
-        *predicted, t = predict_noise(*world)
-        measured = measure_noise(*world)
-        evidence.equal(predicted, measured)
+        measured, (*_, t) = measure_noise(*world), predict_noise(*world)
         numbers = t, (1 - t) * 4 / 3, measured[1] / measured[0]
         evidence.rows.append([title, *map(float, numbers)])
 
 
 # ---------------- C27b: how much is decided
 
-
-def world_l(G: int, *chances: float, edge: float = 0.0) -> Groups:
-    """All groups of world L. The environment draws one of these chances to be right, evenly. With
-    an edge, an even choice of two ways adds it or takes it away. The last token earns nothing."""
-    outcomes, gains = [], (edge, -edge) if edge else (0.0,)
-    for (draw, q), (way, gain) in itertools.product(enumerate(chances), enumerate(gains)):
-        share, length = 1 / len(chances) / len(gains), 1 + len(gains)
-        for reward, chance in ((1.0, q + gain), (0.0, 1 - q - gain)):
-            outcomes.append(Outcome(draw, share * chance, reward, length, way))
-    return Groups(outcomes, G)
-
-
-def predict_after_luck(q: float, G: int) -> list[float]:
-    """How `prefix_baseline` changes the noise of the last token of world L, if the histories are
-    right with q and 1 - q: against b = 1/2, and, at an equal expected push, against the group's
-    mean."""
-    V, gap = q * (1 - q), 2 * q - 1
-    alone, *chances = (math.comb(G - 1, n - 1) / 2 ** (G - 1) for n in range(1, G + 1))
-    several = sum(p * V * n / (n - 1) for n, p in enumerate(chances, 2))
-    longer = (1 - alone / G) / (1 - 1 / G)  # the expected push, by C22c
-    lone = (1 - 1 / G) ** 2 * (V + gap**2) + (G - 1) / G**2 * V  # E[A^2] without a sibling
-    return [4 * several + alone, (several + alone * lone) * 4 / (1 - 1 / G) / longer**2]
+# Worlds of luck: the environment draws one of these evenly. Each is a chance to be right, and the
+# mean of 1 - p of the policy's next token: .5 if that is even, little if it is sure.
+LUCK = {
+    "right .9 or .1": ((0.9, 0.5), (0.1, 0.5)),
+    "right .7 or .3": ((0.7, 0.5), (0.3, 0.5)),
+    "no luck": ((0.5, 0.5), (0.5, 0.5)),
+    "right .95, .05, .5; sure, sure, even": ((0.95, 0.05), (0.05, 0.05), (0.5, 0.5)),
+    "right .78, .22, .5; even, even, sure": ((0.78, 0.5), (0.22, 0.5), (0.5, 0.05)),
+}
 
 
-def measure_after_luck(q: float, G: int) -> list[float]:
-    """The same. Given the rest of the group, scores of tokens that earn nothing are independent and
-    have the mean 0, so their noise is E|s|^2 times the sum of c^2."""
-    groups, ratios = world_l(G, q, 1 - q), []
-    earned = groups.rewards - torch.tensor([q, 1 - q], dtype=torch.float64)[groups.way]
-    for b in (0.5, None):
-        zeros = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
-        odds, *both = pushes(groups, *zeros, b)
-        without, with_ = (odds @ c[:, :, 1].square().sum(1) for c in both)
-        longer = [odds @ (c[:, :, 1] * earned.view(-1, G)).sum(1) for c in both]
-        ratios.append(float(with_ / without * (longer[0] / longer[1]) ** 2))
-    return ratios
+def count_decided(draw: Draw, R: Tensor, size: Tensor) -> list[float]:
+    """What `decided` returns, in loops; size (N, T) is how much each token counts."""
+    visits = defaultdict(list)  # of a history
+    for (p, y), at in draw.tree.items():
+        visits[p, y[:-1]] += at
+    sums = torch.zeros(5, dtype=torch.float64)
+    for at in visits.values():
+        n = len(at)
+        for i, t in at if n > 1 else []:
+            others = (sum(R[j] for j, _ in at) - R[i]) / (n - 1)
+            total = R.view(-1, draw.G)[i // draw.G].var()
+            terms = (1, R[i] * (R[i] - others), total, n, n / (n - 1))
+            sums += size[i, t] * torch.tensor(terms, dtype=torch.float64)
+    count, within, total, n, price = sums.tolist()
+    return [1 - within / total, n / count, 1 - draw.G / (draw.G - 1) * count / price]
 
 
 @claim("C27b", "decided", extremes=False)
 def c27b(name, draws, evidence):
-    """The variance at a history that `decided` takes is Var(R|h) on average. It finds rho^2, the
-    share of Var(R) that earlier tokens decide, within .015 in these worlds.
+    """`decided` finds rho^2, the share of Var(R) that earlier tokens decide, nearly, if a token
+    counts 1 - p. Then a baseline at every history lowers the noise where decided is above
+    break_even. If all tokens count alike, that may be wrong.
 
     Source: t of C27, averaged over histories, is rho^2 = Var(E[R|h])/Var(R) if b = E[R] (D, ours)
 
-    Measured: all groups of world L. The environment draws a chance to be right, then a token earns
-    nothing; in the last row a choice comes first, of .05 more or less. "left": how far one group's
-    `decided` is from rho^2. The noise is that of the token that earns nothing, with a baseline at
-    every history over without; with the group's mean, at an equal expected push.
+    Measured: its three numbers on random trees, against loops, with and without log-probs. Then all
+    groups of 8 in worlds of luck, each as probable as it is: the variance at a history, and whether
+    the noise of a token that earns nothing falls, with the group's mean, at an equal expected push.
+    "left": how far `decided` is from rho^2 if all tokens count alike.
     """
-    for G, q, edge in ((8, 0.9, 0), (8, 0.7, 0), (8, 0.6, 0), (8, 0.5, 0), (4, 0.9, 0.05)):
-        groups = world_l(G, q, 1 - q, edge=edge)
-        mask = groups.mask.clone()
-        mask[:, 0] = False  # the environment's draw
-        batches = [x.view(-1, G, *x.shape[1:]) for x in (groups.rewards, groups.nodes, mask)]
-        results = [losses.decided(*batch, G) for batch in zip(*batches, strict=True)]
-        found = torch.tensor([x.get("decided", 1.0) for x in results], dtype=torch.float64)
-        said = torch.stack([groups.way, 2 * groups.way + groups.plan], 1)[:, : mask.shape[1] - 1]
-        said = said.view(-1, G, said.shape[1])  # before each token
-        n = (said[:, :, None] == said[:, None]).double().sum(2)  # (groups, G, T - 1) visitors
-        shared, variances = n > 1, batches[0].var(1)
-        visitors = (n * shared).sum((1, 2)) / shared.sum((1, 2)) * (variances > 0)
-        evidence.equal(visitors, [x.get("visitors", 0) for x in results], what="visitors")
-        odds = groups.probabilities(torch.zeros(mask.shape, dtype=torch.float64))
-        sizes, mixed = shared.sum((1, 2)) * variances, odds * (variances > 0)
-        within = odds @ ((1 - found) * sizes)
-        one, many = mixed @ found / mixed.sum(), 1 - within / (odds @ sizes)
-        histories = [(1 / 2, q), (1 / 2, 1 - q)]  # how often they are visited, and are right
-        if edge:
-            histories += [(1 / 4, x + gain) for _, x in histories for gain in (edge, -edge)]
-        P, x = torch.tensor(histories, dtype=torch.float64).T
-        visits = G * P * (1 - (1 - P) ** (G - 1))  # with a sibling
-        evidence.equal(visits @ (x * (1 - x)), within, what="the variance at a history")
-        rho2 = 1 - 4 * P @ (x * (1 - x)) / P.sum()
-        near = [bool(abs(share - rho2) < 0.015) for share in (one, many)]
-        evidence.equal([True, True], near, what="whether it is near rho^2")
-        evidence.record_left(one - rho2)
-        row = [f"{G} answers, right {q:.1f} or {1 - q:.1f}", *map(float, (rho2, one, many)), "", ""]
-        if edge:
-            row[0] += f" +- {edge}"
-        else:
-            row[-2:] = measure_after_luck(q, G)
-            evidence.equal(predict_after_luck(q, G), row[-2:], what="the noise")
-        evidence.rows.append(row)
+    for draw in draws:
+        R, logp = draw.randn(draw.N), draw.logp.detach()
+        for size, given in ((1 - logp.exp(), (draw.fill(logp),)), (draw.mask, ())):
+            found = losses.decided(R, draw.nodes, draw.mask, draw.G, *given)
+            evidence.equal(count_decided(draw, R, size), list(found.values()), what="a number")
+    G = 8
+    for title, luck in LUCK.items():
+        ends = [(way, q, R) for way, (p, _) in enumerate(luck) for R, q in ((1.0, p), (0.0, 1 - p))]
+        groups = Groups([Outcome(way, q / len(luck), R, 2) for way, q, R in ends], G)
+        mask = groups.mask & (torch.arange(2) > 0)  # the environment's draw is no token of ours
+        right, surprise = torch.tensor(luck, dtype=torch.float64).T
+        odds, *both = pushes(groups, *torch.zeros(2, *mask.shape, dtype=torch.float64), None)
+        P = 1 / len(luck)
+        longer = (1 - (1 - P) ** (G - 1) / G) / (1 - 1 / G)  # the expected push, by C22c
+        sizes = surprise[groups.way].view(-1, G)
+        noise = [odds @ (c[:, :, 1] ** 2 * sizes).sum(1) for c in both]
+        noise = float(noise[1] / noise[0] / longer**2)
+        # A token that counts 1 - p may also count for how probable its group is.
+        counts = [odds[:, None] * size for size in (sizes, torch.ones_like(sizes))]
+        logps = [torch.log1p(-x).view(-1, 1).expand(mask.shape) for x in counts]
+        facts = groups.rewards, groups.nodes, mask, G
+        (found, _, bound), (alike, *_) = (losses.decided(*facts, x).values() for x in logps)
+        siblings = (groups.way.view(-1, G, 1) == groups.way.view(-1, 1, G)).sum(2) > 1
+        total = (counts[0] * siblings).sum(1) @ groups.rewards.view(-1, G).var(1)
+        V, visits = right * (1 - right), G * P * (1 - (1 - P) ** (G - 1))  # with a sibling
+        evidence.equal(visits * surprise @ V, (1 - found) * total, what="the variance at a history")
+        rho2 = float(1 - surprise @ V / surprise.sum() / (right.mean() * (1 - right.mean())))
+        evidence.equal(True, abs(found - rho2) < 0.015, what="whether it is near rho^2")
+        evidence.equal(found > bound, noise < 1, what="whether the noise falls")
+        evidence.record_left(alike - rho2)
+        evidence.rows.append([title, rho2, found, alike, bound, noise])
 
 
 # ---------------- C28: a token that the whole group shares

@@ -19,30 +19,33 @@ from claims.evidence import claim, coefficients
 from claims.formulas import formula_of
 
 
-@claim("I1", "shaped_rewards", only_if="p > (weight bonus / 2)(1 - (1-p) q)", extremes=False)
+@claim(
+    "I1",
+    "shaped_rewards",
+    only_if="E[R] > (weight bonus / 2)(1 - P(near miss))",
+    extremes=False,
+)
 def i1(name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
     hard prompts with rare repairs.
 
     Source: IBPO (S); condition for binary rewards (D)
 
-    Measured: the shaped rewards, and the change of the variance and its sign, for 18 pairs of p and
-    q and two pairs of weight and bonus. "left": how far it rises where it does, relative to Var(R).
+    Measured: the change of the variance for 18 pairs of p and q and two of weight and bonus; some
+    answers are half right. "left": how far it rises where it does, relative to Var(R).
     """
-    R = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    repaired = torch.tensor([True, True, False])  # a right answer gets no bonus, nor a half right
-    half = losses.shaped_rewards(R / 2, repaired)
-    evidence.equal([0.5, 0.3, 0.0], half)
+    R = torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=torch.float64)
+    repaired = torch.tensor([True, True, False, True])  # only a wrong answer gets the bonus
     chances, rates = (0.05, 0.1, 0.15, 0.3, 0.5, 0.9), (0.05, 0.2, 0.8)
     for p, q, (bonus, weight) in itertools.product(chances, rates, ((0.5, 0.6), (0.2, 0.7))):
         shaped = losses.shaped_rewards(R, repaired, bonus, weight)
-        near_miss = (1 - p) * q
-        odds = torch.tensor([p, near_miss, (1 - p) * (1 - q)], dtype=torch.float64)
-        old, new = (float((odds * x * x).sum() - (odds * x).sum() ** 2) for x in (R, shaped))
-        cov, var = -p * near_miss * bonus, bonus**2 * near_miss * (1 - near_miss)
-        evidence.equal(2 * weight * cov + weight**2 * var, new - old)
-        evidence.equal(p > weight * bonus / 2 * (1 - near_miss), new < old)
-        if new > old:
+        wrong = 0.95 * (1 - p)
+        near_miss = wrong * q
+        odds = torch.tensor([p, near_miss, wrong - near_miss, 0.05 * (1 - p)], dtype=torch.float64)
+        old, new = (odds @ x**2 - (odds @ x) ** 2 for x in (R, shaped))
+        gap = weight * bonus / 2 * (1 - near_miss) - odds @ R  # above 0 it rises
+        evidence.equal(2 * weight * bonus * near_miss * gap, new - old)
+        if gap > 0:
             evidence.record_left((new - old) / old)
 
 

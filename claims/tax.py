@@ -20,7 +20,7 @@ import losses
 from claims.evidence import TOLERANCE, ascent, claim
 from claims.formulas import Rows, average_of, every_loss, fitting, formula
 from toy.policy import Policy, count_orders
-from toy.worlds import Groups, Outcome, Toy
+from toy.worlds import Toy
 
 # ---------------- C15: the tax is a covariance
 
@@ -34,9 +34,7 @@ def c15(name, draws, evidence):
     Source: learning tax (D); TEMPO (2509.18314) had the tree's nodes and this credit before
 
     Measured: learning_tax against a loop over nodes for random coefficients ("left": its value),
-    and 0 for constant w; prefix_nodes against a dictionary of prefixes. And in world L, where four
-    of eight answers follow an easy draw (right .9, else .1), the mean of sum A_i at a token after
-    it that earns nothing: 1.6.
+    and 0 for constant w; prefix_nodes against a dictionary of prefixes.
     """
     for draw in draws:
         if name == "prefix_nodes":
@@ -59,15 +57,6 @@ def c15(name, draws, evidence):
         evidence.record_left(whole)
         for constant in (0 * c, draw.fill((2 + draw.noise) * draw.rows(draw.adv))):
             evidence.equal(0, losses.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
-    if name == "learning_tax":
-        ends = itertools.product(enumerate((0.9, 0.1)), (1.0, 0.0))
-        world = [Outcome(way, (q if R else 1 - q) / 2, R, 2, plan=0) for (way, q), R in ends]
-        groups = Groups(world, 8)
-        easy = (groups.way == 0).view(-1, 8)
-        A = losses.group_advantages(groups.rewards, 8, "mean").view(-1, 8)
-        odds = groups.probabilities(torch.zeros(groups.mask.shape)) * (easy.sum(1) == 4)
-        measured = odds @ (A * easy).sum(1) / odds.sum()
-        evidence.equal(4 * (0.9 - 0.5), measured, what="sum A after an easy draw")
 
 
 # ---------------- C16: the price

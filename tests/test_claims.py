@@ -4,6 +4,7 @@ broken in any of these ways is refused.
 Run: python -m pytest -q tests/test_claims.py
 """
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -20,10 +21,10 @@ from claims import (
     Claim,
     Evidence,
     choice,
-    control_variate,
     drift,
     examine,
     formulas,
+    objective,
     random_draws,
 )
 from claims.evidence import Draw, examine_on
@@ -102,7 +103,55 @@ def more_with_scale(spoilt, right, rewards, group_size, scale="std"):
 
 
 def a_little_more(right, *args):
-    return (1 + 1e-5) * right(*args)
+    return (1 + 1e-3) * right(*args)
+
+
+def the_other_way_round(right, new, old, h):
+    return right(old, new, h)
+
+
+def more_by_a_constant(right, *args):
+    return right(*args) + 0.01
+
+
+def more_along_A(right, w, adv):
+    return right(w, adv) + 0.01 * adv
+
+
+def merged(right, *args):
+    nodes = right(*args)
+    return torch.where(nodes < 0, nodes, nodes // 2)
+
+
+def pushes_alone(right, loss, batch, nodes):
+    """The value stays."""
+    result = right(loss, batch, nodes)
+    more = 0.01 * batch.logp[batch.mask].sum()
+    return result + more - more.detach()
+
+
+def pushes_by_the_group(right, batch, **hyper):
+    """Each answer's advantage times the mean of its group's."""
+    groups = batch.adv.view(-1, batch.group_size, batch.adv.shape[1])
+    adv = batch.adv * groups.mean(1).repeat_interleave(batch.group_size, 0)
+    return right(dataclasses.replace(batch, adv=adv), **hyper)
+
+
+def pushes_of_a_sibling(right, batch, **hyper):
+    adv = batch.adv.view(-1, batch.group_size, batch.adv.shape[1]).flip(1).view(batch.adv.shape)
+    return right(dataclasses.replace(batch, adv=adv), **hyper)
+
+
+def no_baseline(right, loss, batch, nodes):
+    return loss
+
+
+def of_all_tokens(right, rewards, nodes, mask, *others):
+    return right(rewards, nodes, nodes >= 0, *others)
+
+
+def backwards(right, c):
+    return right(c)[::-1]
 
 
 def more_of_the_second(right, *args, **hyper):
@@ -114,19 +163,32 @@ def only_defaults(right, rewards, repaired, *hyper):
     return right(rewards, repaired)
 
 
-SCALED = [(scale, functools.partial(more_with_scale, scale)) for scale in losses.SCALES]
+SCALED = {scale: functools.partial(more_with_scale, scale) for scale in losses.SCALES}
 # Faults of other kinds, and in functions that a claim is about, too: claim, where, what, how.
 FURTHER = [
     *(("M1", losses, name, more_where_A_is_0) for name in formulas.every_loss()),
     *(("M2", losses, name, more_without_tokens) for name in formulas.every_loss()),
     *(("M2", losses, name, more_without_advantages) for name in formulas.every_loss()),
-    *(("M3", losses, "group_advantages", fault) for _, fault in SCALED),
+    *(("M3", losses, "group_advantages", fault) for fault in SCALED.values()),
+    ("C10", losses, "adv_orthogonal", more_by_a_constant),
+    ("C10", losses, "adv_orthogonal", more_along_A),
     ("C13", drift, "kl", a_little_more),
+    ("C13", drift, "kl", the_other_way_round),
+    ("C14", drift, "coefficients", a_little_more),
+    ("C15", losses, "prefix_nodes", merged),
     ("I1", losses, "shaped_rewards", only_defaults),
     ("N4", neighbours, "nthr_scores", more_of_the_second),
-    *(("C18", losses, "group_advantages", fault) for x, fault in SCALED if x in ("mean", "std")),
+    *((id_, losses, "group_advantages", SCALED["mean"]) for id_ in ("C18", "C19", "C30")),
+    *((id_, losses, "group_advantages", SCALED["std"]) for id_ in ("C18", "C19", "C30")),
+    *(("C29a", losses, "group_advantages", fault) for fault in SCALED.values()),
+    ("C22", losses, "prefix_baseline", pushes_alone),
     ("C22b", losses, "prefix_baseline", functools.partial(a_hundredth_more, "all")),
-    ("C25", control_variate, "coefficients", a_little_more),  # of the sum
+    ("C22b", losses, "reinforce", pushes_by_the_group),
+    ("C25", losses, "group_advantages", more_by_a_constant),  # the sum alone
+    ("C25", losses, "reinforce", pushes_of_a_sibling),  # the update alone
+    ("C27b", losses, "prefix_baseline", no_baseline),
+    ("C27b", losses, "decided", of_all_tokens),
+    ("C29b", objective, "train_with", backwards),
 ]
 TOKEN_LOSSES = {"reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo"}
 # What a claim does not notice by its nature: claim, where, which functions (or all), and why.
