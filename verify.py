@@ -59,8 +59,8 @@ TABLES = {  # claims with a table of their own: title, head
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
     "C27b": (
-        "What `decided` finds if a token counts 1 - p, or all count alike; and the noise of a token "
-        "that earns nothing with a baseline at every history over without (the group's mean, G = 8)",
+        "What `decided` finds if a token counts 1 - p, or all count alike; and the noise of a "
+        "token that earns nothing with a baseline at every history, over the group's mean (G = 8)",
         ["drawn by the environment", "rho^2", "decided", "all alike", "break-even", "noise"],
     ),
     "C28": (

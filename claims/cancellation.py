@@ -55,9 +55,9 @@ def c2(name, draws, evidence):
 @claim("C4", "sequence_ratio", "gspo")
 def c4(name, draws, evidence):
     """A sequence ratio leaves sum_i A_i s_i (product) or sum_i A_i s_i / T_i (geometric) at a
-    shared token.
+    shared token: off-policy it cancels with probability 0.
 
-    Source: DFPO, two answers, sequence-coupled (S); geometric ratio (D)
+    Source: DFPO, two answers, sequence-coupled, and Cor. 3.3 (S); geometric ratio (D)
 
     Measured: both sums, and the values of the geometric ratio.
     """
@@ -71,32 +71,6 @@ def c4(name, draws, evidence):
         evidence.equal(geometric, losses.sequence_ratio(batch))
         c = coefficients(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
         evidence.equal(draw.at_shared(product * draw.adv).sum(1), draw.at_shared(c).sum(1))
-
-
-@claim("C5", "sequence_ratio", only_if="u has a density and A is not 0", extremes=False)
-def c5(name, draws, evidence):
-    """Under sequence coupling, unclipped, a shared token cancels with probability 0. The u_i need
-    not be equal for it: A = (2, 1, -1, -2), u = (2, 1, 3, 1).
-
-    Source: DFPO Cor. 3.3 (S), as reported; example (D)
-
-    Measured: the share of 100 000 random groups of 4 in which |A.u| is below 1e-12 |A| |u|, and the
-    example. "left": the same share at u = 1.
-    """
-
-    def share_that_cancels(A: Tensor, u: Tensor) -> Tensor:
-        log_r = torch.stack([0 * u + 0.5, u.log()], -1).flatten(0, 1)  # shared token, the rest
-        adv = A.flatten()[:, None].expand_as(log_r)
-        batch = losses.Batch(log_r, 0 * log_r, adv, adv == adv, 4, 2)
-        s = losses.sequence_ratio(batch, "product").view(A.shape)
-        return ((A * s).sum(1).abs() < 1e-12 * A.norm(dim=1) * s.norm(dim=1)).double().mean()
-
-    A, log_u = draws[0].randn(2, 100_000, 4)
-    A = A - A.mean(1, keepdim=True)
-    evidence.equal(0, share_that_cancels(A, log_u.exp()))
-    evidence.record_left(share_that_cancels(A, torch.ones_like(A)))
-    example = torch.tensor([[[2.0, 1, -1, -2]], [[2, 1, 3, 1]]], dtype=torch.float64)
-    evidence.equal(1, share_that_cancels(*example))
 
 
 @claim("C6", "grpo", "dr_grpo", "dapo")

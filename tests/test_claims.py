@@ -21,9 +21,11 @@ from claims import (
     Claim,
     Evidence,
     choice,
+    control_variate,
     drift,
     examine,
     formulas,
+    nthr,
     objective,
     random_draws,
 )
@@ -110,8 +112,34 @@ def the_other_way_round(right, new, old, h):
     return right(old, new, h)
 
 
-def more_by_a_constant(right, *args):
-    return right(*args) + 0.01
+def more_by_a_constant(right, *args, **hyper):
+    return right(*args, **hyper) + 0.01
+
+
+def nearly_0(right, *args):
+    return right(*args) + 1e-12
+
+
+def not_detached(right, adv, old, **hyper):
+    return right(adv, old, **hyper) + 0 * old.logp
+
+
+def by_sign(right, adv, old, reading="sign"):
+    return right(adv, old, "none" if reading == "none" else "sign")
+
+
+def on_all_ids(right, **facts):
+    return right(**facts | {"full_vocab": True})
+
+
+def twice(right, *args):
+    return right(*args).repeat(2, 1)
+
+
+def one_less(right, adv, old, **hyper):
+    result = right(adv, old, **hyper)
+    softened = (result != adv).flatten()
+    return torch.where((softened.cumsum(0) == 1).view(adv.shape), adv, result)
 
 
 def more_along_A(right, w, adv):
@@ -123,9 +151,9 @@ def merged(right, *args):
     return torch.where(nodes < 0, nodes, nodes // 2)
 
 
-def pushes_alone(right, loss, batch, nodes):
+def pushes_alone(right, *args, **hyper):
     """The value stays."""
-    result = right(loss, batch, nodes)
+    result, (batch,) = right(*args, **hyper), [x for x in args if isinstance(x, losses.Batch)]
     more = 0.01 * batch.logp[batch.mask].sum()
     return result + more - more.detach()
 
@@ -177,13 +205,23 @@ FURTHER = [
     ("C14", drift, "coefficients", a_little_more),
     ("C15", losses, "prefix_nodes", merged),
     ("I1", losses, "shaped_rewards", only_defaults),
+    ("M3", losses, "group_advantages", nearly_0),
+    ("M6", losses, "nthr_random", one_less),
     ("N4", neighbours, "nthr_scores", more_of_the_second),
+    ("N4", neighbours, "nthr_scores", on_all_ids),
+    ("N4", nthr, "ascent", a_little_more),
+    ("A2", losses, "advantage_reweighting", not_detached),
+    ("I3", losses, "ibpo", by_sign),
+    ("Q1", losses, "grpo", more_by_a_constant),
+    ("Q1", losses, "grpo", pushes_alone),
+    ("Q4", losses, "k3", more_by_a_constant),
     *((id_, losses, "group_advantages", SCALED["mean"]) for id_ in ("C18", "C19", "C30")),
     *((id_, losses, "group_advantages", SCALED["std"]) for id_ in ("C18", "C19", "C30")),
     *(("C29a", losses, "group_advantages", fault) for fault in SCALED.values()),
     ("C22", losses, "prefix_baseline", pushes_alone),
     ("C22b", losses, "prefix_baseline", functools.partial(a_hundredth_more, "all")),
     ("C22b", losses, "reinforce", pushes_by_the_group),
+    ("C24", control_variate, "unbiased_pair_rules", twice),
     ("C25", losses, "group_advantages", more_by_a_constant),  # the sum alone
     ("C25", losses, "reinforce", pushes_of_a_sibling),  # the update alone
     ("C27b", losses, "prefix_baseline", no_baseline),
@@ -194,7 +232,6 @@ TOKEN_LOSSES = {"reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo"}
 # What a claim does not notice by its nature: claim, where, which functions (or all), and why.
 SILENT = [
     ("M2", WHERE, None, "0 is 0 times anything"),
-    ("C5", ["all"], None, "A.u = 0 says nothing about the size of u"),
     ("C8", ["all"], TOKEN_LOSSES, "what cancels is 0 times anything"),
     ("C13", WHERE, None, "any direction g will do"),
     ("C14", ["all"], None, "its identity holds for any coefficients that cancel"),
