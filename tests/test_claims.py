@@ -87,68 +87,23 @@ def a_hundredth_more(where, right, *args, **hyper):
     return result * (1 + 0.01 * chosen) if x.is_floating_point() else result + chosen.long()
 
 
-def more_without_tokens(right, batch, **hyper):
+def without_tokens(right, batch, **hyper):
     return right(batch, **hyper) + 0.01 * (not batch.mask.any())
 
 
-def more_without_advantages(right, batch, **hyper):
+def without_advantages(right, batch, **hyper):
     adv = batch.adv[batch.mask]
     return right(batch, **hyper) + 0.01 * bool(len(adv) and not adv.any())
 
 
-def more_where_A_is_0(right, batch, **hyper):
+def where_A_is_0(right, batch, **hyper):
     return right(batch, **hyper) - 0.01 * batch.logp[batch.mask & (batch.adv == 0)].sum()
 
 
-def more_with_scale(spoilt, right, rewards, group_size, scale="std"):
-    return right(rewards, group_size, scale) * (1.01 if scale == spoilt else 1)
-
-
-def a_little_more(right, *args):
-    return (1 + 1e-3) * right(*args)
-
-
-def the_other_way_round(right, new, old, h):
-    return right(old, new, h)
-
-
-def more_by_a_constant(right, *args, **hyper):
-    return right(*args, **hyper) + 0.01
-
-
-def nearly_0(right, *args):
-    return right(*args) + 1e-12
-
-
-def not_detached(right, adv, old, **hyper):
-    return right(adv, old, **hyper) + 0 * old.logp
-
-
-def by_sign(right, adv, old, reading="sign"):
-    return right(adv, old, "none" if reading == "none" else "sign")
-
-
-def on_all_ids(right, **facts):
-    return right(**facts | {"full_vocab": True})
-
-
-def twice(right, *args):
-    return right(*args).repeat(2, 1)
-
-
-def one_less(right, adv, old, **hyper):
-    result = right(adv, old, **hyper)
-    softened = (result != adv).flatten()
-    return torch.where((softened.cumsum(0) == 1).view(adv.shape), adv, result)
-
-
-def more_along_A(right, w, adv):
-    return right(w, adv) + 0.01 * adv
-
-
-def merged(right, *args):
-    nodes = right(*args)
-    return torch.where(nodes < 0, nodes, nodes // 2)
+def of_a_sibling(right, batch, **hyper):
+    """Each answer is pushed by the advantage of another one."""
+    adv = batch.adv.view(-1, batch.group_size, batch.adv.shape[1]).flip(1).view(batch.adv.shape)
+    return right(dataclasses.replace(batch, adv=adv), **hyper)
 
 
 def pushes_alone(right, *args, **hyper):
@@ -158,76 +113,81 @@ def pushes_alone(right, *args, **hyper):
     return result + more - more.detach()
 
 
-def pushes_by_the_group(right, batch, **hyper):
-    """Each answer's advantage times the mean of its group's."""
-    groups = batch.adv.view(-1, batch.group_size, batch.adv.shape[1])
-    adv = batch.adv * groups.mean(1).repeat_interleave(batch.group_size, 0)
-    return right(dataclasses.replace(batch, adv=adv), **hyper)
+def constant(right, *args, **hyper):
+    return right(*args, **hyper) + 0.01
 
 
-def pushes_of_a_sibling(right, batch, **hyper):
-    adv = batch.adv.view(-1, batch.group_size, batch.adv.shape[1]).flip(1).view(batch.adv.shape)
-    return right(dataclasses.replace(batch, adv=adv), **hyper)
+def factor(right, *args):
+    return 1.001 * right(*args)
 
 
-def no_baseline(right, loss, batch, nodes):
-    return loss
+def scaled(*scales):
+    """Faults of group_advantages with one of these scales."""
+
+    def fault(spoilt, right, rewards, group_size, scale="std"):
+        return right(rewards, group_size, scale) * (1.01 if scale == spoilt else 1)
+
+    return [("group_advantages", functools.partial(fault, scale)) for scale in scales]
 
 
-def of_all_tokens(right, rewards, nodes, mask, *others):
-    return right(rewards, nodes, nodes >= 0, *others)
-
-
-def backwards(right, c):
-    return right(c)[::-1]
-
-
-def more_of_the_second(right, *args, **hyper):
-    first, second = right(*args, **hyper)
-    return first, 1.01 * second
-
-
-def only_defaults(right, rewards, repaired, *hyper):
-    return right(rewards, repaired)
-
-
-SCALED = {scale: functools.partial(more_with_scale, scale) for scale in losses.SCALES}
-# Faults of other kinds, and in functions that a claim is about, too: claim, where, what, how.
-FURTHER = [
-    *(("M1", losses, name, more_where_A_is_0) for name in formulas.every_loss()),
-    *(("M2", losses, name, more_without_tokens) for name in formulas.every_loss()),
-    *(("M2", losses, name, more_without_advantages) for name in formulas.every_loss()),
-    *(("M3", losses, "group_advantages", fault) for fault in SCALED.values()),
-    ("C10", losses, "adv_orthogonal", more_by_a_constant),
-    ("C10", losses, "adv_orthogonal", more_along_A),
-    ("C13", drift, "kl", a_little_more),
-    ("C13", drift, "kl", the_other_way_round),
-    ("C14", drift, "coefficients", a_little_more),
-    ("C15", losses, "prefix_nodes", merged),
-    ("I1", losses, "shaped_rewards", only_defaults),
-    ("M3", losses, "group_advantages", nearly_0),
-    ("M6", losses, "nthr_random", one_less),
-    ("N4", neighbours, "nthr_scores", more_of_the_second),
-    ("N4", neighbours, "nthr_scores", on_all_ids),
-    ("N4", nthr, "ascent", a_little_more),
-    ("A2", losses, "advantage_reweighting", not_detached),
-    ("I3", losses, "ibpo", by_sign),
-    ("Q1", losses, "grpo", more_by_a_constant),
-    ("Q1", losses, "grpo", pushes_alone),
-    ("Q4", losses, "k3", more_by_a_constant),
-    *((id_, losses, "group_advantages", SCALED["mean"]) for id_ in ("C18", "C19", "C30")),
-    *((id_, losses, "group_advantages", SCALED["std"]) for id_ in ("C18", "C19", "C30")),
-    *(("C29a", losses, "group_advantages", fault) for fault in SCALED.values()),
-    ("C22", losses, "prefix_baseline", pushes_alone),
-    ("C22b", losses, "prefix_baseline", functools.partial(a_hundredth_more, "all")),
-    ("C22b", losses, "reinforce", pushes_by_the_group),
-    ("C24", control_variate, "unbiased_pair_rules", twice),
-    ("C25", losses, "group_advantages", more_by_a_constant),  # the sum alone
-    ("C25", losses, "reinforce", pushes_of_a_sibling),  # the update alone
-    ("C27b", losses, "prefix_baseline", no_baseline),
-    ("C27b", losses, "decided", of_all_tokens),
-    ("C29b", objective, "train_with", backwards),
-]
+# What else a claim must notice in functions of losses.py, of its own, or of others.
+FURTHER = {
+    "M1": [(name, where_A_is_0) for name in formulas.every_loss()],
+    "M2": [
+        (name, fault)
+        for name in formulas.every_loss()
+        for fault in (without_tokens, without_advantages)
+    ],
+    "M3": [
+        *scaled(*losses.SCALES),
+        ("group_advantages", lambda right, *args: right(*args) + 1e-12),  # equal rewards: 0
+    ],
+    "M6": [("nthr_random", lambda right, adv, old, **hyper: adv)],
+    "C10": [
+        ("adv_orthogonal", constant),
+        ("adv_orthogonal", lambda right, w, adv: right(w, adv) + 0.01 * adv),
+    ],
+    "C13": [(drift, "kl", factor), (drift, "kl", lambda right, new, old, h: right(old, new, h))],
+    "C14": [(drift, "coefficients", factor)],
+    "C15": [("prefix_nodes", lambda right, *args: right(*args).div(2, rounding_mode="floor"))],
+    "C18": scaled("mean", "std"),
+    "C19": scaled("mean", "std"),
+    "C22": [("prefix_baseline", pushes_alone)],
+    "C22b": [
+        ("prefix_baseline", functools.partial(a_hundredth_more, "all")),
+        ("reinforce", of_a_sibling),
+    ],
+    "C24": [(control_variate, "unbiased_pair_rules", lambda right, *x: right(*x).repeat(2, 1))],
+    "C25": [("group_advantages", constant), ("reinforce", of_a_sibling)],  # sum alone, update alone
+    "C27b": [
+        ("prefix_baseline", lambda right, loss, batch, nodes: loss),
+        ("decided", lambda right, R, nodes, mask, *x: right(R, nodes, nodes >= 0, *x)),
+    ],
+    "C29a": scaled(*losses.SCALES),
+    "C29b": [(objective, "train_with", lambda right, c: right(c)[::-1])],
+    "C30": scaled("mean", "std"),
+    "N4": [
+        (
+            neighbours,
+            "nthr_scores",
+            lambda right, **x: [y * (1 + k / 99) for k, y in enumerate(right(**x))],
+        ),
+        (neighbours, "nthr_scores", lambda right, **x: right(**x | {"full_vocab": True})),
+        (nthr, "ascent", factor),
+    ],
+    "A2": [
+        ("advantage_reweighting", lambda right, adv, old, **x: right(adv, old, **x) + 0 * old.logp)
+    ],
+    "I1": [("shaped_rewards", lambda right, rewards, repaired, *hyper: right(rewards, repaired))],
+    "I3": [
+        (
+            "ibpo",
+            lambda right, adv, old, reading: right(adv, old, reading.replace("changed", "sign")),
+        )
+    ],
+    "Q1": [("grpo", constant), ("grpo", pushes_alone)],
+    "Q4": [("k3", constant)],
+}
 TOKEN_LOSSES = {"reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo"}
 # What a claim does not notice by its nature: claim, where, which functions (or all), and why.
 SILENT = [
@@ -277,10 +237,9 @@ def test_a_claim_notices_every_fault_that_it_could(claim, monkeypatch):
         fault = functools.partial(a_hundredth_more, where)
         module = neighbours if function == "nthr_scores" else losses
         assert message(monkeypatch, claim, function, fault, module), (function, where)
-    for id_, module, name, fault in FURTHER:
-        if id_ == claim.id:
-            function = name if name in claim.names else claim.names[0]
-            assert message(monkeypatch, claim, function, fault, module, name), (name, fault)
+    for *module, name, fault in FURTHER.get(claim.id, []):
+        function = name if name in claim.names else claim.names[0]
+        assert message(monkeypatch, claim, function, fault, *module, name=name), (name, fault)
     assert not message(monkeypatch, claim, claim.names[0])
 
 
