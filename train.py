@@ -313,7 +313,7 @@ def score(
 
     advantages = group_advantages(answers.compared, G, config.scale or method.scale)  # (N,)
     # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
-    adv = advantages[:, None].expand_as(old).masked_fill(~mask, 0.0)  # (N, T)
+    adv = advantages[:, None].expand_as(old)  # (N, T)
     batch = Batch(
         logp=old,
         logp_old=old,
@@ -324,7 +324,7 @@ def score(
         logp_ref=ref,
     )
     if method.credit:  # some papers give the tokens of an answer advantages of their own
-        batch.adv = reshape_credit(policy, answers, batch, method, config)
+        batch = replace(batch, adv=reshape_credit(policy, answers, batch, method, config))
     # Where answers agree so far, for --prefix-baseline and for the metric `decided`.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     return Scored(answers, batch, entropy, advantages, nodes, max_logp_gap=gap)
