@@ -27,7 +27,6 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "dfpo_orthogonal": "0000",
     "recentred": "0000",
     "balanced": "0x0x",
-    "off_policy_mask": "0xxx",
     "sapo": "0xxx",
     "dppo": "000x",
     "symmetric_trust": "0000",

@@ -427,9 +427,9 @@ def c27b(name, draws, evidence):
 
     Source: t of C27, averaged over histories, is rho^2 = Var(E[R|h])/Var(R) if b = E[R] (D, ours)
 
-    Measured: its three numbers on random trees, against loops, with and without log-probs. Then all
-    groups of 8 in worlds of luck, each as probable as it is: the variance at a history, and whether
-    the noise of a token that earns nothing falls, with the group's mean, at an equal expected push.
+    Measured: its three numbers on random trees, against loops, with and without log-probs. Then,
+    over all groups of 8 in worlds of luck, whether it is within .015 of rho^2, and whether the
+    noise of a token that earns nothing falls, with the group's mean, at an equal expected push.
     "left": how far `decided` is from rho^2 if all tokens count alike.
     """
     for draw in draws:
@@ -444,8 +444,8 @@ def c27b(name, draws, evidence):
         mask = groups.mask & (torch.arange(2) > 0)  # the environment's draw is no token of ours
         right, surprise = torch.tensor(luck, dtype=torch.float64).T
         odds, *both = pushes(groups, *torch.zeros(2, *mask.shape, dtype=torch.float64), None)
-        P = 1 / len(luck)
-        longer = (1 - (1 - P) ** (G - 1) / G) / (1 - 1 / G)  # the expected push, by C22c
+        alone = (1 - 1 / len(luck)) ** (G - 1)
+        longer = (1 - alone / G) / (1 - 1 / G)  # the expected push, by C22c
         sizes = surprise[groups.way].view(-1, G)
         noise = [odds @ (c[:, :, 1] ** 2 * sizes).sum(1) for c in both]
         noise = float(noise[1] / noise[0] / longer**2)
@@ -454,11 +454,8 @@ def c27b(name, draws, evidence):
         logps = [torch.log1p(-x).view(-1, 1).expand(mask.shape) for x in counts]
         facts = groups.rewards, groups.nodes, mask, G
         (found, _, bound), (alike, *_) = (losses.decided(*facts, x).values() for x in logps)
-        siblings = (groups.way.view(-1, G, 1) == groups.way.view(-1, 1, G)).sum(2) > 1
-        total = (counts[0] * siblings).sum(1) @ groups.rewards.view(-1, G).var(1)
-        V, visits = right * (1 - right), G * P * (1 - (1 - P) ** (G - 1))  # with a sibling
-        evidence.equal(visits * surprise @ V, (1 - found) * total, what="the variance at a history")
-        rho2 = float(1 - surprise @ V / surprise.sum() / (right.mean() * (1 - right.mean())))
+        within, J = surprise @ (right * (1 - right)) / surprise.sum(), right.mean()
+        rho2 = float(1 - within / (J * (1 - J)))
         evidence.equal(True, abs(found - rho2) < 0.015, what="whether it is near rho^2")
         evidence.equal(found > bound, noise < 1, what="whether the noise falls")
         evidence.record_left(alike - rho2)

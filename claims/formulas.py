@@ -50,9 +50,8 @@ def fitting(function) -> dict[str, object]:
     """Hyperparameters for small trees: a clip range that is made for long answers is widened."""
     if losses.defaults(function).get("eps_high", 1.0) < 0.1:
         return {"eps_low": 0.2, "eps_high": 0.28}
-    # few shared tokens are likelier than lopti's 0.5, few answers as far away as the mask's 0.1
-    small = {"lopti_high": {"eta": 0.0}, "off_policy_mask": {"delta": 0.02}}
-    return small.get(function.__name__, {})
+    # few shared tokens are likelier than lopti's 0.5
+    return {"eta": 0.0} if function.__name__ == "lopti_high" else {}
 
 
 # ---------------- the twin of losses.py
@@ -152,11 +151,6 @@ def balanced(y, t, hyper):
     return scale * value, scale * slope
 
 
-def off_policy_mask(y, t, hyper):
-    masked = y.A < 0 and -math.log(y.s) > hyper.delta
-    return (0.0, 0.0) if masked else surrogate(y, t, hyper)
-
-
 def sapo(y, t, hyper):
     tau = hyper.tau_pos if y.adv[t] > 0 else hyper.tau_neg
     gate = 1 / (1 + math.exp(-tau * (y.r[t] - 1)))
@@ -201,7 +195,6 @@ FORMULAS = {
     "dfpo_orthogonal": (dfpo_orthogonal, "budget"),
     "recentred": (recentred, "budget"),
     "balanced": (balanced, "answer"),
-    "off_policy_mask": (off_policy_mask, "answer"),
     "sapo": (sapo, "answer"),
     "dppo": (dppo, "tokens"),
     "symmetric_trust": (symmetric_trust, "tokens"),
@@ -282,7 +275,7 @@ def formula_of(name: str, batch, **hyper) -> tuple[float, Tensor]:
 def m1(name, draws, evidence):
     """Each loss, and every one of its token coefficients, is what the paper's formula gives.
 
-    Source: each method's paper (P; DFPO, grpo-symmetric and off-policy-mask S; recentred D)
+    Source: each method's paper (P; DFPO and grpo-symmetric S; recentred D)
 
     Measured: value and coefficients against two loops over plain numbers, on-policy and off-policy,
     at several hyperparameters, with advantages that differ from token to token. A float

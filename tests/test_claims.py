@@ -162,6 +162,11 @@ FURTHER = {
     "C27b": [
         ("prefix_baseline", lambda right, loss, batch, nodes: loss),
         ("decided", lambda right, R, nodes, mask, *x: right(R, nodes, nodes >= 0, *x)),
+        (
+            "decided",
+            lambda right, R, nodes, *x: right(R, nodes, *x[:2], *x[2:] or [-nodes.double()]),
+        ),
+        ("decided", lambda right, *x: right(*x[:4], *(logp.flip(1) for logp in x[4:]))),
     ],
     "C29a": scaled(*losses.SCALES),
     "C29b": [(objective, "train_with", lambda right, c: right(c)[::-1])],
