@@ -367,9 +367,9 @@ def c27(name, draws, evidence):
             ]
             *predicted, t = predict_noise(outcomes, n, *logits, b)
             measured = measure_noise(outcomes, n, *logits, b)
-            evidence.equal(predicted, measured)
             law, ratio = (1 - t) * n / (n - 1), measured[1] / measured[0]
             if earns:
+                evidence.equal(predicted, measured)
                 evidence.record_left(ratio - law)
             else:
                 evidence.equal(law, ratio, what="the short law")

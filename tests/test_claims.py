@@ -159,6 +159,10 @@ FURTHER = {
     ],
     "C24": [(control_variate, "unbiased_pair_rules", lambda right, *x: right(*x).repeat(2, 1))],
     "C25": [("group_advantages", constant), ("reinforce", of_a_sibling)],  # sum alone, update alone
+    "C27": [  # of two rewards alone, at a token that earns nothing, and of more
+        ("prefix_baseline", lambda right, *x: right(*x) if len(x[1].adv.unique()) > 3 else x[0]),
+        ("prefix_baseline", lambda right, *x: x[0] if len(x[1].adv.unique()) > 3 else right(*x)),
+    ],
     "C27b": [
         ("prefix_baseline", lambda right, loss, batch, nodes: loss),
         ("decided", lambda right, R, nodes, mask, *x: right(R, nodes, nodes >= 0, *x)),
@@ -190,7 +194,8 @@ FURTHER = {
             lambda right, adv, old, reading: right(adv, old, reading.replace("changed", "sign")),
         )
     ],
-    "Q1": [("grpo", constant), ("grpo", pushes_alone)],
+    "AUDIT": [("grpo", lambda right, batch, **hyper: losses.dr_grpo(batch, **hyper))],
+    "Q1": [("dr_grpo", constant), ("grpo", pushes_alone)],
     "Q4": [("k3", constant)],
 }
 TOKEN_LOSSES = {"reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo"}
