@@ -55,7 +55,8 @@ def c2(name, draws, evidence):
 @claim("C4", "sequence_ratio", "gspo")
 def c4(name, draws, evidence):
     """A sequence ratio leaves sum_i A_i s_i (product) or sum_i A_i s_i / T_i (geometric) at a
-    shared token: off-policy it cancels with probability 0.
+    shared token. Off-policy, if the other tokens' ratios have a density, it cancels with
+    probability 0.
 
     Source: DFPO, two answers, sequence-coupled, and Cor. 3.3 (S); geometric ratio (D)
 

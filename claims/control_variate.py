@@ -422,8 +422,8 @@ def count_decided(draw: Draw, R: Tensor, size: Tensor) -> list[float]:
 @claim("C27b", "decided", extremes=False)
 def c27b(name, draws, evidence):
     """`decided` finds rho^2, the share of Var(R) that earlier tokens decide, nearly, if a token
-    counts 1 - p. Then a baseline at every history lowers the noise where decided is above
-    break_even. If all tokens count alike, that may be wrong.
+    counts 1 - p. Then a baseline at every history lowers the noise of tokens that earn nothing
+    about where decided is above break_even. If all tokens count alike, that may be wrong.
 
     Source: t of C27, averaged over histories, is rho^2 = Var(E[R|h])/Var(R) if b = E[R] (D, ours)
 
