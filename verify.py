@@ -49,11 +49,6 @@ TABLES = {  # claims with a table of their own: title, head
         "unbiased: cos 1, norm 0.667). Token means have the divisor of an infinite batch",
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
-    "C22b": (
-        "By how much a baseline moves the expected update, off-policy, b fixed: made of the others "
-        "with the same history (`prefix_baseline`), state or position, of all others, or random",
-        ["method", "history", "state", "position", "constant", "random"],
-    ),
     "C27": (
         "Noise with a baseline at every history over without, 4 visitors, b = .5: it pays below 1",
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
@@ -72,10 +67,6 @@ TABLES = {  # claims with a table of their own: title, head
         "Rewards 0 and 1, G = 8: the expected update is K(p) grad p, and without a signal a group "
         "teaches nothing",
         ["", *(f"p = {p}" for p in objective.CHANCES)],
-    ),
-    "C29c": (
-        "Rewards 0, .5, 1: the largest D(x,y|S) + D(y,z|S) + D(z,x|S). 0: the update is a gradient",
-        ["loss, scale", *(f"G = {G}" for G in (2, 3, 4, 8))],
     ),
     "C30": (
         "The crumb: .1 surely, or rarely 1 with chance .45: the share above which the better way "

@@ -148,10 +148,10 @@ def c22b(name, draws, evidence):
 
     Measured: what five baselines add to the update over all groups of 2, 3 and 4 answers of 12
     toys, on- and off-policy: the mean c/r of others with the same history (this is what
-    `prefix_baseline` takes away), state, position, of all, and a random number. "left": methods
-    that look at the group. Table: off-policy.
+    `prefix_baseline` takes away), state, position, of all, and a random number. "left": by how much
+    `prefix_baseline` moves the update of methods that look at the group.
     """
-    loss_fn, rows = getattr(losses, name), []
+    loss_fn = getattr(losses, name)
     loss_fn = partial(loss_fn, **fitting(loss_fn))
     for off_policy, toy in itertools.product((False, True), toys_of(draws)):
         before, after = expected_updates(loss_fn, toy, off_policy, "exact")
@@ -163,12 +163,10 @@ def c22b(name, draws, evidence):
         for m in baselines(toy, x).values():
             moves.append(ascent(-(odds * r * m)[batch.mask].sum() / len(r), toy.policy.W))
         evidence.equal(moves[0], before - after, what="what prefix_baseline takes away")
-        rows.append([float(move.norm() / before.norm()) for move in moves])
         if name in OWN:
             evidence.equal(torch.zeros(5, 3, 3), torch.stack(moves), what="a change")
         else:
-            evidence.record_left(rows[-1][0])
-    evidence.rows.append([name, *torch.tensor(rows[len(rows) // 2 :]).mean(0).tolist()])
+            evidence.record_left(moves[0].norm() / before.norm())
 
 
 def leak(toy: Toy, off_policy: bool) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
-from torch import Tensor
 
 import losses
 from claims.evidence import ascent, claim, coefficients
@@ -61,9 +60,8 @@ def c14(name, draws, evidence):
 
     Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
 
-    Measured: off-policy, the identity at every history of every tree, the sum of the coefficients
-    where the whole group is together, and an example by autograd without the condition ("left") and
-    with it.
+    Measured: off-policy, the identity at every history of every tree, and the sum of the
+    coefficients where the whole group is together.
     """
     for draw in draws:
         batch = draw.batch(0.6)
@@ -82,13 +80,3 @@ def c14(name, draws, evidence):
             evidence.equal((C - S * draw.policy.probs(h)) / size, dz / size)
             if len(here) == draw.G:
                 evidence.equal(0, S / size)
-    without = drift_in_one_softmax((1.0, 1.0))
-    evidence.equal([-0.3, 0], [without, drift_in_one_softmax((1.0, 1.0, -2.0))])
-    evidence.record_left(without)
-
-
-def drift_in_one_softmax(adv: tuple[float, ...]) -> Tensor:
-    """Of log(p_a / p_b) per eta, with p = (.6, .3, .1), one answer on each token, all k = 1/2."""
-    z = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().requires_grad_()
-    g = 0.5 * ascent(-(z.log_softmax(0)[: len(adv)] * torch.tensor(adv)).sum(), z)
-    return g[0] - g[1]

@@ -58,8 +58,6 @@ def c29a(name, draws, evidence):
         evidence.equal((1 - 1 / G) / (1 - 1 / (2 * G)) * factor(2 * G, p, "std"), K)
     for scale in ("mean", "std", "maxrl"):
         evidence.rows.append([f"K, {scale}", *(factor(8, p, scale) for p in CHANCES)])
-    folklore = [1 / math.sqrt(p * (1 - p)) for p in CHANCES]
-    evidence.rows.append(["folklore, 1/sqrt(p(1-p))", *folklore])
     evidence.rows.append(["groups without a signal", *(p**8 + (1 - p) ** 8 for p in CHANCES)])
 
 
@@ -185,12 +183,6 @@ def c29c(name, draws, evidence):
         evidence.equal((G - 1) * math.prod(pi) * mean, curl(name, world, scale))
         if scale != "mean" or rule == winners and G > 2:
             evidence.record_left(mean)
-    for scale in scales:
-        row = []
-        for G in (2, 3, 4, 8):
-            siblings = itertools.combinations_with_replacement((0.0, 0.5, 1.0), G - 2)
-            row.append(max((cycle(rule, (0.0, 0.5, 1.0), S, scale) for S in siblings), key=abs))
-        evidence.rows.append([f"{name}, {scale}", *row])
     if name == "pos_only":
         return
     ways = [[(1.0, 0.7)], [(0.4, 1.0), (0.6, 0.5)], [(0.72, 0.75), (0.28, 0.1)]]
