@@ -28,8 +28,7 @@ from toy.worlds import Toy
 @claim("C15", "learning_tax", "prefix_nodes", only_if="w does not depend on A")
 def c15(name, draws, evidence):
     """A batch gives a node credit, wbar sum A_i, plus tax, |S_v| Cov(w, A), which is 0 for every A
-    only if w is constant. Sum A_i is what the token earned at the root only: deeper it also holds
-    what the tokens before it earned.
+    only if w is constant.
 
     Source: learning tax (D); TEMPO (2509.18314) had the tree's nodes and this credit before
 
