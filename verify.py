@@ -15,7 +15,7 @@ rewards that nearly agree, hundreds of tokens. These decide about verdicts, not 
 
 "predicted" is computed by hand and "measured" by autograd; both are shown where they are furthest
 apart. "error" is the largest error of all draws. "left" is the average size of what remains when
-the condition of a HOLDS ONLY IF is dropped, or of what else the proof calls so.
+the condition of a HOLDS ONLY IF is dropped, or of what else --explain says of it.
 
 Exit code 0: every verdict is the expected one, and every function of METHODS is spoken of. 1: not.
 """
