@@ -127,7 +127,7 @@ def naive_step(start, first_rows, config, method):
     entropy = k3 = 0.0
     with torch.no_grad():
         for row in rows:
-            full = plain.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
+            full = plain.all_log_probs(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
             entropy -= float((full.exp() * full).sum())
             (row.old,), (row.ref,) = log_probs(policy, [row]), log_probs(reference, [row])
             gap = row.ref - row.old
