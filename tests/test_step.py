@@ -202,7 +202,7 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     if method.repair:
-        train.correct(policy, task, answers, method, config)
+        train.repair_answers(policy, task, answers, method, config)
     config.max_tokens = BUDGET
     scored = train.score(policy, answers, method, config, reference)
     assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
