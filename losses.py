@@ -1,31 +1,38 @@
 """Group-relative policy-gradient losses, one short function each. `python losses.py` lists them.
 
-Four answers to one prompt, `37+48=`, of at most L = 5 tokens. (Here a token is a step, such as
-`7+8=15`.) R is the reward, given at the end only, and A = R - mean(R) the advantage. How hard
-does a loss push "so", which all four share? Two losses, at the first update on a batch:
+Four answers to one prompt, `37+48=`, of at most L = 5 tokens. Here a token is a whole step of the
+sum, such as `7+8=15`, and the end of an answer is left out. R is the reward, given at the end only,
+and A = R - mean(R) the advantage. How hard does a loss push "so", which all four share? Three ways,
+at the first update on a rollout batch:
 
-    answer                             R    A    T_i    reinforce: A / L    grpo: A / T_i
-    so  7+8=15  70+15=85  #85          1  +1/2     4          +0.100             +0.125
-    so  7+8=15  carry 1  30+40=70  #75 0  -1/2     5          -0.100             -0.100
-    so  #85                            1  +1/2     2          +0.100             +0.250
-    so  40+48=88  88-3=85  #84         0  -1/2     4          -0.100             -0.125
-                                                 sum           0.000             +0.150
+    answer                             R    A    T_i   reinforce     grpo   grpo with a baseline
+                                                         A / L     A / T_i   at every history
+    so  7+8=15  70+15=85  #85          1  +1/2    4     +0.100     +0.125        +0.117
+    so  7+8=15  carry 1  30+40=70  #75 0  -1/2    5     -0.100     -0.100        -0.183
+    so  #85                            1  +1/2    2     +0.100     +0.250        +0.283
+    so  40+48=88  88-3=85  #84         0  -1/2    4     -0.100     -0.125        -0.217
+                                                 sum     0.000     +0.150         0.000
 
 A *push* is a number that every loss gives to every token: c = -N dLoss/dlogp, with the token's
-log-probability logp and N answers. A positive push raises the probability. Answers that have said
-the same so far have one probability for their next token, so its pushes add up. "so" earned
-nothing. Under reinforce its pushes cancel. Under grpo they do not, because grpo divides them by
-T_i, the answer's own length. (grpo also divides A by the group's deviation, which changes all four
-alike, so it is left out here.)
+log-probability logp and N answers. A positive push makes the token likelier. All four say "so"
+after the same words, so they push one probability, and only the sum counts. Right and wrong answers
+have said it, so it cannot explain who won. Under reinforce its pushes cancel. Under grpo they do
+not, because grpo divides them by T_i, the answer's own length. (By default both also divide A by
+the group's deviation, which changes all four alike, so it is left out here.)
 
-Does that matter? Call what was said before a token, and the prompt, its *history*. To make pushes
-cancel is to subtract a baseline at every history, and `prefix_baseline` does that for any loss. As
-with any baseline the expected update stays, under conditions, and its noise changes. What costs
-reward is a bias in a choice between tokens, such as the division by T_i.
+The third column takes from each push the mean push of the other answers with the same *history*,
+which is the prompt and all that was said before the token. One divisor is enough for tokens that
+all answers share. Where only some share a history, their pushes sum to 0 only with such a baseline
+at every history. `prefix_baseline` gives it to any loss.
 
-The upper half of this file has the parts that all losses are made of, the losses that people use,
-those of the paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and the baseline.
-Below the ruled line stand the losses of neighbouring papers, and what measures a batch.
+Does it matter? A baseline changes the noise of an update, and leaves the expected update alone if A
+is the reward minus a fixed number. (In a run A is the reward minus the group's mean; then the
+update also becomes longer, C22c.) What costs reward is the division by T_i itself. It makes short
+mistakes count more than long ones, and so it changes which answers win (C18).
+
+This file has the parts that all losses are made of, the losses that people use and those of the
+paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and the baseline. Below the ruled
+line stand the losses of neighbouring papers, and what measures a batch.
 
 How to read a loss's docstring, here that of grpo:
 
@@ -38,8 +45,8 @@ How to read a loss's docstring, here that of grpo:
     Shared token: ...                   what becomes of the pushes on a token like "so"
     (C8)                                a claim: `python verify.py --explain C8` proves it
 
-sg[x] is x without its gradient. *On-policy*: nothing has been learnt from the batch yet, so every
-ratio is 1. A is scaled before a loss sees it, in METHODS: by default with the group's std.
+sg[x] is x without its gradient. *On-policy*: no optimiser step has been made since the rollout, so
+every ratio is 1.
 """
 
 from __future__ import annotations
@@ -70,22 +77,21 @@ class Batch:
     logp_ref: Tensor | None = None  # (N, T) log pi_ref of a frozen reference, only for the KL term
 
     def __post_init__(self):
-        for name in ("logp_old", "adv", "mask", "logp_ref"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != self.logp.shape:
-                given, expected = tuple(tensor.shape), tuple(self.logp.shape)
-                raise ValueError(f"{name} has shape {given}, logp has {expected}")
-        if self.logp.dim() != 2 or self.mask.dtype != torch.bool or self.max_tokens < 1:
-            raise ValueError("logp must be (N, T), mask bool, and max_tokens at least 1")
-        check_groups(len(self.logp), self.group_size)
+        check_batch(self)
         # A nan on padding would reach the gradient, even of a product that is masked afterwards.
         self.adv = self.adv.masked_fill(~self.mask, 0.0)
 
 
-def check_groups(rows: int, group_size: int):
-    """Raises ValueError unless the rows are whole groups: an answer needs a sibling."""
-    if group_size < 2 or rows == 0 or rows % group_size:
-        raise ValueError(f"{rows} rows are not whole groups of {group_size} (at least 2)")
+# ---------------- the push
+
+
+def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
+    """The push c = -N dLoss/dlogp: the ascent weight that every token really gets. Detached. (D)
+
+    logp must be the tensor that the loss was computed from; the graph is kept.
+    scalar, (N, T) -> (N, T).
+    """
+    return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
 
 
 # ---------------- parts: advantages, ratios, averages, the clip
@@ -94,14 +100,14 @@ SCALES = ("std", "mean", "batch", "maxrl")
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
-    """Compare every answer with its group: A_i = R_i - mean(R), which is the scale "mean".
+    """Compare every answer with its group: A_i = R_i - mean(R), and divide that.
 
-    "std" divides by the group's std + 1e-4, GRPO sec. 4.1.2 (P); "mean": Dr. GRPO (P); "batch" by
-    the std of all rewards + 1e-4: TRL's "batch" (P); "maxrl" by the group's mean, MaxRL 2602.02710
-    (S). C29 says what each of them ascends. A group whose rewards are all equal gets exactly 0, as
-    does one that "maxrl" cannot divide: a reward below 0, or a mean of 0. The unbiased std (N - 1)
-    and the 1e-4 are TRL's. (N,) floats -> (N,). Raises ValueError for what is not whole groups of
-    floats, or for another scale.
+    By what? "mean": by nothing, Dr. GRPO (P). "std": by the group's std + 1e-4, GRPO sec. 4.1.2
+    (P). "batch": by the std of all rewards + 1e-4, TRL's "batch" (P). "maxrl": by the group's mean,
+    MaxRL 2602.02710 (S). C29 says what each of them ascends. The unbiased std (G - 1) and the 1e-4
+    are TRL's. A group whose rewards are all equal gets exactly 0, as does one that "maxrl" cannot
+    divide: a reward below 0, or a mean of 0. (N,) floats -> (N,). Raises ValueError for what is not
+    whole groups of floats, or for another scale.
     """
     check_groups(len(rewards), group_size)
     if rewards.dim() != 1 or not rewards.is_floating_point():
@@ -110,7 +116,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, not {scale!r}")
     groups = rewards.view(-1, group_size)  # (groups, G)
     mean, low = groups.mean(1, keepdim=True), groups.amin(1, keepdim=True)  # (groups, 1)
-    adv, silent = groups - mean, groups.amax(1, keepdim=True) == low
+    adv = groups - mean  # (groups, G)
+    silent = groups.amax(1, keepdim=True) == low  # all equal: rounding must not become a push
     if scale == "std":
         adv = adv / (groups.std(1, keepdim=True) + 1e-4)
     elif scale == "batch":
@@ -139,9 +146,9 @@ def sequence_ratio(batch: Batch, ratio: str = "geometric") -> Tensor:
 
 
 def trajectory_advantage(batch: Batch) -> Tensor:
-    """A_i, the mean of the answer's per-token advantages; 0 for an empty answer. (N,).
+    """One advantage for an answer, for losses with one ratio for an answer (GSPO, DFPO). (N,).
 
-    Losses with one ratio for an answer (GSPO, DFPO) take it. Without a credit rule it is A_i.
+    The mean over its tokens: that is A_i, unless a credit rule gave tokens advantages of their own.
     """
     return batch.adv.sum(1) / lengths(batch)
 
@@ -157,7 +164,7 @@ def seq_mean(x: Tensor, batch: Batch) -> Tensor:
 
 
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
-    """(1/(N L)) sum_i sum_t x_{i,t}: one divisor for all answers. Dr. GRPO (P), but for the 1/L."""
+    """(1/(N L)) sum_i sum_t x_{i,t}: one divisor for all. Dr. GRPO's sum (P), divided by L, too."""
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
@@ -195,7 +202,7 @@ def k3(batch: Batch) -> Tensor:
 
 
 def reinforce(batch: Batch) -> Tensor:
-    """Plain policy gradient with the group mean as baseline.
+    """Plain policy gradient. METHODS gives it grpo's advantage, with the std.
 
     J = A log pi, budget mean. Williams 1992; group baseline as in Dr. GRPO (P).
     Shared token: cancels always (it ignores the ratio).
@@ -211,13 +218,14 @@ def grpo(
     kl_ratio: bool = False,
     dual: float = float("inf"),
 ) -> Tensor:
-    """PPO's clipped surrogate, averaged per answer; kl weighs a k3 penalty to logp_ref.
+    """PPO's clipped surrogate, averaged per answer.
 
     J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P; kl 0.04 there, off
-    here; it prints no e, 0.2 is PPO's). kl_ratio: kl r k3, TRL's since 1.10, after DeepSeek-V3.2
-    (S); its gradient is another one (Q4). dual: as in clipped.
+    here; it prints no e, 0.2 is PPO's).
     Shared token: on-policy sum A_i/T_i remains (C8); above the clip range only losers act, below it
     only winners (C6).
+    What trainers add: kl_ratio weighs k3 by r, TRL's since 1.10, after DeepSeek-V3.2 (S), which
+    changes its gradient (Q4); dual is verl's dual clip, see `clipped`.
     """
     surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
@@ -241,7 +249,8 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     there other prompts are sampled in place of groups with equal rewards, here they are left out).
     Shared token: cancels inside the clip range only (C6).
     """
-    # A group whose rewards are equal has no advantage but 0.
+    # Only the divisor changes: groups with equal rewards have no advantage but 0, push nothing, and
+    # are not counted.
     groups = (batch.adv != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (groups, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
@@ -374,24 +383,16 @@ METHODS: dict[str, Method] = {
 }
 
 
-# ---------------- the push, and a baseline at every history
-
-
-def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
-    """The push c = -N dLoss/dlogp: the ascent weight that every token really gets. Detached. (D)
-
-    logp must be the tensor that the loss was computed from; the graph is kept.
-    scalar, (N, T) -> (N, T).
-    """
-    return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
+# ---------------- a baseline at every history
 
 
 def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
 
     Two tokens have the same node iff their rows are of one group and agree up to and including
-    them. TEMPO (2509.18314) builds the same tree, for values of its nodes. mask: all tokens, those
-    of an environment too; a loss may leave these out by a mask of its own.
+    them, so a node is the history of the tokens that come next. TEMPO (2509.18314) builds the same
+    tree, for values of its nodes. mask: all tokens, those of an environment too; a loss may leave
+    these out by a mask of its own.
     (N, T), (N, T) -> (N, T) int64. Raises ValueError for rows that are not whole groups.
     """
     n, width = tokens.shape
@@ -404,6 +405,7 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     first = same.argmax(2).view(n, width)  # the first row of the group with this prefix
     group = torch.arange(n, device=tokens.device)[:, None] // group_size  # (N, 1)
     place = torch.arange(width, device=tokens.device)
+    # The number of that row in the whole batch and the place make it unique.
     return ((group * group_size + first) * width + place).masked_fill(~mask, -1)
 
 
@@ -425,19 +427,23 @@ def prefix_baseline(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     is the state-dependent baseline of the literature, applied to the push after the clip.
     The *expected* update stays if a push is made of its own answer alone, if A is the reward minus
     a fixed number, and if no earlier update has used the batch (C22b). In a run A is the reward
-    minus the group's mean, and the expected update moves (C22c). The noise may fall or rise (C27).
+    minus the group's mean, so the expected update moves, too (C22c). The noise may fall or rise
+    (C27).
     Returns the loss's value with the gradient -(1/N) sum c' grad log pi. batch.logp is what the
     loss was computed from; nodes are prefix_nodes, (N, T). Raises ValueError for another shape.
     """
     if nodes.shape != batch.logp.shape:
         raise ValueError(f"nodes has shape {tuple(nodes.shape)}, logp {tuple(batch.logp.shape)}")
     c, r = token_coefficients(loss, batch.logp), token_ratio(batch).detach()
+    # toy/plain.py's subtract_baseline without its loops: of all K tokens at once. First which
+    # tokens have one history, then the sum of c / r over each history, then the mean of the others.
     ids, history = histories(nodes, batch.group_size)[batch.mask].unique(return_inverse=True)
     unit = (c / r.clamp(min=torch.finfo(r.dtype).tiny))[batch.mask]  # (K,); not 0/0 = nan
     sums = unit.new_zeros(len(ids)).index_add_(0, history, unit)
     others = torch.bincount(history)[history] - 1  # (K,) visitors besides oneself
     mean = ((sums[history] - unit) / others.clamp(min=1)).masked_fill(others == 0, 0.0)
     c = c.masked_scatter(batch.mask, c[batch.mask] - r[batch.mask] * mean)
+    # A function whose pushes are c, and whose value does not matter: the loss's own is put back.
     surrogate = -(c * batch.logp).masked_fill(~batch.mask, 0.0).sum() / len(c)
     return loss.detach() + surrogate - surrogate.detach()
 
@@ -811,6 +817,27 @@ def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: 
     shared = visitors > 1
     size = sum_at_nodes(c.abs())[shared].sum()
     return float(tax[shared].abs().sum() / size) if size > 0 else 0.0
+
+
+# ---------------- checks of what a loss is given
+
+
+def check_batch(batch: Batch):
+    """Raises ValueError for shapes that differ, a mask that is not bool, and no whole groups."""
+    for name in ("logp_old", "adv", "mask", "logp_ref"):
+        tensor = getattr(batch, name)
+        if tensor is not None and tensor.shape != batch.logp.shape:
+            given, expected = tuple(tensor.shape), tuple(batch.logp.shape)
+            raise ValueError(f"{name} has shape {given}, logp has {expected}")
+    if batch.logp.dim() != 2 or batch.mask.dtype != torch.bool or batch.max_tokens < 1:
+        raise ValueError("logp must be (N, T), mask bool, and max_tokens at least 1")
+    check_groups(len(batch.logp), batch.group_size)
+
+
+def check_groups(rows: int, group_size: int):
+    """Raises ValueError unless the rows are whole groups: an answer needs a sibling."""
+    if group_size < 2 or rows == 0 or rows % group_size:
+        raise ValueError(f"{rows} rows are not whole groups of {group_size} (at least 2)")
 
 
 # ---------------- a method by name: its hyperparameters are filled in before a run

@@ -1,4 +1,4 @@
-"""Group-relative RL for a language model, in one file that reads from top to bottom.
+"""Group-relative RL for a language model: one file, which reads from top to bottom.
 
     python train.py                        a tiny model learns to add, on a CPU, in half a minute
     python train.py --method dfpo-min      any method of losses.py
@@ -13,9 +13,10 @@ a step happens:
 
     config -> main -> 1. sample -> 2. score -> 3. learn -> diagnose -> evaluate
 
-Below the ruled line stands the housekeeping: the warm start, memory, flags, loading, files. Read
-toy/plain.py first, the same algorithm one answer at a time, then the head of losses.py, then this
-file. A default run needs this file, losses.py and toy/arithmetic.py alone.
+What the upper half calls and does not define stands below the ruled line: the warm start, memory,
+flags, loading, files. Read toy/plain.py first, the same algorithm one answer at a time, then the
+upper half of losses.py, then that of this file. A default run needs these two and
+toy/arithmetic.py alone.
 """
 
 from __future__ import annotations
@@ -52,20 +53,22 @@ from losses import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# config: what the algorithm needs to know. Each knob is a flag of the same name, its default is the
-# toy's. Flags of the model, the warm start, evaluation and files stand below the ruled line
+# config: what the algorithm needs to know
 
 
 def knob(default, help: str, **more):
+    """A field that is also a flag, --max-tokens of max_tokens, with a line for --help."""
     return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass
 class Knobs:
+    """The flags of the algorithm; Config, below the ruled line, adds all others. Toy's defaults."""
+
     # By which method.
     method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
     hyper: str = knob("", "its hyperparameters, as in 'eps_high=0.3 kl=0.04'; x=0 lists them")
-    scale: str = knob("", "what divides A; empty: the method's own", choices=["", *SCALES])
+    scale: str = knob("", "of A, see group_advantages; empty: the method's", choices=["", *SCALES])
     prefix_baseline: bool = knob(False, "a leave-one-out baseline at every history (losses.py)")
 
     # What one step samples: N = prompts * group_size answers.
@@ -111,7 +114,7 @@ def run(config: Config):
         if config.warm_steps:
             write_model(policy, folder / "start")
         record({"step": 0} | evaluate(policy, task, config), folder, config)
-    # The policy that RL started from. A KL term, and the metric kl_start, are measured from it.
+    # The policy that RL started from. A KL term (which needs it) and kl_start are measured from it.
     start = str(folder / "start") if config.warm_steps else config.model
     reference = load_policy(config, task, start) if config.reference else None
     batches = prompt_batches(task, config)
@@ -121,8 +124,8 @@ def run(config: Config):
         t0 = time.perf_counter()
         # 1. G answers to each prompt. The policy acts; what follows looks back at it.
         answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:  # only ibpo: the policy corrects its wrong answers
-            correct(policy, task, answers, method, config)
+        if method.repair:  # only ibpo: the policy answers again where it was wrong
+            repair_answers(policy, task, answers, method, config)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
         # 3. Per minibatch: loss -> how hard it pushes each token -> gradient -> weights.
@@ -172,6 +175,8 @@ class Answers:
         items    prompts    tokens      mask        texts      rewards
         37+48    37+48=     so #85._    11111110    so #85     1
         37+48    37+48=     hm #104.    11111111    hm #104    0
+
+    (On the toy an answer begins with so, ok or hm, which mean nothing.)
     """
 
     items: list  # N problems
@@ -287,7 +292,7 @@ class Scored:
     batch: Batch  # at the old policy, the one that sampled: its logp is its logp_old
     entropy: Tensor  # (N, T)
     advantages: Tensor  # (N,) A_i, before any credit rule
-    nodes: Tensor  # (N, T) equal where two answers of a group agree so far
+    nodes: Tensor  # (N, T) equal where two answers of a group agree up to and including a token
     max_logp_gap: float  # how far a token's logp is from the sampler's, at most; nats
 
     def of(self, rows: Tensor) -> Scored:
@@ -302,8 +307,8 @@ def score(
 ) -> Scored:
     """Old log-probs, advantages, the credit of each token; the reference's log-probs for a KL."""
     G, mask = config.group_size, answers.mask
-    # The sampler has computed log-probs, too. But it reads token by token, and rounds differently;
-    # by the trainer's own way the ratio of a policy that has not learnt yet is exactly 1.
+    # The sampler has computed log-probs, too. But it reads token by token, and rounds differently
+    # from the trainer, so that ratios would differ from 1 before anything is learnt.
     old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T): log_probs, row by row
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)
@@ -315,7 +320,7 @@ def score(
     # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
     adv = advantages[:, None].expand_as(old)  # (N, T)
     batch = Batch(
-        logp=old,
+        logp=old,  # nothing is learnt yet; `learn` puts the current log-probs here
         logp_old=old,
         adv=adv,
         mask=mask,
@@ -395,7 +400,7 @@ def learn(
         weights["lr"] = config.lr * decay
 
     for loss_fn, part in minibatches(scored, method, config):
-        logp = log_probs_now(policy, part, not updates, config)  # (n, T)
+        logp = log_probs_now(policy, part, first=not updates, config=config)  # (n, T)
 
         # The loss is a function of the (n, T) log-probs. Its derivative by each of them says how
         # hard it pushes that token: c = -n dLoss/dlogp. A positive push makes a token likelier.
@@ -439,14 +444,14 @@ def log_probs_now(policy: Policy, part: Scored, first: bool, config: Config) -> 
 def diagnose(
     policy: Policy, scored: Scored, updates: list[Update], method: Method, config: Config
 ) -> dict:
-    """A step's metrics, means over its updates; log-probs and entropy in nats.
+    """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
 
     `decided`, at most 1, is how much of the reward's variance is settled before a token is taken:
     above break_even --prefix-baseline may lower the noise.
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
-    equal = (scored.advantages == 0).view(-1, G).all(1)  # (groups,) no signal
+    equal = (scored.advantages == 0).view(-1, G).all(1)  # (groups,) nothing to learn from
     ended = (torch.isin(answers.tokens, policy.eos) & mask).any(1)  # (N,)
     metrics = {
         "step": answers.step,
@@ -609,7 +614,7 @@ def backward_in_pieces(policy: Policy, answers: Answers, c: Tensor, config: Conf
 # what neighbouring papers ask for: llm/neighbours.py
 
 
-def correct(policy: Policy, task, answers: Answers, method: Method, config: Config):
+def repair_answers(policy: Policy, task, answers: Answers, method: Method, config: Config):
     """IBPO: the policy corrects its wrong answers. A wrong one earns a part if that is right.
 
     Fills in answers.compared and answers.facts, and counts the new tokens.

@@ -125,7 +125,7 @@ def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, quick,
         layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
         answers = train.sample(policy, task, task.train[:4], 1, config)
         if method.repair:
-            train.correct(policy, task, answers, method, config)
+            train.repair_answers(policy, task, answers, method, config)
         scored = train.score(policy, answers, method, config, reference=policy)
         train.check_gap(0.5, 1, 1.0, answers.logp.device)  # bf16 rounds by the shape of a batch
         updates = train.learn(policy, train.adamw(policy.model, 1.0), scored, method, config)

@@ -127,7 +127,7 @@ def naive_step(start, first_rows, config, method):
     entropy = k3 = 0.0
     with torch.no_grad():
         for row in rows:
-            full = plain.read(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
+            full = plain.all_log_probs(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
             entropy -= float((full.exp() * full).sum())
             (row.old,), (row.ref,) = log_probs(policy, [row]), log_probs(reference, [row])
             gap = row.ref - row.old
@@ -202,7 +202,7 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     if method.repair:
-        train.correct(policy, task, answers, method, config)
+        train.repair_answers(policy, task, answers, method, config)
     config.max_tokens = BUDGET
     scored = train.score(policy, answers, method, config, reference)
     assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
