@@ -27,11 +27,19 @@ The upper half of this file has the parts that all losses are made of, the losse
 those of the paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and the baseline.
 Below the ruled line stand the losses of neighbouring papers, and what measures a batch.
 
-In the docstrings: J is what a method maximises, the loss is -J. sg[x] is x without its gradient.
-*On-policy* means that nothing has been learnt from the batch yet, so all ratios are 1. Brackets
-grade a source: P stated by the paper, S known only second-hand, D derived here. C8 is a claim,
-which `python verify.py --explain C8` proves. claims/README.md says where a loss deviates from its
-paper.
+How to read a loss's docstring, here that of grpo:
+
+    J = min(r A, clip(r, 1-e, 1+e) A)   what a token adds to J; the loss is -J. The ratio r is the
+                                        token's probability now over that when it was sampled, and
+                                        clip(r, a, b) keeps it between a and b
+    mean per answer                     by what J is divided, in words
+    GRPO Eq. 3-4 (P)                    the source. P: the paper states it; S: known second-hand;
+                                        D: derived here. claims/README.md lists deviations
+    Shared token: ...                   what becomes of the pushes on a token like "so"
+    (C8)                                a claim: `python verify.py --explain C8` proves it
+
+sg[x] is x without its gradient. *On-policy*: nothing has been learnt from the batch yet, so every
+ratio is 1. A is scaled before a loss sees it, in METHODS: by default with the group's std.
 """
 
 from __future__ import annotations
@@ -55,7 +63,7 @@ class Batch:
 
     logp: Tensor  # (N, T) log pi_theta of the taken tokens, differentiable
     logp_old: Tensor  # (N, T) log pi_old of the same tokens: of the policy that sampled them
-    adv: Tensor  # (N, T) A_i at each of its tokens, unless a rule gave tokens their own (OldPolicy)
+    adv: Tensor  # (N, T) A_i at each of its tokens, or what a credit rule made of it; 0 on padding
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     group_size: int  # G; the rows of a group are contiguous
     max_tokens: int  # L, the longest answer allowed: the budget
@@ -70,6 +78,8 @@ class Batch:
         if self.logp.dim() != 2 or self.mask.dtype != torch.bool or self.max_tokens < 1:
             raise ValueError("logp must be (N, T), mask bool, and max_tokens at least 1")
         check_groups(len(self.logp), self.group_size)
+        # A nan on padding would reach the gradient, even of a product that is masked afterwards.
+        self.adv = self.adv.masked_fill(~self.mask, 0.0)
 
 
 def check_groups(rows: int, group_size: int):
@@ -98,8 +108,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
         raise ValueError(f"rewards must be (N,) floats, not {rewards.dtype} {rewards.shape}")
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, not {scale!r}")
-    groups = rewards.view(-1, group_size)  # (P, G)
-    mean, low = groups.mean(1, keepdim=True), groups.amin(1, keepdim=True)  # (P, 1)
+    groups = rewards.view(-1, group_size)  # (groups, G)
+    mean, low = groups.mean(1, keepdim=True), groups.amin(1, keepdim=True)  # (groups, 1)
     adv, silent = groups - mean, groups.amax(1, keepdim=True) == low
     if scale == "std":
         adv = adv / (groups.std(1, keepdim=True) + 1e-4)
@@ -133,12 +143,7 @@ def trajectory_advantage(batch: Batch) -> Tensor:
 
     Losses with one ratio for an answer (GSPO, DFPO) take it. Without a credit rule it is A_i.
     """
-    return masked_adv(batch).sum(1) / lengths(batch)
-
-
-def masked_adv(batch: Batch) -> Tensor:
-    """A_{i,t}, 0 on padding, where a nan would reach the gradient of a masked product. (N, T)."""
-    return batch.adv.masked_fill(~batch.mask, 0.0)
+    return batch.adv.sum(1) / lengths(batch)
 
 
 def lengths(batch: Batch) -> Tensor:
@@ -195,7 +200,7 @@ def reinforce(batch: Batch) -> Tensor:
     J = A log pi, budget mean. Williams 1992; group baseline as in Dr. GRPO (P).
     Shared token: cancels always (it ignores the ratio).
     """
-    return -budget_mean(masked_adv(batch) * batch.logp, batch)
+    return -budget_mean(batch.adv * batch.logp, batch)
 
 
 def grpo(
@@ -237,7 +242,7 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     Shared token: cancels inside the clip range only (C6).
     """
     # A group whose rewards are equal has no advantage but 0.
-    groups = (masked_adv(batch) != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (P, G, T)
+    groups = (batch.adv != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (groups, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
     return -token_mean(clipped(batch, eps_low, eps_high), only_mixed)
@@ -262,7 +267,7 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     Shared token: cancels always. Its weight is the same for all who share it.
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
-    return -token_mean(weight * masked_adv(batch) * batch.logp, batch)
+    return -token_mean(weight * batch.adv * batch.logp, batch)
 
 
 def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
@@ -282,7 +287,7 @@ def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     Pushes fail to cancel where the answers of a group have unequal weights, so here they get equal
     ones: any part of the group cancels whose advantages sum to 0 (C9). The price is a bias, which
     can favour one of two equal choices. `adv` is there so that the two transforms can be swapped.
-    (P, G), (P, G) -> (P, G).
+    (groups, G), (groups, G) -> (groups, G).
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
 
@@ -291,7 +296,7 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
     """w~ = w - (A.w / ||A||^2) A: takes from w what correlates with A. DFPO Eq. 18 (S). Detached.
 
     So the whole group cancels; weights may become negative (C10). A group whose advantages are all
-    0 keeps its weights. (P, G), (P, G) -> (P, G).
+    0 keeps its weights. (groups, G), (groups, G) -> (groups, G).
     """
     w = w.detach()
     norm = (adv * adv).sum(1, keepdim=True)
@@ -320,11 +325,11 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
 
 
 def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
-    groups = (-1, batch.group_size)  # (P, G)
+    groups = (-1, batch.group_size)  # (groups, G)
     s, adv = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
     w = transform(s, adv).reshape(-1, 1)  # (N, 1)
     outside = (token_ratio(batch) - 1).abs() > eps
-    return -budget_mean((w * masked_adv(batch) * batch.logp).masked_fill(outside, 0.0), batch)
+    return -budget_mean((w * batch.adv * batch.logp).masked_fill(outside, 0.0), batch)
 
 
 # ---------------- a method = advantage scale + credit + passes
@@ -393,8 +398,8 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     check_groups(n, group_size)
     # Row i, token t: the first row of the group that says the same up to t. With the tokens 5 6 2,
     # 5 6 7 and 5 9 9 that is 0 0 0, 0 0 1 and 0 2 2.
-    groups = tokens.view(-1, group_size, width)  # (P, G, T)
-    same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (P, G, G, T)
+    groups = tokens.view(-1, group_size, width)  # (groups, G, T)
+    same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (groups, G, G, T)
     same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
     first = same.argmax(2).view(n, width)  # the first row of the group with this prefix
     group = torch.arange(n, device=tokens.device)[:, None] // group_size  # (N, 1)
@@ -453,7 +458,7 @@ def recentred(batch: Batch, ratio: str = "product") -> Tensor:
     groups = (-1, batch.group_size)
     s = sequence_ratio(batch, ratio).detach().clamp(max=1e9)  # s_i s_j stays finite in float32
     s, adv = s.view(groups), trajectory_advantage(batch).view(groups)
-    pairs = s[:, :, None] * s[:, None] * (adv[:, :, None] - adv[:, None])  # (P, G, G)
+    pairs = s[:, :, None] * s[:, None] * (adv[:, :, None] - adv[:, None])  # (groups, G, G)
     return -budget_mean(pairs.mean(2).view(-1, 1) * batch.logp, batch)
 
 
@@ -469,24 +474,10 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
     total = 0.0
     for side in (adv > 0, adv < 0):  # (N,)
         counted = (batch.mask & side[:, None]).view(-1, batch.group_size, surrogate.shape[1])
-        sums = surrogate.view(counted.shape).masked_fill(~counted, 0.0).sum((1, 2))  # (P,)
-        answers = side.view(-1, batch.group_size).sum(1)  # (P,)
+        sums = surrogate.view(counted.shape).masked_fill(~counted, 0.0).sum((1, 2))  # (groups,)
+        answers = side.view(-1, batch.group_size).sum(1)  # (groups,)
         total = total + (answers * sums / counted.sum((1, 2)).clamp(min=1)).sum()
     return -total / len(adv)
-
-
-def off_policy_mask(
-    batch: Batch, delta: float = 0.1, eps_low: float = 0.2, eps_high: float = 0.2
-) -> Tensor:
-    """GRPO without the losers that the policy has moved away from.
-
-    J = min(r A, clip(r, 1-e, 1+e) A) unless A_i < 0 and d_i > delta, mean per answer; d_i is the
-    answer's mean log(pi_old / pi_theta). DeepSeek-V3.2 2512.02556 Eq. 9 (S). The delta is ours.
-    Shared token: as grpo. Where losers are masked, their share of the winners' push is left (C26).
-    """
-    far = sequence_ratio(batch).log() < -delta  # (N,) the geometric mean, so a mean of logs
-    masked = far & (trajectory_advantage(batch) < 0)
-    return -seq_mean(clipped(batch, eps_low, eps_high).masked_fill(masked[:, None], 0.0), batch)
 
 
 def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
@@ -498,7 +489,7 @@ def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """
     ratio = token_ratio(batch)
     soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
-    return -seq_mean(torch.where(batch.adv > 0, *soft) * masked_adv(batch), batch)
+    return -seq_mean(torch.where(batch.adv > 0, *soft) * batch.adv, batch)
 
 
 def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
@@ -511,7 +502,7 @@ def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
     """
     moved = (batch.logp.exp() - batch.logp_old.exp()).detach()  # (N, T)
     outside = torch.where(batch.adv > 0, moved > delta, moved < -delta)
-    return -token_mean((token_ratio(batch) * masked_adv(batch)).masked_fill(outside, 0.0), batch)
+    return -token_mean((token_ratio(batch) * batch.adv).masked_fill(outside, 0.0), batch)
 
 
 def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
@@ -522,7 +513,7 @@ def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
     Shared token: cancels always (C7).
     """
     outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
-    return -token_mean((token_ratio(batch) * masked_adv(batch)).masked_fill(outside, 0.0), batch)
+    return -token_mean((token_ratio(batch) * batch.adv).masked_fill(outside, 0.0), batch)
 
 
 # ---------------- NTHR, Advantage Reweighting and Lopti: GRPO's surrogate, averaged over all tokens
@@ -658,7 +649,7 @@ def nthr_random(
 
 def nthr_factor(old: OldPolicy, eta: float) -> Tensor:
     """eta of each answer; -1 stands for 2|0.5 - p|, p its group's share of correct ones. (N, 1)."""
-    correct = (old.rewards == 1).to(old.logp.dtype).view(-1, old.group_size)  # (P, G)
+    correct = (old.rewards == 1).to(old.logp.dtype).view(-1, old.group_size)  # (groups, G)
     share = correct.mean(1).repeat_interleave(old.group_size)[:, None]  # (N, 1)
     return 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
 
@@ -671,7 +662,7 @@ def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = False) ->
     of_correct = old.scores if self_term else old.scores - old.own_scores  # (N, T)
     means = of_correct.masked_fill(~old.mask, 0.0).sum(1) / old.mask.sum(1)  # nan if empty
     means = means.masked_fill(~correct | means.isnan(), torch.inf)
-    lowest = means.view(-1, old.group_size).amin(1)  # (P,), inf without a correct answer
+    lowest = means.view(-1, old.group_size).amin(1)  # (groups,), inf without a correct answer
     tau = torch.where(lowest < torch.inf, beta * lowest, lowest)  # 0 * inf would be nan
     tau = tau.repeat_interleave(old.group_size)[:, None]  # (N, 1)
     return (old.scores > tau) & old.mask & ~correct[:, None]
@@ -719,9 +710,6 @@ METHODS |= {
     ),
     "balanced": Method(
         (balanced,), "min(r A, clip(r) A) / tokens of that sign", "equal mean T, inside the clip"
-    ),
-    "off-policy-mask": Method(
-        (off_policy_mask,), "grpo's; far losers 0", "as grpo, if no loser is left out"
     ),
     "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T", "equal lengths, on-policy"),
     "dppo": Method(

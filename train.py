@@ -15,8 +15,7 @@ a step happens:
 
 Below the ruled line stands the housekeeping: the warm start, memory, flags, loading, files. Read
 toy/plain.py first, the same algorithm one answer at a time, then the head of losses.py, then this
-file from `run`; the config is for looking up. A default run needs this file, losses.py and
-toy/arithmetic.py alone.
+file. A default run needs this file, losses.py and toy/arithmetic.py alone.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ from losses import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# config: every knob, its default (the toy's) and its meaning. Each one is a flag of the same name.
+# config: what the algorithm needs to know. Each knob is a flag of the same name, its default is the
+# toy's. Flags of the model, the warm start, evaluation and files stand below the ruled line
 
 
 def knob(default, help: str, **more):
@@ -61,57 +61,26 @@ def knob(default, help: str, **more):
 
 
 @dataclass
-class Config:
-    # What to learn, and by which method.
-    task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
+class Knobs:
+    # By which method.
     method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
     hyper: str = knob("", "its hyperparameters, as in 'eps_high=0.3 kl=0.04'; x=0 lists them")
     scale: str = knob("", "what divides A; empty: the method's own", choices=["", *SCALES])
     prefix_baseline: bool = knob(False, "a leave-one-out baseline at every history (losses.py)")
 
-    # The model and the data.
-    model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
-    layers: int = knob(1, "layers of the scratch model")
-    width: int = knob(64, "hidden size of the scratch model, a multiple of 8")
-    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
-
-    # The warm start: supervised steps before RL, so that there is something to reward.
-    warm_steps: int = knob(700, "supervised steps on the task's demonstrations; 0: none")
-    warm_rows: int = knob(64, "demonstrations per supervised step")
-    warm_lr: float = knob(6e-3, "learning rate of the supervised steps")
-
-    # The rollout: what one step samples.
+    # What one step samples: N = prompts * group_size answers.
     steps: int = knob(60, "rollout batches; 0: only the warm start")
     prompts: int = knob(32, "prompts per rollout batch")
     group_size: int = knob(8, "G, answers per prompt")
     max_tokens: int = knob(26, "L, the longest answer in tokens")
     temperature: float = knob(1.0, "sampling temperature, also inside every log-prob")
-    repair_references: int = knob(1, "answers shown beside a wrong one (ibpo)")
 
-    # The optimisation: what one step learns from that batch.
+    # What it learns from them.
     epochs: int = knob(1, "how often a rollout batch is gone through")
     minibatches: int = knob(4, "optimiser steps per epoch, each on whole groups")
-    micro_rows: int = knob(64, "answers in the model at once: changes the memory, not the result")
     lr: float = knob(1e-3, "learning rate of AdamW")
     schedule: str = knob("linear", "learning rate over the run", choices=["constant", "linear"])
     grad_clip: float = knob(1.0, "largest gradient norm")
-    reference: bool = knob(True, "keep the start policy, too: for a KL term and kl_start")
-
-    # Evaluation, files, the machine.
-    eval_every: int = knob(20, "steps between evaluations, each with a checkpoint")
-    eval_items: int = knob(200, "held-out problems per evaluation")
-    eval_samples: int = knob(4, "k of pass@k: samples per held-out problem")
-    seed: int = knob(0, "seed of everything random")
-    threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
-    fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
-    trace: bool = knob(False, "print the first group that can learn, token by token")
-    track: str = knob("", "send the metrics to it, too", choices=["", "trackio", "wandb"])
-    out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
-    resume: str = knob("", "a run directory to go on with; takes no other flag")
-
-
-class UserError(ValueError):
-    """What a user can mend. `main` says it in one line."""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -161,18 +130,14 @@ def run(config: Config):
         metrics = diagnose(policy, scored, updates, method, config)
         metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - t0)
 
-        if config.trace:  # until one group is shown
-            from llm.trace import show_group
-
-            config.trace = not show_group(policy, updates, last=step == config.steps)
+        if config.trace:
+            trace(policy, updates, config)
         due = step % config.eval_every == 0 or step == config.steps
         if due:
-            metrics |= evaluate(policy, task, config)
-            if reference:
-                metrics["kl_start"] = divergence(reference, scored, config)
-            save_batch(policy, scored, config, folder)
+            metrics |= evaluate(policy, task, config) | divergence(reference, scored, config)
         record(metrics, folder, config)
         if due:
+            save_batch(policy, scored, config, folder)
             save(policy, optimizer, step, folder)
     write_model(policy, folder / "model")
     summarize(folder)
@@ -200,7 +165,14 @@ class Policy:
 
 @dataclass(eq=False)
 class Answers:
-    """N answers; the G answers to one prompt stand in a row."""
+    """N answers; the G answers to one prompt stand one below the other.
+
+    Two rows as text, with . for EOS and _ for padding:
+
+        items    prompts    tokens      mask        texts      rewards
+        37+48    37+48=     so #85._    11111110    so #85     1
+        37+48    37+48=     hm #104.    11111111    hm #104    0
+    """
 
     items: list  # N problems
     texts: list[str]  # N
@@ -341,7 +313,7 @@ def score(
 
     advantages = group_advantages(answers.compared, G, config.scale or method.scale)  # (N,)
     # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
-    adv = advantages[:, None].expand_as(old).masked_fill(~mask, 0.0)  # (N, T)
+    adv = advantages[:, None].expand_as(old)  # (N, T)
     batch = Batch(
         logp=old,
         logp_old=old,
@@ -352,7 +324,7 @@ def score(
         logp_ref=ref,
     )
     if method.credit:  # some papers give the tokens of an answer advantages of their own
-        batch.adv = reshape_credit(policy, answers, batch, method, config)
+        batch = replace(batch, adv=reshape_credit(policy, answers, batch, method, config))
     # Where answers agree so far, for --prefix-baseline and for the metric `decided`.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     return Scored(answers, batch, entropy, advantages, nodes, max_logp_gap=gap)
@@ -364,15 +336,17 @@ def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Ten
     seen = torch.cat([answers.prompts >= 0, answers.mask], 1).long()
     position = (seen.cumsum(1) - 1).clamp(min=0)
     with policy.autocast():
-        out = policy.model(
-            ids,
-            attention_mask=seen,
-            position_ids=position,
+        logits = policy.model(
+            ids[:, :-1],  # a position predicts the next token; after the last one there is none
+            attention_mask=seen[:, :-1],
+            position_ids=position[:, :-1],
             use_cache=False,
-            logits_to_keep=answers.tokens.shape[1] + 1,  # a position predicts the next token
-        )
+            logits_to_keep=answers.tokens.shape[1],
+        ).logits  # (N, T, V)
     # The temperature belongs in here: the policy that is trained is the one that was sampled.
-    logp = (out.logits[:, :-1].float() / temperature).log_softmax(-1)  # (N, T, V)
+    # In place, because with a large vocabulary each copy takes gigabytes.
+    logp = logits.float().div_(temperature).log_softmax(-1)
+    del logits
     taken = logp.gather(2, answers.tokens[..., None]).squeeze(2)
     with torch.no_grad():
         entropy = -logp.exp().mul_(logp).sum(2)
@@ -392,7 +366,6 @@ class Update:
     coefficients: Tensor  # (n, T) how hard it pushed each token
     loss: float
     grad_norm: float
-    after: Tensor | None  # (n, T) log pi right after it, for --trace
 
 
 def minibatches(
@@ -404,12 +377,12 @@ def minibatches(
     all minibatches with one loss; only Lopti has two losses.
     """
     gen = rng(config.seed, "learn", scored.answers.step)
-    groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (P, G) row numbers
+    rows = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (groups, G)
     for _ in range(config.epochs):
-        order = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
+        order = torch.randperm(len(rows), generator=gen).view(config.minibatches, -1)
         for loss_fn in method.passes:
             for chosen in order:
-                yield loss_fn, scored.of(groups[chosen].flatten())
+                yield loss_fn, scored.of(rows[chosen].flatten())
 
 
 def learn(
@@ -418,8 +391,8 @@ def learn(
     """Log-probs -> loss -> gradient -> weights, once for each minibatch."""
     step, updates = scored.answers.step, []
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * decay
+    for weights in optimizer.param_groups:
+        weights["lr"] = config.lr * decay
 
     for loss_fn, part in minibatches(scored, method, config):
         logp = log_probs_now(policy, part, not updates, config)  # (n, T)
@@ -441,9 +414,8 @@ def learn(
         check_finite(loss.item(), norm, step)
         if c.any():  # else nothing is pushed, and momentum alone must not move the weights
             optimizer.step()
-        after = log_probs_in_pieces(policy, part.answers, config)[0] if config.trace else None
         batch = replace(batch, logp=logp.detach())
-        updates.append(Update(part, batch, c, loss.item(), grad_norm=norm, after=after))
+        updates.append(Update(part, batch, c, loss.item(), grad_norm=norm))
     return updates
 
 
@@ -469,13 +441,12 @@ def diagnose(
 ) -> dict:
     """A step's metrics, means over its updates; log-probs and entropy in nats.
 
-    clip_share is the share of tokens outside the clip range, as PPO implementations log it; 0 in a
-    first update, whose ratios are 1. `decided`, at most 1, is how much of the reward's variance is
-    settled before a token is taken: above break_even --prefix-baseline may lower the noise.
+    `decided`, at most 1, is how much of the reward's variance is settled before a token is taken:
+    above break_even --prefix-baseline may lower the noise.
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
-    equal = (scored.advantages == 0).view(-1, G).all(1)  # (P,) groups: no signal
+    equal = (scored.advantages == 0).view(-1, G).all(1)  # (groups,) no signal
     ended = (torch.isin(answers.tokens, policy.eos) & mask).any(1)  # (N,)
     metrics = {
         "step": answers.step,
@@ -490,16 +461,7 @@ def diagnose(
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
     }
     metrics |= decided(rewards, scored.nodes, mask, G, scored.batch.logp_old)
-    if "repaired" in answers.facts:
-        metrics["repair_rate"] = answers.facts["repaired"].sum() / (rewards == 0).sum().clamp(min=1)
-    if "eps_low" in method.hyper:
-        low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
-        shares = []
-        for u in updates:
-            ratio = method.clips(u.batch)  # (n, T or 1)
-            outside = ((ratio < low) | (ratio > high)) & u.batch.mask
-            shares.append(outside.sum() / u.batch.mask.sum())
-        metrics["clip_share"] = sum(shares) / len(shares)
+    metrics |= of_some_methods(answers, updates, method)  # clip_share, repair_rate
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in metrics.items()}
 
 
@@ -554,36 +516,55 @@ def warm_start(policy: Policy, task, method: Method, config: Config):
     """
     model, tokenizer = policy.model, policy.tokenizer
     end = int(policy.eos[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    corrections = round(0.3 * config.warm_rows) if method.repair else 0
+
+    def encode_demos(items: list) -> list[tuple[list[int], list[int]]]:
+        demos = tokenizer([item.demo for item in items], add_special_tokens=False)["input_ids"]
+        ended = [demo + [end] for demo in demos]
+        return list(zip(task.encode(tokenizer, items), ended, strict=True))
+
+    plain, corrections = encode_demos(task.train), 0
+    if method.repair:
+        corrections = round(0.3 * config.warm_rows)
+        mended = [task.correction(item, config.repair_references) for item in task.train]
+        mended = encode_demos(mended)
     optimizer = adamw(model, config.warm_lr)
     for step in tqdm(range(config.warm_steps), "warm start", disable=None):
         for group in optimizer.param_groups:  # 20 steps of warm-up, linear decay
             group["lr"] = config.warm_lr * min((step + 1) / 20, 1 - step / config.warm_steps)
         gen = rng(config.seed, "warm", step)
-        picks = torch.randint(len(task.train), (config.warm_rows,), generator=gen).tolist()
-        items = [task.train[i] for i in picks]
-        for i in range(corrections):
-            items[i] = task.correction(items[i], config.repair_references)
-        prompts = task.encode(tokenizer, items)
-        demos = tokenizer([item.demo for item in items], add_special_tokens=False)["input_ids"]
-        rows = [p + d + [end] for p, d in zip(prompts, demos, strict=True)]
-        width = max(map(len, rows))
-        # Padding stands behind a text, where a causal model does not look. A label of -100 is not
-        # learnt: neither prompts nor padding are, only the demonstrations and their ends.
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
-        for label, prompt in zip(labels, prompts, strict=True):
-            label[: len(prompt)] = -100
-        ids, labels = ids.to(model.device), labels.to(model.device)
-        with policy.autocast():
-            loss = model(ids, labels=labels, use_cache=False).loss
+        picks = torch.randint(len(plain), (config.warm_rows,), generator=gen).tolist()
+        rows = [(mended if i < corrections else plain)[k] for i, k in enumerate(picks)]
         optimizer.zero_grad()
-        loss.backward()
+        # Long texts go through the model apart, because the short ones would be mostly padding.
+        average = sum(len(prompt + demo) for prompt, demo in rows) / len(rows)
+        learnt = sum(len(demo) for _, demo in rows)
+        for long in (False, True):
+            some = [row for row in rows if (len(row[0] + row[1]) > average) == long]
+            if some:
+                ids, labels = pad_demos(some, model.device)
+                with policy.autocast():
+                    out = model(ids, labels=labels, num_items_in_batch=learnt, use_cache=False)
+                out.loss.backward()  # the sum over these tokens, divided by those of all rows
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not math.isfinite(norm):
             diverged = f"the warm start diverged at its step {step + 1} (gradient norm {norm})"
             raise UserError(f"--warm-lr {config.warm_lr}: {diverged}")
         optimizer.step()
+
+
+def pad_demos(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
+    """Prompts with their demonstrations: ids and labels, (n, width) both.
+
+    Padding stands behind a text, where a causal model does not look. A label of -100 is not learnt:
+    neither prompts nor padding are, only the demonstrations and their ends.
+    """
+    width = max(len(prompt + demo) for prompt, demo in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for i, (prompt, demo) in enumerate(rows):
+        ids[i, : len(prompt + demo)] = torch.tensor(prompt + demo)
+        labels[i, len(prompt) : len(prompt + demo)] = torch.tensor(demo)
+    return ids.to(device), labels.to(device)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -669,6 +650,42 @@ def reshape_credit(
 
 # -------------------------------------------------------------------------------------------------
 # flags
+
+
+@dataclass
+class Config(Knobs):
+    """All flags: those of the algorithm, and these."""
+
+    # What to learn, and what learns it.
+    task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
+    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
+    model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
+    layers: int = knob(1, "layers of the scratch model")
+    width: int = knob(64, "hidden size of the scratch model, a multiple of 8")
+    reference: bool = knob(True, "keep the start policy, too: for a KL term and kl_start")
+    repair_references: int = knob(1, "answers shown beside a wrong one (ibpo)")
+
+    # The warm start: supervised steps before RL, so that there is something to reward.
+    warm_steps: int = knob(700, "supervised steps on the task's demonstrations; 0: none")
+    warm_rows: int = knob(64, "demonstrations per supervised step")
+    warm_lr: float = knob(6e-3, "learning rate of the supervised steps")
+
+    # Evaluation, the machine, files.
+    eval_every: int = knob(20, "steps between evaluations, each with a checkpoint")
+    eval_items: int = knob(200, "held-out problems per evaluation")
+    eval_samples: int = knob(4, "k of pass@k: samples per held-out problem")
+    seed: int = knob(0, "seed of everything random")
+    micro_rows: int = knob(64, "answers in the model at once: changes the memory, not the result")
+    threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
+    fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
+    trace: bool = knob(False, "print the first group that can learn, token by token")
+    track: str = knob("", "send the metrics to it, too", choices=["", "trackio", "wandb"])
+    out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
+    resume: str = knob("", "a run directory to go on with; takes no other flag")
+
+
+class UserError(ValueError):
+    """What a user can mend. `main` says it in one line."""
 
 
 # Where the defaults of GSM8K differ.
@@ -907,10 +924,42 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
 
 
-def divergence(reference: Policy, scored: Scored, config: Config) -> float:
-    """KL(policy || reference) a token, in nats: k3 on a batch, of the policy before its step."""
+# -------------------------------------------------------------------------------------------------
+# more to log, and to print
+
+
+def divergence(reference: Policy | None, scored: Scored, config: Config) -> dict[str, float]:
+    """kl_start: KL(policy || reference) a token, in nats, by k3; of the policy before its step."""
+    if not reference:
+        return {}
     ref, _ = log_probs_in_pieces(reference, scored.answers, config)
-    return (k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()).item()
+    kl = k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()
+    return {"kl_start": kl.item()}
+
+
+def of_some_methods(answers: Answers, updates: list[Update], method: Method) -> dict[str, Tensor]:
+    """clip_share: the share of tokens outside the clip range, as PPO implementations log it; 0 in a
+    first update, whose ratios are 1. repair_rate (ibpo): of the wrong answers, those corrected."""
+    metrics = {}
+    if "repaired" in answers.facts:
+        wrong = (answers.rewards == 0).sum().clamp(min=1)
+        metrics["repair_rate"] = answers.facts["repaired"].sum() / wrong
+    if "eps_low" in method.hyper:
+        low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
+        shares = []
+        for u in updates:
+            ratio = method.clips(u.batch)  # (n, T or 1)
+            outside = ((ratio < low) | (ratio > high)) & u.batch.mask
+            shares.append(outside.sum() / u.batch.mask.sum())
+        metrics["clip_share"] = sum(shares) / len(shares)
+    return metrics
+
+
+def trace(policy: Policy, updates: list[Update], config: Config):
+    """Print a group that can learn, token by token, in the first step that has one."""
+    from llm.trace import show_group
+
+    config.trace = not show_group(policy, updates, config)
 
 
 # -------------------------------------------------------------------------------------------------

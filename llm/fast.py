@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 # Logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU. But at least those
-# of 512 tokens.
+# of 128 tokens.
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
 # Padded positions that cost about as much as one more call of the model.
 PADDING = {"cpu": 2**9, "cuda": 2**12}
@@ -265,8 +265,8 @@ def token_log_probs(model, hidden: Tensor, targets: Tensor, temperature: float):
     (M, d), (M,) -> (M,), (M,).
     """
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    # With fewer rows than 512, a product with a large matrix takes as long as reading it.
-    size = max(512, CHUNK[hidden.device.type] // vocabulary)
+    # With much fewer rows than 128, a product with a large matrix takes as long as reading it.
+    size = max(128, CHUNK[hidden.device.type] // vocabulary)
     if len(hidden) <= size:
         return _chunk_log_probs(model, hidden, targets, temperature)
     parts = [

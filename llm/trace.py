@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 SHOWN = 12  # tokens of an answer; longer ones are cut
 
 
-def show_group(policy, updates, last: bool) -> bool:
+@torch.no_grad()
+def show_group(policy, updates, config) -> bool:
     """Print a group: what was sampled, how hard each token was pushed, and where pushes cancel.
 
     updates: of one step, each a train.Update. Of the groups in which rewards differ, it is one in
@@ -22,21 +25,23 @@ def show_group(policy, updates, last: bool) -> bool:
             if best is None or size > best[0]:
                 best = size, number, k
     if best is None:
-        if last:
+        if updates[0].part.answers.step == config.steps:
             print("\nIn every group of every step all rewards were equal, so nothing was pushed.")
         return False
     size, number, k = best
     made, place = updates[number], slice(k * G, k * G + G)
     part, answers = made.part, made.part.answers
-    c, before, after = (x[place].cpu() for x in (made.coefficients, made.batch.logp, made.after))
+    group = part.of(torch.arange(k * G, k * G + G))
+    after, _ = policy.scorer(policy, group.answers, config.temperature)
+    before, after, c = group.batch.logp_old.cpu(), after.cpu(), made.coefficients[place].cpu()
     A, nodes, mask = (x[place].cpu() for x in (part.advantages, part.nodes, answers.mask))
     tokens, rewards = answers.tokens[place], answers.rewards[place]
     print(f"\nUpdate {number + 1} of step {answers.step}: a group of {G} answers to the prompt")
     print(f"    {answers.items[k * G].prompt}")
     if size < G:
         print(f"{size} of them begin alike: no group that can learn has more in this step.")
-    print("push c: how hard the loss lifts a token's log pi. before, after: log pi around this")
-    print("update, which learns from other groups, too.\n")
+    print("push c: how hard the loss lifts a token's log pi. before, after: log pi around the")
+    print("step, which learns from other groups, too.\n")
     for i in range(G):
         ids = tokens[i][mask[i].to(tokens.device)].tolist()[:SHOWN]
         end = " ..." if mask[i].sum() > SHOWN else ""
