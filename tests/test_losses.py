@@ -100,7 +100,6 @@ DEFAULTS = {
     "dfpo_orthogonal": {"ratio": "geometric", "eps": math.inf},
     "recentred": {"ratio": "product"},  # ours; only so without bias
     "balanced": CLIP,
-    "off_policy_mask": {"delta": 0.1} | CLIP,  # ours; the paper prints none
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},  # TRL's and verl's
     "dppo": {"delta": 0.2},  # verl's and prime-rl's
     "symmetric_trust": {"delta": 0.1},  # prime-rl's

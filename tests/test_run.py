@@ -25,7 +25,6 @@ from transformers import AutoModel
 import train
 from llm.neighbours import add_scores
 from llm.trace import show_group
-from losses import prefix_nodes
 from toy.arithmetic import Arithmetic
 
 pytestmark = pytest.mark.usefixtures("easy")
@@ -162,37 +161,40 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
         assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
 
 
-TRACED = """
-answer 1: reward 3, A +1.000
-  token         s       o       #       1
-  push c   0.2500  0.2500  0.2500  0.2500
-  before  -1.5000 -1.6250 -1.7500 -1.8750
-  after   -2.5000 -2.6250 -2.7500 -2.8750
-answer 2: reward 4, A -1.000
-  token         s       o       #
-  push c  -0.3333 -0.3333 -0.3333
-  before  -2.0000 -2.1250 -2.2500
-  after   -3.0000 -3.1250 -3.2500
-answer 3: reward 5, A +0.500
-"""
-SHARED = "sum of A  sum of c  answers and what they share  0.000 -0.0833  1 2: s o #\n"
-
-
 def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys):
     """Of three groups: one has no signal, and in the last one no answers begin alike."""
+    policy, items = copy.deepcopy(scratch), [x for x in Arithmetic().train[:3] for _ in range(3)]
     texts = "so# so# so# so#1 so# ok# hm# ok# so#".split()
-    read = scratch.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    tokens, mask = read.input_ids, read.attention_mask.bool()
-    A = torch.tensor([0, 0, 0, 1, -1, 0.5, -1, 2, -1])
-    c, logp = (A / mask.sum(1))[:, None].expand(9, 4), -torch.arange(36.0).view(9, 4) / 8
-    items = [item for item in Arithmetic().train[:3] for _ in range(3)]
-    rollout = dict(step=1, items=items, tokens=tokens, mask=mask, rewards=torch.arange(9.0))
-    nodes = prefix_nodes(tokens, mask, 3)
-    part = SimpleNamespace(answers=SimpleNamespace(**rollout), advantages=A, nodes=nodes)
-    batch = SimpleNamespace(group_size=3, logp=logp)
-    assert show_group(scratch, [train.Update(part, batch, c, 0.0, 0.0, after=logp - 1)], last=False)
+    read = policy.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    config = train.Config(prompts=3, group_size=3, minibatches=1, steps=1, scale="mean")
+    rewards, method = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0]), train.bind_flags(config)
+    answers = train.Answers(
+        items=items,
+        texts=texts,
+        prompts=train.encode(policy, Arithmetic(), items, config),
+        tokens=read.input_ids,
+        mask=read.attention_mask.bool(),
+        logp=torch.zeros(0),
+        rewards=rewards,
+        compared=rewards,
+        generated=0,
+        step=1,
+    )
+    before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
+    scored = train.score(policy, answers, method, config, None)
+    updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)
+    assert show_group(policy, updates, config)
+    after, expected = train.log_probs(policy, answers, 1.0)[0], [items[3].prompt]
+    for i, A in enumerate((0.6, -0.4, -0.2), 3):
+        rows = ([A / len(texts[i])] * 4, before[i].tolist(), after[i].tolist())
+        c, *logps = (" ".join(f"{x:.4f}" for x in row[: len(texts[i])]) for row in rows)
+        expected.append(
+            f"answer {i - 2}: reward {rewards[i]:g}, A {A:+.3f} token {' '.join(texts[i])}"
+        )
+        expected[-1] += f" push c {c} before {logps[0]} after {logps[1]}"
+    expected.append("answers and what they share 0.200 0.0167 1 2: s o #")
     said = " ".join(capsys.readouterr().out.split())
-    assert all(" ".join(part.split()) in said for part in (items[3].prompt, TRACED, SHARED))
+    assert [part for part in expected if part not in said] == [] and said.endswith("s o #")
 
 
 # ---------------- kills

@@ -110,7 +110,7 @@ def known(policy, rows, batch) -> OldPolicy:
 
 
 def naive_step(start, first_rows, config, method):
-    """The new policy, what is to be logged, the gradients' norms, and the KL to the reference."""
+    """The new policy, what is to be logged, and the gradients' norms."""
     policy, _, reference = copy.deepcopy(start)
     rows = [copy.copy(row) for row in first_rows]
     tokens, rewards = sum(len(row.answer) for row in rows), [row.reward for row in rows]
@@ -135,7 +135,7 @@ def naive_step(start, first_rows, config, method):
     mask = padded([[True] * len(row.answer) for row in rows])
     A = losses.group_advantages(torch.tensor(rewards), G, config.scale or method.scale)
     batch = Batch(old, old, A[:, None] * mask, mask, G, BUDGET, ref)
-    divergence = losses.k3(batch).sum().item() / tokens
+    log["kl_start"] = losses.k3(batch).sum().item() / tokens
     if method.credit:
         batch.adv = method.credit(batch.adv, known(policy, rows, batch))
     nodes = losses.prefix_nodes(padded([row.answer for row in rows]), mask, G)
@@ -171,14 +171,14 @@ def naive_step(start, first_rows, config, method):
     log |= losses.decided(R, nodes, mask, G, old)
     if outside:
         log["clip_share"] = fmean(outside)
-    return policy, log, norms, divergence
+    return policy, log, norms
 
 
 COMMON = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, seed=5, steps=3)
 
 
 def make_step(policy, config, method, reference=None):
-    """The trainer's step 2: what was scored, and what is logged."""
+    """The trainer's step 2. Returns what is logged."""
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
     if method.repair:
@@ -187,7 +187,8 @@ def make_step(policy, config, method, reference=None):
     scored = train.score(policy, answers, method, config, reference)
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     updates = train.learn(policy, optimizer, scored, method, config)
-    return scored, train.diagnose(policy, scored, updates, method, config)
+    metrics = train.diagnose(policy, scored, updates, method, config)
+    return metrics | train.divergence(reference, scored, config)
 
 
 # grpo is the second method, so it comes without the baseline. With one update a batch is learnt
@@ -209,15 +210,14 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     own = dict(lr=0.02, grad_clip=0.51, repair_references=3, minibatches=2, epochs=2) | flags
     config = train.Config(**COMMON, **own)
     method = losses.bind(config.method, hyper)
-    expected, log, norms, divergence = naive_step(start, first_rows, config, method)
+    expected, log, norms = naive_step(start, first_rows, config, method)
     *policies, reference = copy.deepcopy(start)
     policy = policies[config.fast]
-    scored, metrics = make_step(policy, config, method, reference)
+    metrics = make_step(policy, config, method, reference)
     torch.testing.assert_close(weights(policy), weights(expected), rtol=0, atol=1e-9)
-    assert train.divergence(reference, scored, config) == pytest.approx(divergence, rel=1e-9)
     assert metrics.pop("max_logp_gap") < 1e-9
     assert metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
-    assert 0 < log["truncated"] < 1 and log.get("repair_rate", 1) > 0
+    assert 0.5 < log["truncated"] < 1 and log.get("repair_rate", 1) > 0
     if flags == dict(method="grpo", prefix_baseline=False):
         assert min(norms) < config.grad_clip < max(norms)  # some gradients are clipped
         assert 0 < log["equal_groups"] < 1 and log["decided"] and log["clip_share"] > 0
@@ -269,13 +269,13 @@ def test_evaluation_is_the_naive_one(biased, eval_items, k, fast):
         greedy += ask(policy, task, some, 0.0, gen)
         sampled += ask(policy, task, [item for item in some for _ in range(k)], 0.8, gen)
     rewards = [row.reward for row in sampled]
-    first = sampled[0]
-    assert metrics.pop("examples")[0] == f"{first.item.prompt} -> {first.text}  [{first.reward:g}]"
+    lines = [f"{row.item.prompt} -> {row.text}  [{row.reward:g}]" for row in sampled[::k]]
     assert metrics == {
         "greedy": fmean(row.reward for row in greedy),
         "sampled": fmean(rewards),
         f"pass@{k}": fmean(1 in rewards[i : i + k] for i in range(0, len(rewards), k)),
         "shares": [(row.item, row.text) for row in sampled],
+        "examples": lines[: min(3, at_once)],
     }
     assert 0 < metrics["sampled"] < 1
 
@@ -324,7 +324,7 @@ def prepared():
     """4 x 3 answers of a step 1, which learns in two updates."""
     task, policy = Arithmetic(), load("scratch", layers=1, width=16)
     sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
-    config, method = train.Config(**sizes, trace=True), losses.bind("grpo", {})
+    config, method = train.Config(**sizes), losses.bind("grpo", {})
     answers = train.sample(policy, task, task.train[:4], 1, config)
     answers.rewards = answers.compared = torch.tensor([1.0, 0.0, 0.0] * 4)
     return policy, answers, method, config
@@ -379,11 +379,9 @@ def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(prepared, 
     policy, _, _, config = prepared
     config.micro_rows, sizes = micro_rows, []
     policy.model.register_forward_hook(lambda *args: sizes.append(len(args[2].logits)))
-    first, last = step(*prepared)
+    first, _ = step(*prepared)
     assert max(sizes) == min(micro_rows, 12)
     assert torch.equal(first.batch.logp, first.part.batch.logp_old)
-    now, _ = train.log_probs(policy, last.part.answers, 1.0)  # `after` is for --trace
-    torch.testing.assert_close(last.after, now.detach())
     ids = policy.tokenizer([item.prompt for item in first.part.answers.items])["input_ids"]
     assert first.part.answers.prompts.tolist() == ids
 
