@@ -22,6 +22,7 @@ import torch
 from conftest import TINY, build, load, metrics, refused, run
 from transformers import AutoModel
 
+import losses
 import train
 from llm.neighbours import add_scores
 from llm.trace import show_group
@@ -163,33 +164,23 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
 
 def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys):
     """Of three groups: one has no signal, and in the last one no answers begin alike."""
-    policy, items = copy.deepcopy(scratch), [x for x in Arithmetic().train[:3] for _ in range(3)]
+    policy, task = copy.deepcopy(scratch), Arithmetic()
     texts = "so# so# so# so#1 so# ok# hm# ok# so#".split()
     read = policy.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     config = train.Config(prompts=3, group_size=3, minibatches=1, steps=1, scale="mean")
-    rewards, method = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0]), train.bind_flags(config)
-    answers = train.Answers(
-        items=items,
-        texts=texts,
-        prompts=train.encode(policy, Arithmetic(), items, config),
-        tokens=read.input_ids,
-        mask=read.attention_mask.bool(),
-        logp=torch.zeros(0),
-        rewards=rewards,
-        compared=rewards,
-        generated=0,
-        step=1,
-    )
+    answers, method = train.sample(policy, task, task.train[:3], 1, config), losses.bind("grpo", {})
+    answers.tokens, answers.mask = read.input_ids, read.attention_mask.bool()
+    answers.rewards = answers.compared = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0])
     before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
     scored = train.score(policy, answers, method, config, None)
     updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)
     assert show_group(policy, updates, config)
-    after, expected = train.log_probs(policy, answers, 1.0)[0], [items[3].prompt]
+    after, expected = train.log_probs(policy, answers, 1.0)[0], [task.train[1].prompt]
     for i, A in enumerate((0.6, -0.4, -0.2), 3):
         rows = ([A / len(texts[i])] * 4, before[i].tolist(), after[i].tolist())
         c, *logps = (" ".join(f"{x:.4f}" for x in row[: len(texts[i])]) for row in rows)
         expected.append(
-            f"answer {i - 2}: reward {rewards[i]:g}, A {A:+.3f} token {' '.join(texts[i])}"
+            f"answer {i - 2}: reward {answers.rewards[i]:g}, A {A:+.3f} token {' '.join(texts[i])}"
         )
         expected[-1] += f" push c {c} before {logps[0]} after {logps[1]}"
     expected.append("answers and what they share 0.200 0.0167 1 2: s o #")
