@@ -2,15 +2,17 @@
 
     python -m toy.plain        a tiny model learns to add, slowly: from .2 to .4 right, in minutes
 
-The prompt `37+48=` has the right answer `so 7+8=15,30+40=70,#85`: reward 1 for the number behind
-the last #, else 0. An answer is a list of tokens, here of characters; its log-probs are a tensor
-(T_i,). Read from `step` downwards. train.py makes the same step sooner, and with any loss;
-tests/test_step.py compares the two to the ninth digit.
+To the prompt `37+48=` the answer `so 7+8=15,30+40=70,#85` is right: it earns 1, because the number
+behind its last # is 85. A wrong one earns 0. An answer is a list of tokens, here of characters; its
+log-probs are a tensor (T_i,). Read from `step` downwards. train.py makes the same step sooner, and
+with any loss; tests/test_step.py compares the two to the ninth digit.
 
-GRPO maximises the mean over answers of 1/T_i sum_t min(r A, clip(r) A), where A compares the answer
-with its group and r = pi / pi_old is a token's ratio. Because dr / dlog pi = r, the gradient of a
-term is c grad log pi with c = r A, or 0 where the min has chosen the clipped side. So c says how
-hard a token is pushed. It is a plain number, and log pi alone carries the gradient.
+GRPO maximises the mean over answers of 1/T_i sum_t min(r A, clip(r) A). A compares the answer with
+its group, r = pi / pi_old is a token's ratio, and clip(r) keeps it between 1 - EPS and 1 + EPS. The
+paper's KL term is left out; train.py has it, off by default. Because dr / dlog pi = r, the gradient
+of a term is r A grad log pi, or 0 where the min has chosen the clipped side. Divided by T_i, r A is
+the token's *push*: a positive one makes it likelier. It is a plain number, and log pi alone carries
+the gradient.
 """
 
 from __future__ import annotations
@@ -40,25 +42,29 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
     for row, advantage in zip(rows, A, strict=True):
         row.old, row.A = log_probs(policy, row.prompt, row.answer).detach(), advantage
     for groups in minibatches:
-        some = [row for g in groups for row in rows[g * G :][:G]]
-        now = [log_probs(policy, row.prompt, row.answer) for row in some]  # (T_i,) each
-        ratios = [(x.detach() - row.old).exp().tolist() for x, row in zip(now, some, strict=True)]
-        # How hard is each token pushed? The division by the answer's length is GRPO's average.
-        pairs = zip(ratios, some, strict=True)
-        c = [[push(row.A, r) / len(row.answer) for r in its_ratios] for its_ratios, row in pairs]
+        part = [row for g in groups for row in rows[g * G :][:G]]
+        for row in part:
+            row.now = log_probs(policy, row.prompt, row.answer)  # (T_i,), with a gradient
+            row.ratio = (row.now.detach() - row.old).exp().tolist()
+            # How hard is each token pushed? GRPO divides by the answer's own length.
+            row.push = [slope(row.A, r) / len(row.answer) for r in row.ratio]
         if baseline:
-            c = prefix_baseline(c, ratios, [row.answer for row in some], G)
-        # A push of c on a token is c times the gradient of its log-prob. Descent wants the minus.
-        pushed = [torch.tensor(x) @ y for x, y in zip(c, now, strict=True)]
+            subtract_baseline(part, G)
+        # A push on a token is so much times the gradient of its log-prob. Descent wants the minus.
+        loss = -sum(torch.tensor(row.push) @ row.now for row in part) / len(part)
         optimizer.zero_grad()
-        (-sum(pushed) / len(some)).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        if any(any(x) for x in c):  # where nothing is pushed, momentum alone must not move weights
+        if any(any(row.push) for row in part):  # else momentum alone must not move the weights
             optimizer.step()
 
 
-def push(A: float, r: float) -> float:
-    """The slope of min(r A, clip(r) A) in log pi: the min stops winners above, losers below."""
+def slope(A: float, r: float) -> float:
+    """The slope of min(r A, clip(r) A) in log pi.
+
+    The min stops winners (A > 0) above 1 + EPS, and losers below 1 - EPS. With A = 1 the slopes at
+    r = .9, 1.1 and 1.3 are .9, 1.1 and 0.
+    """
     stopped = r > 1 + EPS if A > 0 else r < 1 - EPS
     return 0.0 if stopped else r * A
 
@@ -72,31 +78,12 @@ def advantages(rewards: list[float], G: int) -> list[float]:
     return found
 
 
-def prefix_baseline(c: list, ratios: list, answers: list, G: int) -> list:
-    """From each push, subtract what the other answers with the same history are pushed by.
-
-    A history is the prompt and what the answer has said so far. c / r is the push before its own
-    ratio, so the others' mean of it is multiplied by the ratio r of this token. With ratios of 1
-    the pushes .125, -.1, .25, -.125 on one shared token become .117, -.183, .283, -.217: they
-    cancel.
-    """
-    new = [list(row) for row in c]
-    for i, answer in enumerate(answers):
-        for t in range(len(answer)):
-            group = [j for j in range(i - i % G, i - i % G + G) if j != i]
-            others = [j for j in group if len(answers[j]) > t and answers[j][:t] == answer[:t]]
-            if others:
-                mean = fmean(c[j][t] / ratios[j][t] for j in others)
-                new[i][t] -= ratios[i][t] * mean
-    return new
-
-
 def log_probs(policy, prompt: list[int], answer: list[int], temperature: float = 1.0):
     """log pi of the answer's tokens. (T_i,)."""
-    return read(policy, prompt, answer, temperature)[range(len(answer)), answer]
+    return all_log_probs(policy, prompt, answer, temperature)[range(len(answer)), answer]
 
 
-def read(policy, prompt: list[int], answer: list[int], temperature: float):
+def all_log_probs(policy, prompt: list[int], answer: list[int], temperature: float):
     """log pi of every id of the vocabulary at each place of the answer. (T_i, V).
 
     What the model reads up to a place predicts the next token, so the row before counts.
@@ -115,7 +102,7 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
         answer = []
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
-            if temperature:  # as many ids as lie below the random number: the next one is drawn
+            if temperature:  # the first id at which the summed probability exceeds the number
                 sums = (logits / temperature).double().softmax(-1).cumsum(-1)
                 answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
             else:
@@ -134,6 +121,21 @@ def ask(policy, task, items: list, gen) -> list:
     return rows
 
 
+def imitate(policy, task, steps: int, gen):
+    """Learn imperfect demonstrations: some answers must be right, or RL has nothing to find."""
+    optimizer = torch.optim.Adam(policy.model.parameters(), 6e-3)
+    for number in range(steps):
+        optimizer.param_groups[0]["lr"] = 6e-3 * (1 - number / steps)
+        optimizer.zero_grad()
+        for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
+            (prompt,) = task.encode(policy.tokenizer, [task.train[i]])
+            demo = policy.tokenizer(task.train[i].demo)["input_ids"] + policy.eos
+            # 400: about as many tokens as 32 demonstrations have
+            (-log_probs(policy, prompt, demo).sum() / 400).backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+
+
 def main(warm_steps: int = 700, steps: int = 60):
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -144,19 +146,7 @@ def main(warm_steps: int = 700, steps: int = 60):
     model = GPT2LMHeadModel(GPT2Config(**shape)).eval()  # dropout would change every ratio
     policy = SimpleNamespace(model=model, tokenizer=tokenizer, eos=[tokenizer.eos_token_id])
 
-    # Imitate imperfect demonstrations, so that some answers are right: RL needs something to find.
-    optimizer = torch.optim.Adam(model.parameters(), 6e-3)
-    for number in range(warm_steps):
-        optimizer.param_groups[0]["lr"] = 6e-3 * (1 - number / warm_steps)
-        optimizer.zero_grad()
-        for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
-            (prompt,) = task.encode(tokenizer, [task.train[i]])
-            demo = tokenizer(task.train[i].demo)["input_ids"] + policy.eos
-            # 400: about as many tokens as 32 demonstrations have
-            (-log_probs(policy, prompt, demo).sum() / 400).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
+    imitate(policy, task, warm_steps, gen)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, betas=(0.9, 0.95))
     for number in range(1, steps + 1):
         picks = torch.randint(len(task.train), (PROMPTS,), generator=gen).tolist()
@@ -165,6 +155,31 @@ def main(warm_steps: int = 700, steps: int = 60):
         if number % 10 == 0:
             text = tokenizer.decode(rows[0].prompt + rows[0].answer)
             print(f"step {number}: reward {fmean(row.reward for row in rows):.3f}   {text}")
+
+
+# ---------------- not part of GRPO: a baseline at every history (step's baseline=True)
+
+
+def subtract_baseline(rows: list, G: int):
+    """From each push, subtract what the other answers with the same history are pushed by.
+
+    A history is the prompt and what the answer has said before the token. What the others earn
+    from there on says how good the history is; only what is better or worse than that speaks for
+    the token. A push holds its ratio r as a factor, so the others' pushes are divided by theirs
+    and the mean is multiplied by that of this token. With ratios of 1 the pushes .125, -.1, .25,
+    -.125 on one shared token become .117, -.183, .283, -.217, which sum to 0: they cancel.
+    """
+    compared = []
+    for i, row in enumerate(rows):
+        push = list(row.push)
+        for t in range(len(push)):
+            group = [other for other in rows[i - i % G :][:G] if other is not row]
+            others = [x for x in group if len(x.push) > t and x.answer[:t] == row.answer[:t]]
+            if others:
+                push[t] -= row.ratio[t] * fmean(x.push[t] / x.ratio[t] for x in others)
+        compared.append(push)
+    for row, push in zip(rows, compared, strict=True):
+        row.push = push
 
 
 if __name__ == "__main__":
