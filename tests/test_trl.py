@@ -175,10 +175,7 @@ def again(path, steps, config, method, hyper, prefix_baseline=False, sampler=Fal
         if prefix_baseline:
             loss = losses.prefix_baseline(loss, batch, losses.prefix_nodes(tokens, mask, G))
         loss.backward()
-        full = [
-            plain.all_log_probs(policy, *row, TEMPERATURE)
-            for row in zip(prompts, answers, strict=True)
-        ]
+        full = [plain.all_log_probs(policy, *row, TEMPERATURE) for row in zip(prompts, answers, strict=True)]
         spread = [-(x.exp() * x).sum(1).detach() for x in full]  # of each token, in nats
         micro, accumulate = config.per_device_train_batch_size, config.gradient_accumulation_steps
         parts = [  # of a micro-step of all processes; the rows of a process are together
