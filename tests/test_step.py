@@ -330,6 +330,7 @@ def prepared():
 
 def step(policy, answers, method, config):
     scored = train.score(policy, answers, method, config, None)
+    scored.batch.logp_old.add_(1e-6)  # as if it had rounded otherwise than learning does
     return train.learn(policy, train.adamw(policy.model, 0.01), scored, method, config)
 
 
