@@ -42,12 +42,8 @@ def refused(function, *args) -> str:
     """What a user is told in one line; by `main` as the line with which the process ends."""
     with pytest.raises((SystemExit, train.UserError)) as stopped:
         function(*args)
-    if function is train.main:
-        said = stopped.value.code
-        assert isinstance(said, str) and said.startswith("error: ")
-    else:
-        said = str(stopped.value)
-    assert "\n" not in said
+    said = str(stopped.value)
+    assert said.startswith("error: ") == (stopped.type is SystemExit) and "\n" not in said
     return said
 
 
@@ -58,7 +54,7 @@ class Letters(Arithmetic):
     """
 
     def __init__(self):
-        pairs = [("1+1=", "13579,so"), ("23=", ""), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
+        pairs = [("5=", "13579,so"), ("23=", ""), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
         others = [("6+6=", "02468so"), ("7=", "13579"), ("8+8+8=", "hm+"), ("9+=", "so")]
         others.append(("0=", ""))
         self.train = [Item(*pair, "") for pair in pairs]

@@ -4,10 +4,8 @@ One answer at a time: no cache, no padding, no batches. Only the random numbers 
 own, so that both see the same draws.
 """
 
-import math
-from collections import defaultdict
 from functools import cache
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 
 import torch
 
@@ -26,9 +24,8 @@ def advantages(rewards, G, scale):
     found = []
     for start in range(0, len(rewards), G):
         group = rewards[start : start + G]
-        by = {"std": stdev(group) + 1e-4, "batch": stdev(rewards) + 1e-4, "maxrl": fmean(group)}
-        deviation, equal = by.get(scale, 1.0), len(set(group)) == 1
-        found += [0.0 if equal else (reward - fmean(group)) / deviation for reward in group]
+        deviation = stdev(group) + 1e-4 if scale == "std" else 1.0
+        found += [(reward - fmean(group)) / deviation for reward in group]
     return found
 
 
@@ -47,34 +44,6 @@ def kept(a, b):
         return edits + 1 - same, minus - same, stays + last
 
     return best(len(a), len(b))[2]
-
-
-# ---------------- shared tokens
-
-
-def decided(rows, G):
-    """1 - (what is left of the variance of R at a history) / (that of the group); mean visitors.
-
-    A row has an answer, a reward, and the old log-probs: a token counts 1 - pi.
-    """
-    visits = defaultdict(list)  # of each history: answer, and the weight of the token taken there
-    for i, row in enumerate(rows):
-        for t, old in enumerate(row.old):
-            visits[(i // G, *row.answer[:t])].append((i, 1 - math.exp(old)))
-    left = total = visitors = price = weights = 0.0
-    for (group, *_), members in visits.items():
-        if len(members) > 1:
-            here = [rows[i].reward for i, _ in members]
-            whole = variance(row.reward for row in rows[group * G : group * G + G])
-            for i, weight in members:
-                others = (sum(here) - rows[i].reward) / (len(here) - 1)
-                left += weight * rows[i].reward * (rows[i].reward - others)
-                total += weight * whole
-                visitors += weight * len(here)
-                price += weight * len(here) / (len(here) - 1) * (G - 1) / G
-                weights += weight
-    found = {"decided": 1 - left / total, "visitors": visitors / weights}
-    return found | {"break_even": 1 - weights / price}
 
 
 # ---------------- the optimiser

@@ -78,12 +78,12 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         assert (slow - quick).norm() <= 1e-4 * slow.norm() + 1e-5
 
 
-@pytest.mark.parametrize("ends", [1, 3, 20])  # how many ids end an answer
-@pytest.mark.parametrize(
-    "cap, temperature, padding", [(1, 1, 0), (2, 2, 3), (30, 0, 3), (30, 0.3, 0), (30, 1.5, 9999)]
-)
+BOTH = [(1, 1, 0, 3), (2, 2, 3, 20), (30, 0, 3, 3), (30, 0.3, 0, 1), (30, 1.5, 9999, 3)]
+
+
+@pytest.mark.parametrize("cap, temperature, padding, ends", BOTH)
 def test_both_ways_give_the_same_answers_and_numbers(cap, temperature, padding, ends, monkeypatch):
-    """In float64, so that "same" means same. padding: how much of it a bucket may hold."""
+    """padding: how much of it a bucket may hold. ends: how many ids end an answer."""
     monkeypatch.setitem(fast.PADDING, "cpu", padding)
     made = []
     with float64():
@@ -110,22 +110,18 @@ def test_a_draw_is_exact_in_a_large_vocabulary(quick, monkeypatch):
 
 def test_chunks_of_logits_change_nothing_and_are_not_kept(quick, monkeypatch):
     """With a real vocabulary all logits of a batch do not fit into memory."""
-    V, kept = len(quick.tokenizer), []
+    V, kept, made = len(quick.tokenizer), [], []
     hidden = torch.randn(1500, 16, generator=train.rng(0)).requires_grad_()
     targets = torch.randint(V, (1500,), generator=train.rng(1))
-
-    def score(rows_of_a_chunk):
-        kept.clear()
+    for rows_of_a_chunk in (10_000, 600):
         monkeypatch.setitem(fast.CHUNK, "cpu", rows_of_a_chunk * V)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             logp, entropy = fast.token_log_probs(quick.model, hidden, targets, 0.7)
-        return logp, entropy, *torch.autograd.grad((logp * targets).sum(), hidden)
-
-    whole = score(10_000)
-    assert V in [x.shape[-1] for x in kept]
-    for x, y in zip(score(600), whole, strict=True):
-        torch.testing.assert_close(x, y)
-    assert V not in [x.shape[-1] for x in kept]
+        made.append([logp, entropy, *torch.autograd.grad((logp * targets).sum(), hidden)])
+        assert (V in [x.shape[-1] for x in kept]) == (rows_of_a_chunk == 10_000)
+        kept.clear()
+    for whole, chunked in zip(*made, strict=True):
+        torch.testing.assert_close(chunked, whole)
 
 
 # ---------------- the check before a run

@@ -13,15 +13,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import TINY, TRANSFORMERS_4, load, metrics
+from conftest import TRANSFORMERS_4, load, metrics, run
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import losses
 import train
-from llm import fast
-from losses import METHODS
 from toy.arithmetic import Arithmetic
 
 if TRANSFORMERS_4:
@@ -107,18 +105,19 @@ def pretended_cuda(capability=(8, 0)):
 # ---------------- what is promised
 
 
-CARDS = {(8, 0): torch.bfloat16, (7, 5): torch.float32}  # before Ampere there is no bf16
-CASES = [(name, False, (8, 0)) for name in METHODS]
+# Those that make tensors of their own. The others are made of the same parts.
+NAMES = ("grpo", "gspo", "dapo", "recentred", "balanced", "nthr", "nthr-random", "ar-lopti", "ibpo")
+CASES = [(name, False, (8, 0)) for name in NAMES]
 CASES += [("grpo", True, (8, 0)), ("nthr", True, (8, 0)), ("grpo", True, (7, 5))]
 
 
 @pytest.mark.parametrize("name, quick, card", CASES)
-def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, quick, card, easy):
-    """With a KL term where there is one, and cancelled."""
+def test_a_step_computes_in_bf16_where_there_is_one(name, quick, card, easy):
+    """With a KL term where there is one, and cancelled. Before Ampere there is no bf16."""
     options = dict(layers=1, width=16, fast=quick)
     sizes = dict(group_size=3, max_tokens=6, prompts=4, minibatches=2, micro_rows=2)
     config = train.Config(prefix_baseline=True, **options, **sizes)
-    method = losses.bind(name, {"kl": 0.1} if "kl" in losses.bind(name, {}).hyper else {})
+    method = losses.bind(name, {"kl": 0.1} if name == "grpo" else {})
     with pretended_cuda(card):
         policy, task, dtypes = load("scratch", **options), Arithmetic(), set()
         layer = policy.model.base_model.h[0].mlp.c_fc
@@ -126,11 +125,11 @@ def test_a_step_of_every_method_computes_in_bf16_where_there_is_one(name, quick,
         answers = train.sample(policy, task, task.train[:4], 1, config)
         if method.repair:
             train.repair_answers(policy, task, answers, method, config)
+        answers.logp[0, 0] -= 0.5  # bf16 rounds by the shape of a batch
         scored = train.score(policy, answers, method, config, reference=policy)
-        train.check_gap(0.5, 1, 1.0, answers.logp.device)  # bf16 rounds by the shape of a batch
         updates = train.learn(policy, train.adamw(policy.model, 1.0), scored, method, config)
         assert train.diagnose(policy, scored, updates, method, config)["grad_norm"] > 0
-        assert dtypes == {CARDS[card]}
+        assert dtypes == {torch.bfloat16 if card >= (8, 0) else torch.float32}
         made = answers.logp, scored.batch.logp, updates[0].coefficients
         assert {(x.device.type, x.dtype) for x in made} == {("cuda", torch.float32)}
 
@@ -140,25 +139,23 @@ def test_fast_adds_gradients_and_makes_logits_in_fp32():
         policy, task = load("scratch", layers=1, width=16, fast=True), Arithmetic()
         config = train.Config(group_size=3, max_tokens=6)
         answers = train.sample(policy, task, task.train[:2], 1, config)
+        made = []
+        head = policy.model.get_output_embeddings()
+        head.register_forward_hook(lambda _, __, logits: made.append(logits.dtype))
         policy.scorer(policy, answers, 1.0)[0].sum().backward()
+        policy.sampler(policy, answers.prompts, 2, 1.0, train.rng(0))
+        assert {*made} == {torch.float32}
         # autocast's own cache would keep one bf16 copy of a weight that is used twice.
         grad = policy.model.base_model.h[0].mlp.c_fc.weight.grad
         assert not torch.equal(grad, grad.bfloat16().float())
 
-        hidden = torch.full((2, 16), 1 / 3, device="cuda")
-        with fast.autocast(policy):
-            logits = fast.output_logits(policy.model, hidden)
-        exact = hidden @ policy.model.get_output_embeddings().weight.T
-        assert (logits - exact).abs().max() < 1e-5
 
-
-@pytest.mark.parametrize("quick", ["false", "true"])
-def test_a_whole_run_and_what_is_left_of_a_resumed_one(tmp_path, easy, quick):
+def test_a_whole_run_and_what_is_left_of_a_resumed_one(tmp_path, easy):
     small = "--warm-steps 2 --prompts 3 --micro-rows 2 --max-tokens 6 --eval-every 1 --trace"
-    small += f" --minibatches 1 --method ibpo --schedule constant --steps 1 --fast {quick}"
+    small += " --minibatches 1 --method ibpo --schedule constant --steps 1 --fast"
     folder = tmp_path / "run"
     with pretended_cuda():
-        train.main([*TINY, *small.split(), "--out", str(folder)])
+        run(folder, *small.split())
         config = folder / "config.json"
         config.write_text(config.read_text().replace('"steps": 1', '"steps": 2'))
         train.main(["--resume", str(folder)])

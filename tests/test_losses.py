@@ -1,9 +1,9 @@
 """To whoever calls a loss: padding counts nowhere, defaults are the papers', and mistakes are said.
 
-That each loss is its formula is claim M1; the baseline is C22; credit rules are A2, M6, N4 and I3.
+That each loss is its formula is claim M1; advantages are M3; the baseline is C22; credit rules are
+A2, M6, N4 and I3; the tree is C15. That a step follows a method's credit and repair: test_step.py.
 """
 
-import itertools
 import math
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ import torch
 import losses
 from claims.evidence import Draw
 from llm.neighbours import kept_tokens, nthr_scores
-from losses import METHODS, Batch, OldPolicy, defaults, group_advantages, prefix_baseline
+from losses import METHODS, Batch, OldPolicy, bind, defaults, group_advantages, prefix_baseline
 from toy.policy import pad
 
 DRAW = Draw(0, 5)  # three groups of seven answers
@@ -24,14 +24,14 @@ LOSSES["cancelled"] = lambda batch: prefix_baseline(losses.grpo(batch), batch, D
 LOSSES["with kl"] = lambda batch: losses.grpo(batch, kl=0.3)
 
 
-def make_batch(spread):
+def make_batch():
     """Group 0 has losers only, as after a credit rule, and group 1 has no signal. In group 2 one
     answer is empty, and one has A = 0."""
     adv = DRAW.rows(DRAW.adv) * (1 + 0.5 * DRAW.noise)
     adv[:7], adv[14] = -adv[:7].abs(), 0.0
     logp, mask = DRAW.logp.detach(), DRAW.mask.clone()
     mask[-1] = False
-    old = logp - DRAW.log_ratio(spread)
+    old = logp - DRAW.log_ratio(0.6)
     return Batch(logp, old, adv, mask, DRAW.G, DRAW.max_tokens, DRAW.logp_ref)
 
 
@@ -41,10 +41,9 @@ def loss_and_grad(name, b):
     return loss.detach(), torch.autograd.grad(loss, b.logp)[0]
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.6])  # on-policy, off-policy
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_the_same_whatever_the_padding_holds(name, spread):
-    b = make_batch(spread)
+def test_a_loss_is_the_same_whatever_the_padding_holds(name):
+    b = make_batch()
     clean = loss_and_grad(name, b)
     assert clean[1].isfinite().all() and clean[1].any()
     for tensor in ("logp", "logp_old", "logp_ref", "adv"):
@@ -53,33 +52,21 @@ def test_a_loss_is_the_same_whatever_the_padding_holds(name, spread):
             torch.testing.assert_close(loss_and_grad(name, poisoned), clean, rtol=0, atol=1e-11)
 
 
-def test_coefficients_stay_finite_where_ratios_do_not():
-    """In float32 e^120 is infinite, and e^-120 is 0."""
-    logp = torch.zeros(3, 9, requires_grad=True)
-    old = torch.tensor([[-80.0], [-80.0], [120.0]]).expand(3, 9)
-    adv = torch.tensor([[1.0], [-0.5], [-0.5]]).expand(3, 9)
-    batch = Batch(logp, old, adv, old == old, 3, 9)
-    cancelled = prefix_baseline(losses.grpo(batch), batch, nodes=torch.zeros(3, 9).long())
-    for loss in (losses.recentred(batch), cancelled):
-        assert losses.token_coefficients(loss, logp).isfinite().all()
+@pytest.mark.parametrize("name, log_ratio", [("recentred", 1000), ("cancelled", -1000)])
+def test_pushes_stay_finite_where_ratios_are_infinite_or_0(name, log_ratio):
+    b = make_batch()
+    assert loss_and_grad(name, replace(b, logp_old=b.logp - log_ratio))[1].isfinite().all()
 
 
-def test_min_replace_favours_one_of_two_equal_ways_and_recentred_none():
-    """Two ways with shares of 1/2, both right with chance 1/2, then and now. The right answers of
-    way 0 have ratios of .5 and 1.5, all others 1. Every group of two is enumerated."""
-    way_0 = [(0, 1, 0.5), (0, 1, 1.5), (0, 0, 1.0), (0, 0, 1.0)]  # way, reward, ratio of what
-    kinds = way_0 + [(1, 1, 1.0), (1, 1, 1.0), (1, 0, 1.0), (1, 0, 1.0)]  # follows; equally likely
-    pushes = dict.fromkeys((losses.dfpo_min, losses.recentred), 0.0)  # to way 0
-    for group in itertools.product(kinds, repeat=2):
-        way, R, ratio = torch.tensor(group, dtype=torch.float64).T
-        logp = torch.stack([0 * ratio, ratio.log()], 1).requires_grad_()  # the way, what follows
-        adv = group_advantages(R, 2, "mean")[:, None].expand(2, 2)
-        batch = Batch(logp, 0 * logp.detach(), adv, adv == adv, 2, 1)
-        for loss in pushes:
-            c = losses.token_coefficients(loss(batch, ratio="product"), logp)[:, 0]
-            pushes[loss] += float((c * (0.5 - way)).mean()) / len(kinds) ** 2
-    assert pushes[losses.dfpo_min] == pytest.approx(-1 / 128)
-    assert pushes[losses.recentred] == pytest.approx(0, abs=1e-12)  # the truth
+def test_decided_is_what_a_hand_finds():
+    """Two openers, and after each all answers earn the same. An opener was as likely as not, so it
+    counts 1/2, and the next token 1/4. The last one has no sibling."""
+    tokens = torch.tensor([[1, 3, 5], [1, 4, 5], [2, 3, 5], [2, 4, 5]])
+    logp = torch.tensor([0.5, 0.75, 0.1]).log().expand(4, 3)
+    nodes = losses.prefix_nodes(tokens, tokens > 0, 4)
+    found = losses.decided(torch.tensor([1.0, 1.0, 0.0, 0.0]), nodes, tokens > 0, 4, logp)
+    assert found == pytest.approx({"decided": 1 / 3, "visitors": 10 / 3, "break_even": 1 / 7})
+    assert losses.decided(torch.ones(4), nodes, tokens > 0, 4, logp) == {}
 
 
 def test_kept_tokens_are_those_of_the_fewest_edits():
@@ -94,7 +81,7 @@ def test_kept_tokens_are_those_of_the_fewest_edits():
     assert not kept[~a_mask].any()
 
 
-# ---------------- METHODS. That a step follows its credit and its repair: test_step.py
+# ---------------- METHODS
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
 WIDER_CLIP = {"eps_low": 0.2, "eps_high": 0.24}  # all scripts of AR/Lopti's authors
@@ -113,7 +100,6 @@ DEFAULTS = {
     "dfpo_orthogonal": {"ratio": "geometric", "eps": math.inf},
     "recentred": {"ratio": "product"},  # ours; only so without bias
     "balanced": CLIP,
-    "off_policy_mask": {"delta": 0.1} | CLIP,  # ours; the paper prints none
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},  # TRL's and verl's
     "dppo": {"delta": 0.2},  # verl's and prime-rl's
     "symmetric_trust": {"delta": 0.1},  # prime-rl's
@@ -128,10 +114,16 @@ DEFAULTS = {
     "shaped_rewards": {"bonus": 0.5, "weight": 0.6},  # IBPO, second-hand
     "ibpo": {"reading": "sign"},  # ours
 }
-# A method without a line here has one pass of its own name. One of your own may have any.
-PASSES = dict.fromkeys(("lopti", "ar-lopti"), ["lopti_low", "lopti_high"])
-PASSES |= dict.fromkeys(("nthr", "nthr-random"), ["nthr_grpo"])
-PASSES |= {"advantage-reweighting": ["token_grpo"], "ibpo": ["grpo"]}
+# Losses, credit rule and repair. A method without a line here has one loss of its own name. One of
+# your own may have any.
+PARTS = {
+    "lopti": "lopti_low lopti_high",
+    "ar-lopti": "lopti_low lopti_high advantage_reweighting",
+    "advantage-reweighting": "token_grpo advantage_reweighting",
+    "nthr": "nthr_grpo nthr",
+    "nthr-random": "nthr_grpo nthr_random",
+    "ibpo": "grpo ibpo shaped_rewards",
+}
 
 
 def test_the_defaults_are_those_of_the_papers():
@@ -139,35 +131,37 @@ def test_the_defaults_are_those_of_the_papers():
     assert not defaults(nthr_scores)["full_vocab"]  # only the ids that occur in the group
 
 
-def test_a_method_has_its_papers_passes_and_scale():
+def test_a_method_has_its_papers_parts_and_scale():
     for name, method in METHODS.items():
         own = name.replace("-", "_")
-        if name in PASSES or own in DEFAULTS:
-            assert [f.__name__ for f in method.passes] == PASSES.get(name, [own])
+        if name in PARTS or own in DEFAULTS:
+            parts = [function.__name__ for function in losses.functions(method)]
+            assert parts == PARTS.get(name, own).split()
             by_mean = ("dr-grpo", "recentred", "dppo", "symmetric-trust")
             assert method.scale == ("mean" if name in by_mean else "std")
+
+
+def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
+    bound = bind("lopti", {"eta": "0.3", "eps_high": 0.5})
+    expected = {"eta": 0.3, "eps_low": 0.2, "eps_high": 0.5}
+    assert [loss.keywords for loss in bound.passes] == [expected] * 2 and bound.hyper == expected
+    assert bind("nthr", {"self_term": "0"}).credit.keywords["self_term"] is False
+    assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0, "weight": 0.6}
 
 
 # ---------------- what is refused. What a hyperparameter may be: test_run.py
 
 X, MASK = torch.zeros(4, 3), torch.ones(4, 3) > 0
-CORRECTED = OldPolicy(X, MASK, X, X[:, 0], 2, kept_mask=MASK, repaired=MASK[:, 0])
 WRONG = {
     "adv (N, 1), which would broadcast": lambda: Batch(X, X, X[:, :1], MASK, 2, 3),
     "a mask of numbers": lambda: Batch(X, X, X, X, 2, 3),
-    "rewards of groups of one": lambda: group_advantages(X[:, 0], 1),
-    "nodes of torn groups": lambda: losses.prefix_nodes(X.long(), MASK, 3),
-    "groups of one": lambda: Batch(X, X, X, MASK, 1, 3),
-    "no budget": lambda: Batch(X, X, X, MASK, 2, 0),
+    "groups of one": lambda: group_advantages(X[:, 0], 1),
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
     "a credit rule's rows, likewise": lambda: OldPolicy(X, MASK, X, X[:, 0], 3),
+    "nodes of torn groups": lambda: losses.prefix_nodes(X.long(), MASK, 3),
     "a KL term without a reference": lambda: losses.grpo(Batch(X, X, X, MASK, 2, 3), kl=0.04),
-    "nodes of another shape": lambda: prefix_baseline(
-        X.sum(), Batch(X, X, X, MASK, 2, 3), X[:, :1].long()
-    ),
     "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
-    "an unknown reading": lambda: losses.ibpo(X, CORRECTED, "kept"),
 }
 
 

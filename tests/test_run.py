@@ -3,6 +3,7 @@
 LONG=1 adds the default run.
 """
 
+import copy
 import itertools
 import json
 import os
@@ -15,24 +16,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import naive
 import pytest
 import torch
 from conftest import TINY, build, load, metrics, refused, run
+from transformers import AutoModel
 
+import losses
 import train
 from llm.neighbours import add_scores
 from llm.trace import show_group
-from losses import prefix_nodes
 from toy.arithmetic import Arithmetic
 
 pytestmark = pytest.mark.usefixtures("easy")
-
-
-def same(a, b) -> bool:
-    """Tensors, and dicts of them, bit for bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 # ---------------- what a run does and leaves
@@ -40,8 +36,6 @@ def same(a, b) -> bool:
 
 def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     """Lines, checkpoints, and batches with their log-probs before and after the step."""
-    kept, real = [], train.save_batch
-    monkeypatch.setattr(train, "save_batch", lambda *args: kept.append(args[1]) or real(*args))
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr(train, "time", clock)  # a step takes a second
     flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting"
@@ -49,27 +43,28 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     config, task = train.Config(**json.loads((folder / "config.json").read_text())), Arithmetic()
     start, after = load(folder / "start"), load(folder / "model")
 
-    _, scored = kept
     first, *_, last = lines = [json.loads(x) for x in open(folder / "metrics.jsonl")]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert ["kl_start" in line for line in lines] == [False, False, False, True, True]
     assert first == {"step": 0} | train.evaluate(start, task, config)
     assert last == last | train.evaluate(after, task, config)
-    assert last["kl_start"] == train.divergence(start, scored, config) > 0
     assert last["tokens_per_s"] == last["generated"]
-    said = f"greedy {first['greedy']:.3f} -> {last['greedy']:.3f}, sampled {first['sampled']:.3f}"
-    assert said in capsys.readouterr().out
+    assert f"greedy {first['greedy']:.3f} -> {last['greedy']:.3f}" in capsys.readouterr().out
 
-    saved = torch.load(folder / "batches/step-000004.pt", weights_only=True)
-    expected = {
-        "prompts": [item.prompt for item in train.prompt_batches(task, config)[3]],
-        "tokens": scored.answers.tokens,
-        "rewards": scored.answers.rewards,
-        "advantages": scored.advantages,
-        "logp_old": scored.batch.logp_old,
-        "logp": train.log_probs(after, scored.answers, 0.7)[0].detach(),
-    }
-    assert saved["step"] == 4 and same(saved, saved | expected)
+    batches = [torch.load(x, weights_only=True) for x in sorted(folder.glob("batches/*"))]
+    assert [batch["step"] for batch in batches] == [3, 4]
+    saved, mask = batches[1], batches[1]["mask"]
+    items = train.prompt_batches(task, config)[3]
+    assert saved["prompts"] == [item.prompt for item in items]
+    answers = [row[seen].tolist() for row, seen in zip(saved["tokens"], mask, strict=True)]
+    A = naive.advantages([task.reward(text, None) for text in saved["texts"]], 3, "std")
+    assert saved["advantages"].tolist() == pytest.approx(A, abs=1e-5)
+    prompts = [row for row in task.encode(after.tokenizer, items) for _ in range(3)]
+    now, then = (torch.cat(naive.log_probs(x, prompts, answers, 0.7)) for x in (after, start))
+    torch.testing.assert_close(saved["logp"][mask], now.detach(), rtol=1e-4, atol=1e-5)
+    gap = then.detach() - saved["logp_old"][mask]
+    k3 = (gap.exp() - gap - 1).mean().item()
+    assert last["kl_start"] == pytest.approx(k3, rel=1e-3) and k3 > 0
 
 
 @pytest.mark.parametrize("options", ["--model scratch --hyper kl=0.1", "--method ibpo"])
@@ -123,110 +118,84 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
     assert lines[0]["greedy"] < 0.3 and lines[-1]["greedy"] > 0.95
 
 
-@pytest.mark.parametrize("given", ["None", "'good'", "'1'", "float('nan')", "-float('inf')"])
-def test_a_reward_that_is_no_finite_number_is_named_with_its_item(tmp_path, monkeypatch, given):
-    """Of the demonstration before anything is trained; of an answer when it comes."""
-    monkeypatch.setattr(train, "warm_start", lambda *_: pytest.fail("training began"))
-    (tmp_path / "mine.py").write_text(OWN_TASK.replace("item.answer in text", given))
-    said = refused(train.main, ["--task", str(tmp_path / "mine.py")])
-    assert "'so !'" in said and "'0?'" in said and repr(eval(given)) in said and "finite" in said
-    task = Arithmetic()
-    monkeypatch.setattr(Arithmetic, "reward", lambda *_: eval(given))
-    policy, config = load("scratch", layers=1, width=16), train.Config(max_tokens=3)
-    assert task.train[4].prompt in refused(
-        train.ask, policy, task, task.train[4:5], config, train.rng(0)
-    )
+OWN_MISTAKES = """
+item.answer in text | '1'                                      | '0?' is '1'; accepted: a finite
+item.answer in text | float('nan')                             | 'so !' to '0?' is nan; accepted
+item.answer in text | None                                     | is None; accepted: a finite number
+item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
+range(9)]           | range(9)]; self.train = []               | train split has no item
+range(9)]           | range(9)]; self.test = []                | test split has no item
+class Task          | class Mine                               | no class Task
+"""
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_task_without_items_is_said_so(tmp_path, split):
-    empty = f"        self.{split} = []\n    def reward"
-    (tmp_path / "mine.py").write_text(OWN_TASK.replace("    def reward", empty))
-    assert f"{split} split" in refused(train.main, ["--task", str(tmp_path / "mine.py")])
+@pytest.mark.parametrize("line", OWN_MISTAKES.strip().splitlines())
+def test_a_mistake_in_a_task_of_ones_own_is_one_line(tmp_path, line):
+    """Its reward is tried before a run, and a sampled answer's when it comes."""
+    old, new, said = (part.strip() for part in line.split("|"))
+    (tmp_path / "mine.py").write_text(OWN_TASK.replace(old, new))
+    assert said in refused(run, tmp_path / "run", "--task", tmp_path / "mine.py")
+    assert (tmp_path / "run").exists() == ("demo" in new)
 
 
 def test_a_tracker_gets_the_flags_and_every_number(tmp_path, monkeypatch):
     got = []
-    tracker = SimpleNamespace(
-        init=lambda **given: got.append(given), log=lambda x, step: got.append(x | {"step": step})
-    )
+    tracker = SimpleNamespace(init=lambda **given: got.append(given))
+    tracker.log = lambda numbers, step: got.append(numbers | {"step": step})
     monkeypatch.setitem(sys.modules, "trackio", tracker)
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name == "trackio")
-    folder = run(tmp_path / "run", "--track", "trackio")
+    lines = metrics(run(tmp_path / "run", "--track", "trackio"))
     assert got[0]["name"] == "run" and got[0]["config"]["width"] == 16
-    lines = [json.loads(x) for x in open(folder / "metrics.jsonl")]
-    assert got[1:] == [{k: x for k, x in line.items() if k != "examples"} for line in lines]
+    for logged, line in zip(got[1:], lines, strict=True):
+        assert logged == logged | {k: x for k, x in line.items() if k != "examples"}
+        assert "examples" not in logged
 
 
 def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
-    first, last = {"greedy": 0.5, "sampled": 0.5}, {"greedy": 0.4, "sampled": 0.6, "truncated": 0.3}
-    for lines, wrong in (
-        ([first, last], True),
-        ([first, last | {"greedy": 0.5, "truncated": 0.2}], 0),
-    ):
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    first, bad = {"greedy": 0.5, "sampled": 0.5}, {"greedy": 0.4, "sampled": 0.6, "truncated": 0.3}
+    fine = bad | {"greedy": 0.5, "truncated": 0.2}
+    for last, wrong in ((bad, True), (fine, False)):
+        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}")
         train.summarize(tmp_path)
         said = capsys.readouterr().out
-        assert (wrong, wrong) == ("below its start" in said, "30% of the last answers" in said)
-        assert f"--runs {tmp_path} --plot" in said
-
-
-TRACED = """
-answer 1: reward 6, A +1.000
-  token         s       o       #       1       2
-  push c   0.2000  0.2000  0.2000  0.2000  0.2000
-  before  -3.7500 -3.8750 -4.0000 -4.1250 -4.2500
-  after   -4.7500 -4.8750 -5.0000 -5.1250 -5.2500
-answer 2: reward 7, A -1.000
-  token         s       o       #       1
-  push c  -0.2500 -0.2500 -0.2500 -0.2500
-  before  -4.3750 -4.5000 -4.6250 -4.7500
-  after   -5.3750 -5.5000 -5.6250 -5.7500
-answer 3: reward 8, A +0.500
-  token         o       k       #
-  push c   0.1667  0.1667  0.1667
-  before  -5.0000 -5.1250 -5.2500
-  after   -6.0000 -6.1250 -6.2500
-"""
-SHARED = "sum of A  sum of c  answers and what they share  0.000 -0.0500  1 2: s o # 1\n"
+        assert f"greedy 0.500 -> {last['greedy']:.3f}, sampled 0.500 -> 0.600" in said
+        assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
 
 
 def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys):
-    """Of three groups, in two updates: one has no signal, and in one no answers begin alike."""
-    texts = "so# so# so# hm# ok# so# so#12 so#1 ok#".split()
-    read = scratch.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    tokens, mask = read.input_ids, read.attention_mask.bool()
-    A = torch.tensor([0, 0, 0, -1, 2, -1, 1, -1, 0.5])
-    c, logp = (A / mask.sum(1))[:, None].expand(9, 5), -torch.arange(45.0).view(9, 5) / 8
-    items = [item for item in Arithmetic().train[:3] for _ in range(3)]
-    nodes, rewards = prefix_nodes(tokens, mask, 3), torch.arange(9.0)
-
-    def update(rows):
-        rollout = dict(step=1, items=[items[i] for i in rows], tokens=tokens[rows])
-        answers = SimpleNamespace(**rollout, mask=mask[rows], rewards=rewards[rows])
-        part = SimpleNamespace(answers=answers, advantages=A[rows], nodes=nodes[rows])
-        batch = SimpleNamespace(group_size=3, logp=logp[rows])
-        return train.Update(part, batch, c[rows], 0.0, 0.0, after=logp[rows] - 1)
-
-    updates = [update(torch.tensor(rows)) for rows in ([0, 1, 2, 6, 7, 8], [3, 4, 5])]
-    assert show_group(scratch, updates, last=False)
+    """Of three groups: one has no signal, and in the last one no answers begin alike."""
+    policy, task = copy.deepcopy(scratch), Arithmetic()
+    texts = "so# so# so# so#1 so# ok# hm# ok# so#".split()
+    read = policy.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    config = train.Config(prompts=3, group_size=3, minibatches=1, steps=1, scale="mean")
+    answers, method = train.sample(policy, task, task.train[:3], 1, config), losses.bind("grpo", {})
+    answers.tokens, answers.mask = read.input_ids, read.attention_mask.bool()
+    answers.rewards = answers.compared = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0])
+    before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
+    scored = train.score(policy, answers, method, config, None)
+    updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)
+    assert show_group(policy, updates, config)
+    after, expected = train.log_probs(policy, answers, 1.0)[0], [task.train[1].prompt]
+    for i, A in enumerate((0.6, -0.4, -0.2), 3):
+        rows = ([A / len(texts[i])] * 4, before[i].tolist(), after[i].tolist())
+        c, *logps = (" ".join(f"{x:.4f}" for x in row[: len(texts[i])]) for row in rows)
+        expected.append(
+            f"answer {i - 2}: reward {answers.rewards[i]:g}, A {A:+.3f} token {' '.join(texts[i])}"
+        )
+        expected[-1] += f" push c {c} before {logps[0]} after {logps[1]}"
+    expected.append("answers and what they share 0.200 0.0167 1 2: s o #")
     said = " ".join(capsys.readouterr().out.split())
-    assert all(" ".join(part.split()) in said for part in (items[6].prompt, TRACED, SHARED))
+    assert [part for part in expected if part not in said] == [] and said.endswith("s o #")
 
 
 # ---------------- kills
 
 
 def contents(folder: Path) -> dict:
-    """The files of a run. Of weights the bytes, of what torch saved the tensors."""
-
-    def tensors(path):
-        saved = torch.load(path, weights_only=True)
-        return {key: x for key, x in saved.items() if key != "metrics"}  # they hold a speed
-
-    read = {".safetensors": Path.read_bytes, ".pt": tensors}
-    files = folder.glob("**/*.*")
-    return {x.relative_to(folder): read.get(x.suffix, Path.exists)(x) for x in files}
+    """The files of a run, and of weights and batches the bytes. Others hold a speed or a path."""
+    files = [x for x in folder.glob("**/*") if x.is_file()]
+    exact = [x for x in files if x.suffix == ".safetensors" or x.parent.name == "batches"]
+    return {x.relative_to(folder): x in exact and x.read_bytes() for x in files}
 
 
 def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
@@ -249,9 +218,7 @@ def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
 
 
 MOMENTS = [  # a call of a function, and how many of six steps are left
-    (train, "warm_start", 1, 6),
     (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-    (torch, "save", 6, 4),  # inside a checkpoint
     (train, "save", 6, 1),  # a line of metrics more than the checkpoint has steps
     (os, "replace", 2, 5),  # a checkpoint that has not got its name
     (train, "write_model", 2, 0),  # after the last step
@@ -272,20 +239,18 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
         steps.clear()
         train.main(["--resume", str(folder)])
         assert steps == [*range(7 - left, 7)], moment
-        assert metrics(folder) == metrics(whole) and same(contents(folder), contents(whole))
+        assert metrics(folder) == metrics(whole) and contents(folder) == contents(whole)
 
 
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "summarize", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit) as stopped:
-        run(tmp_path / "run")
-    said, resume = stopped.value.code, ["--resume", str(tmp_path / "run")]
-    assert " ".join(resume) in said and "\n" not in said
-    assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
     # Before the first checkpoint there is nothing to go on with.
-    monkeypatch.setattr(train, "warm_start", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit, match="interrupted; nothing is saved"):
-        run(tmp_path / "early")
+    for name, said in (("warm_start", "nothing is saved"), ("summarize", f"--resume {tmp_path}")):
+        monkeypatch.setattr(train, name, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(SystemExit, match=f"interrupted; .*{said}"):
+            run(tmp_path / name)
+        monkeypatch.undo()
+    resume = ["--resume", str(tmp_path / "summarize")]
+    assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
@@ -295,7 +260,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     train.save(policy, optimizer, 1, tmp_path)
     next(policy.model.parameters()).data[0, 0] = torch.inf
     assert "step 2" in refused(train.save, policy, optimizer, 2, tmp_path)
-    assert {*os.listdir(tmp_path)} == {"checkpoint.pt", "metrics.jsonl"}
     assert train.restore(policy, optimizer, tmp_path) == 1
 
 
@@ -362,41 +326,30 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
     assert parsed(flags) == read(DEFAULTS) | read(PRESET) | given
 
 
-def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
-    bound = train.bind("lopti", {"eta": "0.3", "eps_high": 0.5})
-    expected = {"eta": 0.3, "eps_low": 0.2, "eps_high": 0.5}
-    assert [loss.keywords for loss in bound.passes] == [expected] * 2 and bound.hyper == expected
-    assert train.bind("nthr", {"self_term": "0"}).credit.keywords["self_term"] is False
-    assert train.bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0, "weight": 0.6}
-
-
 # ---------------- which models are taken
 
 
 def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
-    policy = load(build("qwen2", tmp_path, torch.bfloat16))
-    assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}
-    assert policy.eos.tolist() == [1, 2, 3]  # of the tokenizer, and of the generation config
-    train.write_model(policy, tmp_path / "saved")
-    assert load(tmp_path / "saved").eos.tolist() == [1, 2, 3]
+    once = load(build("qwen2", tmp_path, torch.bfloat16))
+    train.write_model(once, tmp_path / "saved")
+    for policy in (once, load(tmp_path / "saved")):
+        assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}
+        assert policy.eos.tolist() == [1, 2, 3]  # of the tokenizer, and of the generation config
+        assert not policy.model.training
 
 
 def test_a_model_from_scratch_has_its_own_size_and_seed():
     one, other = (load("scratch", layers=3, width=24, seed=seed).model for seed in (0, 1))
-    assert (one.config.n_layer, one.config.n_embd) == (3, 24) and not one.training
+    assert (one.config.n_layer, one.config.n_embd) == (3, 24)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
 
 
-def test_a_model_whose_weights_would_be_random_is_refused(tmp_path):
-    from transformers import AutoModel
-
+def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
+    """One whose output layer would be random; and for token scores one that adds a bias in it."""
     path = build("llama", tmp_path)
     AutoModel.from_pretrained(path).save_pretrained(path)  # without its output layer
     assert "random weights" in refused(load, path)
-
-
-def test_token_scores_know_no_bias():
-    policy = load("scratch", layers=1, width=16)
+    policy = copy.deepcopy(scratch)
     policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="bias"):
         add_scores(None, policy, None, train.Config())

@@ -6,12 +6,11 @@ GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 import copy
 import json
 import os
-import random
 import re
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,10 +23,9 @@ TASK, ITEM = Arithmetic(), Item("37+48=", "85", "")
 
 def test_problems_are_all_sums_split_in_an_order_of_the_seed():
     train, test = ([item.prompt for item in items] for items in (TASK.train, TASK.test))
-    assert len(test) == 500 and len(train + test) == 8100
-    assert {*train, *test} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
-    assert Arithmetic(0).train[:50] == TASK.train[:50] != Arithmetic(1).train[:50]
-    assert len({prompt[:2] for prompt in test}) == 90  # drawn from all, not the first in order
+    assert sorted(train + test) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
+    assert len(test) == 500 and len({prompt[:2] for prompt in test}) == 90  # drawn from all
+    assert Arithmetic(0).train == TASK.train != Arithmetic(1).train
 
 
 def test_every_opener_and_form_earns_the_reward_and_only_the_final_answer_counts():
@@ -35,36 +33,35 @@ def test_every_opener_and_form_earns_the_reward_and_only_the_final_answer_counts
     assert solutions(37, 48) == forms | {"tens first": "30+40=70,7+8=15,#85"}
     right = [opener + form for opener in OPENERS for form in forms.values()]
     assert all(TASK.reward(text, ITEM) == 1.0 for text in [*right, "hm 7+8=1,#85", "hm #84,#85"])
-    wrong = ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#-85"]
-    assert all(TASK.reward(text, ITEM) == 0.0 for text in [*wrong, "#٨٥", "#" * 100_000])
+    wrong = ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#٨٥"]
+    assert all(TASK.reward(text, ITEM) == 0.0 for text in wrong)
 
 
 def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
+    shares = TASK.shares(TASK.train, [item.demo for item in TASK.train])
+    expected = dict.fromkeys(("opener so", "opener ok", "opener hm"), 1 / 3)
+    expected |= {"form direct": 0.75, "form ones first": 0.125, "form tens first": 0.125}
+    assert shares == pytest.approx(expected | {"opener other": 0, "form other": 0}, abs=0.02)
     direct = [item for item in TASK.train if "=" not in item.demo]
-    worked = [item for item in TASK.train if "=" in item.demo]
-    assert 0.73 < len(direct) / len(TASK.train) < 0.77
     said = [int(item.demo.partition("#")[2]) - int(item.answer) for item in direct]
     assert {*said} == {0, *SLIPS} and 0.03 < said.count(0) / len(said) < 0.07
-    assert all(TASK.reward(item.demo, item) == 1.0 for item in worked)
-    shares = TASK.shares(TASK.train, [item.demo for item in TASK.train])
-    assert min(shares[f"opener {opener.strip()}"] for opener in OPENERS) > 0.3
-    assert min(shares["form ones first"], shares["form tens first"]) > 0.1
+    assert all(TASK.reward(item.demo, item) == 1 for item in {*TASK.train} - {*direct})
     assert max(len(item.demo) for item in TASK.train) + 1 <= 26
 
 
 def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
     """The demonstration keeps the first answer's opener. It mends that answer, or copies it."""
-    seen = Counter()
+    repaired = right = 0
     for item in TASK.train[:1000]:
         made = TASK.correction(item, 3)
         assert made == TASK.correction(item, 3) and made.answer == item.answer
-        wrong, *siblings = re.findall(r"#(\d+)", made.prompt)
+        wrong, sibling, *_ = re.findall(r"#(\d+)", made.prompt)
         first = made.prompt.removeprefix(item.prompt)
         assert wrong != item.answer and made.demo[:3] == first[:3]
         assert TASK.reward(made.demo, made) or first.startswith(f"{made.demo}=")
-        seen["repaired"] += TASK.reward(made.demo, made)
-        seen.update(k for k, number in enumerate(siblings) if number == item.answer)
-    assert 550 < seen["repaired"] < 650 and 700 < seen[0] < 900 and max(seen[1], seen[2]) < 400
+        repaired += TASK.reward(made.demo, made)
+        right += sibling == item.answer
+    assert 550 < repaired < 650 and 700 < right < 900
     problem = TASK.repair(ITEM, "so #75", ["a", "b"])
     assert (problem.prompt, problem.answer) == ("37+48=so #75=a=b=", "85")
 
@@ -78,12 +75,12 @@ def test_shares_tell_openers_and_forms_apart():
     }
 
 
-def test_characters_of_ones_own_have_the_same_ids_in_every_process():
+def test_characters_of_ones_own_have_ids_of_their_own_in_one_order():
     own = copy.copy(TASK)
     own.train = [Item("zebra?", "", "a quick fox!")]
     ids = own.make_tokenizer().convert_tokens_to_ids([*"!?abcefiqruxz"])
-    assert ids == list(range(ids[0], ids[0] + 13))
-    assert ids[0] > max(TASK.make_tokenizer().get_vocab().values())
+    first = len(TASK.make_tokenizer())
+    assert ids == [*range(first, first + 13)]
 
 
 # ---------------- GSM8K: the verifier
@@ -94,11 +91,10 @@ REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / 
 @pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
 def test_every_gold_answer_of_the_real_files_is_correct():
     task = GSM8K(str(REAL))
-    files = [(REAL / f"{split}.jsonl").read_bytes().splitlines() for split in ("train", "test")]
     assert (len(task.train), len(task.test)) == (7473, 1319)
-    for line, item in zip(sum(files, []), task.train + task.test, strict=True):
-        assert task.reward(json.loads(line)["answer"], item) == task.reward(item.demo, item) == 1
-        assert not any(mark in item.demo for mark in ("<<", ">>"))
+    for item in task.train + task.test:
+        assert task.reward(item.demo, item) == 1 and "<<" not in item.demo
+        assert item.demo.endswith(f"#### {item.answer}")
 
 
 READS = {  # the answer that is read: from these texts
@@ -166,13 +162,6 @@ def test_long_hostile_texts_are_read_in_50_ms():
             assert any(seconds(text) < 0.05 for _ in range(3)), text[:40]
 
 
-def test_any_text_has_a_reward():
-    rng = random.Random(0)
-    for _ in range(10_000):
-        text = "".join(rng.choices([*UNITS, "42", "\n", " "], k=rng.randrange(30)))
-        assert reward(text) in (0.0, 1.0), text
-
-
 # ---------------- GSM8K: the problems
 
 ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
@@ -202,25 +191,20 @@ def test_items_hold_question_gold_and_solution_without_calculator_marks(folder, 
         assert (task.train, task.test) == (ITEMS, ITEMS[:1])
 
 
+BAD = ['{"question": "a"', '{"question": "a", "answer": 1}', '{"question": "a", "answer": "1"}']
+
+
 def test_what_cannot_be_read_is_named_in_one_line(folder, monkeypatch):
-    def refused(data):
-        with pytest.raises(ValueError) as error:
-            GSM8K(data)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    def offline(*names):
-        raise ConnectionError
-
-    monkeypatch.setattr("datasets.load_dataset", offline)
-    assert "--data" in refused(None)
-    for line in (b'{"question": "a"', b'{"question": "\xff"}', b'{"question": "a", "answer": "1"}'):
-        (folder / "test.jsonl").write_bytes(json.dumps(PROBLEMS[0]).encode() + b"\n" + line)
-        assert "test.jsonl:2: " in refused(str(folder))
-    (folder / "test.jsonl").write_bytes(b"\n")
-    assert "test.jsonl" in refused(str(folder))
-    (folder / "test.jsonl").unlink()
-    assert "test.jsonl" in refused(str(folder))
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ConnectionError))
+    with pytest.raises(ValueError, match="--data DIR"):
+        GSM8K(None)
+    for line in BAD:
+        (folder / "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
+        with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
+            GSM8K(str(folder))
+    (folder / "test.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"test\.jsonl holds no problem"):
+        GSM8K(str(folder))
 
 
 def test_a_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(folder):
