@@ -34,7 +34,7 @@ PRESS = """<script type="module">
   while (!("ready" in document.body.dataset)) await wait();
   top.document.documentElement.dataset.seen = JSON.stringify(PRESSES.map(([name, value]) => {
     const [first, ...others] = document.getElementsByName(name);
-    if (!first) all("button").find((button) => button.textContent.startsWith(name)).click();
+    if (!first) all("button, td a").find((button) => button.textContent.startsWith(name)).click();
     else if (others.length) [first, ...others].find((radio) => radio.value === value).click();
     else { first.value = value; (first.onchange ?? first.oninput)(); }
     return {
@@ -47,6 +47,7 @@ PRESS = """<script type="module">
       said: texts(".guess p:last-child:not([hidden])").map((text) => text.replace(/\\s+/g, " ")),
       figures: Object.fromEntries(all("section[id]")
         .map((of) => [of.id, texts("figure output", of)])),
+      at: all(".at")[0]?.getAttribute("d"),
       lines: all(".panels polyline").map((line) => line.getAttribute("points").split(" ")),
       strips: all(".strip").map((of) => all("i", of).map((cell) => cell.className[0]).join("")),
       starts: all(".strip b").map((bar) => parseFloat(bar.style.left)),
@@ -54,8 +55,9 @@ PRESS = """<script type="module">
         .map((path) => [`${path.closest("section").id} ${path.className.baseVal}`,
           path.getAttribute("d").slice(1).split("L")])),
       dot: all(".dot").map((dot) => `${dot.getAttribute("cx")} ${dot.getAttribute("cy")}`)[0],
-      cells: texts("section td"), links: all("section td a").map(({ hash }) => hash),
+      cells: texts("section td"),
       captions: texts("#trainer figcaption"), images: all("img").length,
+      top: Math.round(document.querySelector("#clip")?.getBoundingClientRect().top),
       focus: document.activeElement.textContent.slice(0, 2),
       beyond: document.documentElement.scrollWidth - innerWidth,
     };
@@ -172,8 +174,10 @@ def test_the_story_and_every_method_show_what_losses_say(tmp_path):
     begin |= dict(moved="1", spread="none")
     for step, values in enumerate(re.findall(r'<button value="([^"]*)"><b>\d', page), 1):
         chosen = begin | dict(parse_qsl(html.unescape(values)))
-        settings += [chosen, chosen | {"won": chosen["won"][:3] + "1"}, chosen]  # answer 4 wins
-        presses += [("▼4", ""), ("you changed", ""), (f"next: {step + 1}", "")]
+        won = chosen["won"]
+        leaf, won = ("▼4", won[:3] + "1") if step % 2 else ("▲1", "0" + won[1:])
+        settings += [chosen, chosen | {"won": won}, chosen]
+        presses += [(leaf, ""), ("you changed", ""), (f"next: {step + 1}", "")]
     changes = [("lengths", "unequal"), ("spread", "wide")]
     for moved, baseline in (("1.6", "off"), ("0.6", "on")):
         changes += [("moved", moved), ("baseline", baseline), *(("method", name) for name in names)]
@@ -241,7 +245,7 @@ half | the group's mean | 3: worse
 lengths-a 9 | lengths-b 18 | lengths-c 3 | lengths-d 20 | lengths-q 0.3
 it stays | a tree with | noise-n 5 | noise-G 4
 to the crumb | … from | crumb-B 2 | crumb-c 0.6 | crumb-q 0.55 | crumb-p 2 | crumb-p 99
-one | trainer slime"""
+one | trainer slime | clip"""
 PRESSES = [press.strip() for press in re.split(r"[|\n]", PRESSES)]
 TRAINERS = [
     dict(trainer=name, version="1", checked=checked, clip={"is": is_, "source": "x.py:1"})
@@ -352,6 +356,7 @@ def test_lines_are_drawn_where_their_numbers_are(article):
     weights = [float(x) for cell in cells for x in re.findall(r"\d\.\d\d\b(?!\d)", cell)[:2]]
     points = [line[place].split(",") for line in article["only losers"]["lines"]]
     # 75 points across for a ratio of 1, and 55 up for a weight of 1; 0 is at 110.
+    assert article["only losers"]["at"].startswith("M120.75")
     assert [(float(x) / 75, 2 - float(y) / 55) for x, y in points] == [
         pytest.approx((float(ratio), weight), abs=6e-3) for weight in weights
     ]
@@ -378,6 +383,6 @@ def test_tables_come_from_their_homes(article):
     shown = article["trainer slime"]
     assert shown["cells"] == ["python -m toy.luck", NASTY, "clip", "min", "x.py:1"]
     assert shown["captions"] == ["slime 1: read, not run."] and shown["images"] == 0
-    assert shown["links"] == ["#clip"]
+    assert article["clip"]["top"] == 0  # the link has gone there, although in a frame
     table = tree.find_table("python -m toy.luck")
     assert table[0][:4] == ["world", "decided", "after 5", "with"] and "---" not in str(table)

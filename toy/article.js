@@ -37,6 +37,14 @@
   }
   addEventListener("resize", () => redraws.forEach((redraw) => redraw()));
 
+  // In the notebook's frame a link to a section would open the notebook in it: its address is the frame's.
+  addEventListener("click", (event) => {
+    const link = event.target.closest('a[href^="#"]');
+    if (!link) return;
+    event.preventDefault();
+    document.querySelector(link.getAttribute("href")).scrollIntoView();
+  });
+
   // A guess reveals its answer, and presses the button of the figure that shows it, if there is one.
   for (const guess of document.querySelectorAll(".guess")) {
     const answer = guess.querySelector("p[hidden]"), verdict = make("b");
