@@ -57,7 +57,7 @@ PRESS = """<script type="module">
       dot: all(".dot").map((dot) => `${dot.getAttribute("cx")} ${dot.getAttribute("cy")}`)[0],
       cells: texts("section td"),
       captions: texts("#trainer figcaption"), images: all("img").length,
-      top: Math.round(document.querySelector("#clip")?.getBoundingClientRect().top),
+      top: Math.round(document.querySelector("#crumb")?.getBoundingClientRect().top),
       focus: document.activeElement.textContent.slice(0, 2),
       beyond: document.documentElement.scrollWidth - innerWidth,
     };
@@ -71,7 +71,7 @@ def press(page: str, presses: list, folder: Path, width: int | None = None) -> l
     if width:
         page = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
     (folder / "page.html").write_text(page)
-    flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=99000 --dump-dom"
+    flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=999000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", folder / "page.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
@@ -245,11 +245,11 @@ half | the group's mean | 3: worse
 lengths-a 9 | lengths-b 18 | lengths-c 3 | lengths-d 20 | lengths-q 0.3
 it stays | a tree with | noise-n 5 | noise-G 4
 to the crumb | … from | crumb-B 2 | crumb-c 0.6 | crumb-q 0.55 | crumb-p 2 | crumb-p 99
-one | trainer slime | clip"""
+one | trainer slime | std"""
 PRESSES = [press.strip() for press in re.split(r"[|\n]", PRESSES)]
 TRAINERS = [
-    dict(trainer=name, version="1", checked=checked, clip={"is": is_, "source": "x.py:1"})
-    for name, checked, is_ in (("TRL", "ran", "none"), ("slime", "read", "min"))
+    dict(trainer=name, version="1", checked=checked, std={"is": is_, "source": "x.py:1"})
+    for name, checked, is_ in (("TRL", "ran", "none"), ("slime", "read", "group's"))
 ]
 
 
@@ -381,8 +381,8 @@ def test_lines_are_drawn_where_their_numbers_are(article):
 
 def test_tables_come_from_their_homes(article):
     shown = article["trainer slime"]
-    assert shown["cells"] == ["python -m toy.luck", NASTY, "clip", "min", "x.py:1"]
+    assert shown["cells"] == ["python -m toy.luck", NASTY, "std", "group's", "x.py:1"]
     assert shown["captions"] == ["slime 1: read, not run."] and shown["images"] == 0
-    assert article["clip"]["top"] == 0  # the link has gone there, although in a frame
+    assert article["std"]["top"] == 0  # the link has gone there, although in a frame
     table = tree.find_table("python -m toy.luck")
     assert table[0][:4] == ["world", "decided", "after 5", "with"] and "---" not in str(table)
