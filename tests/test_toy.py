@@ -150,20 +150,24 @@ def test_nthr_and_lopti_measure_what_a_step_by_hand_does(monkeypatch):
         task.test = task.test[:1] * 8
         for module in (nthr, lopti):
             monkeypatch.setattr(module, "make_start", lambda seed, direct: (policy, task))
-        monkeypatch.setattr(nthr, "QUESTIONS", 1)
-        (answers,) = nthr.find_questions(policy, task, 0)
+        monkeypatch.setattr(nthr, "QUESTIONS", 2)
         deltas = nthr.study(starts=1)["SGD"]
-        A, right = losses.group_advantages(answers.rewards, 8), answers.rewards == 1
-        for name, adv in {"grpo": A, "pos-only": A.clamp(min=0)}.items():
-            trial = replace(policy, model=copy.deepcopy(policy.model))
-            before = read(trial, answers)
-            loss = -sum(a * x.sum() for a, x in zip(adv, before, strict=True)) / answers.mask.sum()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0)
-            torch.optim.SGD(trial.model.parameters(), 0.02).step()
-            pairs = zip(read(trial, answers), before, strict=True)
-            moved = torch.stack([(new - old).sum() for new, old in pairs])
-            assert float(deltas[name]) == pytest.approx(float(moved[right].mean())), name
+        for name, least in {"grpo": -9.0, "pos-only": 0.0}.items():
+            moved = []
+            for answers in nthr.find_questions(policy, task, 0):
+                A = losses.group_advantages(answers.rewards, 8).clamp(min=least)
+                trial = replace(policy, model=copy.deepcopy(policy.model))
+                before = read(trial, answers)
+                pushed = sum(a * x.sum() for a, x in zip(A, before, strict=True))
+                (-pushed / answers.mask.sum()).backward()
+                torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0)
+                torch.optim.SGD(trial.model.parameters(), 0.02).step()
+                rows = zip(answers.rewards, read(trial, answers), before, strict=True)
+                right = [(now - old).sum().item() for reward, now, old in rows if reward == 1]
+                moved.append(sum(right) / len(right))
+            assert float(deltas[name]) == pytest.approx(sum(moved) / 2), name
+        formulas = [losses.METHODS[name].formula for name in ("nthr", "nthr-random")]
+        assert [nthr.METHODS[name].formula for name in ("nthr", "random")] == formulas
 
         # Lopti's quarters of 0 to 1: their tokens, and how long their gradient is.
         answers = train.sample(policy, task, task.test, 1, train.Config())
@@ -177,4 +181,16 @@ def test_nthr_and_lopti_measure_what_a_step_by_hand_does(monkeypatch):
             norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
             found.append([float(sum(some.sum() for some in inside)), float(norm)])
         found = torch.tensor(found)
-        torch.testing.assert_close(lopti.study(starts=1)[0][0], (found[:4] / found[4]).T)
+        quarters, effects = lopti.study(starts=1)
+        torch.testing.assert_close(quarters[0], (found[:4] / found[4]).T)
+        # Which share of the nearly sure tokens moves as A says, after two steps in three orders.
+        low_high = losses.METHODS["lopti"].passes
+        scored = train.score(policy, answers, losses.METHODS["lopti"], train.Config(), None)
+        batch, shares = scored.batch, []
+        sure = batch.mask & (batch.logp_old.exp() > 0.75) & (batch.adv != 0)
+        for order in ((lopti.half_grpo,) * 2, low_high, low_high[::-1]):
+            after, _ = lopti.climb(policy, scored, order)
+            shares.append(((after - batch.logp_old) * batch.adv > 0)[sure].double().mean().item())
+        twice, first_low, first_high = shares
+        expected = [twice, first_low - twice, first_high - first_low]
+        assert [*map(float, effects.values())] == pytest.approx(expected)
