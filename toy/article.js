@@ -37,7 +37,15 @@
   }
   addEventListener("resize", () => redraws.forEach((redraw) => redraw()));
 
-  // A guess reveals its answer, and presses the button of the figure that shows it.
+  // In the notebook's frame a link to a section would open the notebook in it: its address is the frame's.
+  addEventListener("click", (event) => {
+    const link = event.target.closest('a[href^="#"]');
+    if (!link) return;
+    event.preventDefault();
+    document.querySelector(link.getAttribute("href")).scrollIntoView();
+  });
+
+  // A guess reveals its answer, and presses the button of the figure that shows it, if there is one.
   for (const guess of document.querySelectorAll(".guess")) {
     const answer = guess.querySelector("p[hidden]"), verdict = make("b");
     answer.prepend(verdict);
@@ -48,7 +56,7 @@
         verdict.textContent = "right" in button.dataset ? "Yes. " : "No. ";
         answer.hidden = false;
         const buttons = [...guess.closest("section").querySelectorAll("button[value]")];
-        buttons.find(({ value }) => value === guess.dataset.press).click();
+        buttons.find(({ value }) => value === guess.dataset.press)?.click();
       };
     }
   }
@@ -78,7 +86,6 @@
     const A = [...state.won].map((won) => Number(won) - 0.5);
     const c = w.map((weight, i) => weight * A[i]);
     const cards = [["so", 4], ["7+8=15", 2]].map(([text, n]) => {
-      const total = sum(c.slice(0, n)), credit = mean(w.slice(0, n)) * sum(A.slice(0, n));
       const rows = c.slice(0, n).map((push, i) => {
         const kind = A[i] > 0 ? "win" : "lose", who = (A[i] > 0 ? "▲" : "▼") + (i + 1);
         const why = `${plain(w[i])}×${bracketed(A[i])}`;
@@ -86,7 +93,7 @@
           drawBar(push, 0.4), make("output", "", signed(push)));
       });
       const head = make("div", "head", make("span", "text", text));
-      return make("div", "card", head, ...rows, ...drawSums(total, credit, total - credit, 0.4));
+      return make("div", "card", head, ...rows, ...drawSums(account(c.slice(0, n), A.slice(0, n)), 0.4));
     });
     figure.querySelector(".cards").replaceChildren(...cards);
   });
@@ -240,8 +247,10 @@
       return [make("span", "", name), strip,
         make("span", "", "pull ", make("output", "", signed(start)), " ends at ", make("output", "", J))];
     });
-    const heads = ["A divided by", "share of the rare way: who gains", "at the start; reward at the end"];
-    figure.querySelector(".strips").replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells);
+    const heads = ["A divided by", "", "at the start; reward at the end"];
+    const axis = make("div", "head axis", ...["0.1 %", "50 %", "99.9 %"].map((text) => make("span", "", text)));
+    figure.querySelector(".strips")
+      .replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells, make("span"), axis);
   });
 
   // ---------------- tables that have their home elsewhere
@@ -249,26 +258,22 @@
   const fill = (table, rows) => table.replaceChildren(...rows.map((row, i) =>
     make("tr", "", ...row.map((cell) => make(i ? "td" : "th", "", cell)))));
 
-  // World L's learning, from toy/README.md.
-  if (facts.luck.length) fill($("luck").querySelector("table"), facts.luck);
-  else $("luck").remove();
+  // World L's learning in its first batches, from toy/README.md.
+  fill($("luck").querySelector("table"), facts.luck.map((row) => row.slice(0, 4)));
 
   // Trainers' defaults, from engines/.
 
   const sections = { divisor: "#lengths", std: "#crumb", clip: "#clip" };
-  if (!facts.trainers.length) $("trainer").remove();
-  else {
-    const figure = $("trainer").querySelector("figure"), select = figure.querySelector("select");
-    select.append(...facts.trainers.map(({ trainer }) => make("option", "", trainer)));
-    select.onchange = () => {
-      const { trainer, version, checked, ...settings } = facts.trainers[select.selectedIndex];
-      const rows = Object.entries(settings).map(([name, { is, source }]) => {
-        const link = Object.assign(make("a", "", name), { href: sections[name] });
-        return [name in sections ? link : name, is, make("small", "", source)];
-      });
-      fill(figure.querySelector("table"), [["setting", "default", "source"], ...rows]);
-      const how = checked === "ran" ? "engines/audit.py has called its losses" : "read, not run";
-      figure.querySelector("figcaption").textContent = `${trainer} ${version}: ${how}.`;
-    };
-    select.onchange();
-  }
+  const trainers = $("trainer").querySelector("figure"), select = trainers.querySelector("select");
+  select.append(...facts.trainers.map(({ trainer }) => make("option", "", trainer)));
+  select.onchange = () => {
+    const { trainer, version, checked, ...settings } = facts.trainers[select.selectedIndex];
+    const rows = Object.entries(settings).map(([name, { is, source }]) => {
+      const link = Object.assign(make("a", "", name), { href: sections[name] });
+      return [name in sections ? link : name, is, make("small", "", source)];
+    });
+    fill(trainers.querySelector("table"), [["setting", "default", "source"], ...rows]);
+    const how = checked === "ran" ? "engines/audit.py has called its losses" : "read, not run";
+    trainers.querySelector("figcaption").textContent = `${trainer} ${version}: ${how}.`;
+  };
+  select.onchange();

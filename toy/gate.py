@@ -17,13 +17,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import losses
-from losses import Batch
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
 from toy.tax import ADAM, CANCELLED, EXACT, PLAIN, ROWS, Row, train
 from toy.worlds import Groups, Outcome
@@ -32,20 +30,6 @@ G, BATCHES = 4, 120
 START = (0.0, math.log(0.001 / 0.999))  # the logits of the good tokens
 RATES = 10 ** torch.linspace(0.25, 3.25, 21, dtype=torch.float64)
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 0.75, 1, 2, 3, 10], dtype=torch.float64)
-DELTAS = (0.001, 0.01, 0.05)  # of the off-policy mask
-
-
-def mask(batch: Batch, delta: float) -> Tensor:
-    """DeepSeek-V3.2's mask alone, without a min: it drops losers only."""
-    return losses.off_policy_mask(batch, delta=delta, eps_low=math.inf, eps_high=math.inf)
-
-
-def sign_blind_mask(batch: Batch, delta: float) -> Tensor:
-    """The same, but it drops winners, too, that the policy has moved away from."""
-    far = losses.sequence_ratio(batch).log() < -delta  # (N,)
-    kept = replace(batch, adv=batch.adv.masked_fill(far[:, None], 0.0))
-    return losses.grpo(kept, eps_low=math.inf, eps_high=math.inf)
-
 
 OF_TAX = ("grpo", EXACT, CANCELLED, "dr-grpo", "gspo", "cispo", "dfpo-min")
 METHODS = {name: ROWS[name] for name in OF_TAX} | {
@@ -53,9 +37,6 @@ METHODS = {name: ROWS[name] for name in OF_TAX} | {
     "reinforce": Row(losses.reinforce),
     "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),
 }
-for delta in DELTAS:
-    METHODS[f"mask, {delta}"] = Row(functools.partial(mask, delta=delta))
-METHODS["blind mask, 0.001"] = Row(functools.partial(sign_blind_mask, delta=0.001))
 LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture, and with Adam
 
 
@@ -100,7 +81,6 @@ def main():
     adam = {(name, M): sweep(METHODS[name], M, ADAM_RATES, ADAM) for M in (2, 8) for name in LINES}
     print(f"Plain ascent: the best reward of {len(RATES)} learning rates\n")
     print_table({name: [f"{x.max():.3f}"] for name, x in plain.items()}, ["M = 2"])
-    print_table({name: [f"{sweep(METHODS[name], 1).max():.3f}"] for name in LINES}, ["M = 1"])
     print("\nAdam, by its learning rate\n")
     rows = {f"M = {M}; {name}": [f"{x:.3f}" for x in ends] for (name, M), ends in adam.items()}
     print_table(rows, ADAM_RATES.tolist())

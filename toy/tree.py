@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 import losses
+from engines import defaults
 from losses import METHODS, Batch, Method
 from toy import clips, tax
 from toy.policy import pad
@@ -129,9 +130,8 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
 
 
 def shown_methods() -> dict[str, Method]:
-    """The methods that are one loss of a batch: no credit rule, corrections or second pass."""
-    plain = {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
-    return {name: m for name, m in plain.items() if not m.repair}
+    """The methods that are one loss of a batch: without a credit rule or a second pass."""
+    return {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
 
 
 def toy_methods() -> dict[str, Method]:
@@ -253,7 +253,7 @@ def add_article(page: str) -> str:
         # The worlds of toy/tax.py: four lengths, and the chance to be right on the worse way.
         "worlds": [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings],
         "luck": find_table("python -m toy.luck"),
-        "trainers": find_trainers(),
+        "trainers": defaults.ROWS,  # what they do by default, each setting with its source
     }
     panels = "\n".join(f"<div>{clips.panel(name)}<output></output></div>" for name in clips.NAMES)
     text = read("article.html").replace("CLIP_STYLE", clips.STYLE, 1).replace("PANELS", panels, 1)
@@ -262,21 +262,12 @@ def add_article(page: str) -> str:
 
 
 def find_table(command: str) -> list[list[str]]:
-    """The first table below a command in toy/README.md, its head first; [] if there is none."""
+    """The first table below a command in toy/README.md, its head first."""
     section = read("README.md").partition(f"`{command}")[2].partition("\n## ")[0]
     lines = section[section.find("\n|") + 1 :].splitlines()
     lines = itertools.takewhile(lambda line: line.startswith("|"), lines)
     rows = [line.strip("|").replace("`", "").replace("*", "").split("|") for line in lines]
     return [[cell.strip() for cell in row] for k, row in enumerate(rows) if k != 1]
-
-
-def find_trainers() -> list[dict]:
-    """What trainers do by default, each setting with its source; [] without that table."""
-    try:
-        from engines.defaults import ROWS
-    except ImportError:
-        return []
-    return ROWS
 
 
 def run_page(run: Path) -> str:
