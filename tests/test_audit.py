@@ -98,7 +98,7 @@ def test_trls_weights_are_those_of_the_sampler_table(rows):
 
 
 def test_the_full_weight_alone_is_unbiased_and_the_advice_holds():
-    found = {tau: sampler.measure(sampler.make_world(tau, "random")) for tau in (0.3, 0.96)}
+    found = {tau: sampler.measure(sampler.make_world(tau)) for tau in (0.3, 0.96)}
     for tau, measured in found.items():
         assert measured["the full weight"] == (pytest.approx(0, abs=1e-12), 1)
         cells = [f"{bias:.3f}, {noise:.2f}" for bias, noise in measured.values()]
@@ -112,7 +112,7 @@ def test_the_full_weight_alone_is_unbiased_and_the_advice_holds():
 
 def test_the_bias_is_that_of_a_plain_loop():
     """One world, answer by answer: the update of a logit is sum mu(y) w (R - mean R) (a - p)."""
-    world = sampler.make_world(0.5, "random")
+    world = sampler.make_world(0.5)
     weights = sampler.MODES["sequence_mask"](world.log_u)
     mean, _ = world.update(weights, world.mu)
     mu, R, p = world.mu[0].tolist(), world.rewards[0].tolist(), world.logits[0].sigmoid().tolist()
@@ -128,10 +128,19 @@ def test_the_bias_is_that_of_a_plain_loop():
 
 
 def test_the_defaults_are_printed_and_are_trls(rows):
-    assert defaults.table("is") in README and defaults.table("source") in README
-    from trl import GRPOConfig
+    """And each line that is named as their source says so."""
+    assert defaults.table("is") in README
+    import trl
 
-    given = GRPOConfig(output_dir="", use_cpu=True, bf16=False)
+    folder, (row, *_) = Path(trl.__file__).parents[1], defaults.ROWS
+    assert f"{row['trainer']} {row['version']} (ran)" in defaults.table("source")
+    named = {"divisor": "loss_type", "std": "scale_rewards", "clip": "epsilon", "KL": "beta"}
+    named |= {"another sampler": "vllm_importance_", "updates a batch": "num_iterations"}
+    for name, text in named.items():
+        file, line = re.match(r"(.*?):(\d+)", row[name]["source"]).groups()
+        assert text in (folder / file).read_text().splitlines()[int(line) - 1]
+
+    given = trl.GRPOConfig(output_dir="", use_cpu=True, bf16=False)
     assert (given.loss_type, given.scale_rewards, given.epsilon) == ("dapo", "group", 0.2)
     assert (given.beta, given.use_bias_correction_kl, given.num_iterations) == (0.0, True, 1)
     assert given.vllm_importance_sampling_mode == "sequence_mask"
