@@ -11,7 +11,7 @@ import torch
 
 import losses
 from exercises import grader, solutions
-from exercises.questions import EXERCISES, first_coefficients, load_worlds, start_alike
+from exercises.questions import EXERCISES, first_pushes, load_worlds, start_alike
 
 FOLDER = Path(grader.__file__).parent
 LESSONS = grader.read_lessons()
@@ -152,6 +152,6 @@ def test_the_sheet_says_what_the_losses_leave():
             batch = start_alike(ratio, adv, lengths, budget=6)
             if ratio != 1:  # the ratios of the other tokens differ
                 batch.logp_old[:, 1:] -= torch.tensor([[1.15], [0.9], [0.95], [1.05]]).log()
-            c = first_coefficients(losses.METHODS[name].passes[0], batch, **clip)
+            c = first_pushes(losses.METHODS[name].passes[0], batch, **clip)
             left.append("0" if c.sum().abs() < 1e-6 * c.abs().sum() + 1e-12 else "left")
         assert cells == left, name
