@@ -23,12 +23,13 @@ from torch.distributed.fsdp import FSDPModule
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from engines.siblings import count_siblings
 from losses import (
     Batch,
     Method,
     OldPolicy,
+    decided,
     group_advantages,
+    histories,
     prefix_baseline,
     prefix_nodes,
     token_coefficients,
@@ -37,7 +38,7 @@ from train import bind
 
 
 class Measured(GRPOTrainer):
-    """GRPOTrainer that logs what engines.siblings prints, of each generation of all processes.
+    """GRPOTrainer that logs, of each generation of all processes, what count_siblings finds.
 
     Loss, gradient, answers and random numbers stay as they are. The numbers are left out where an
     answer has no reward, and, but for sibling_share, where all rewards of each group are equal.
@@ -60,6 +61,20 @@ class Measured(GRPOTrainer):
         return rows
 
 
+def count_siblings(tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int) -> dict:
+    """Would a baseline at every history pay? Numbers to log, of answers (N, T).
+
+    sibling_share is the share of tokens with a sibling: another answer of the group that takes a
+    token after the same words. A baseline at every history can change no other token, and it pays
+    where `decided`, of losses.decided, is above `break_even` (claim C27).
+    """
+    nodes = prefix_nodes(tokens, mask, group_size)
+    history = histories(nodes, group_size)[mask]  # of K tokens
+    _, at, visitors = history.unique(return_inverse=True, return_counts=True)
+    share = (visitors[at] > 1).double().mean().item()
+    return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
+
+
 class Trainer(Measured):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method].
 
@@ -80,7 +95,7 @@ class Trainer(Measured):
         **named,
     ):
         self.method = method_for(args, method, hyper or {})
-        self.takes_sampler, self.prefix_baseline = method == "recentred", prefix_baseline
+        self.prefix_baseline = prefix_baseline
         super().__init__(model, reward_funcs, args, *more, **named)
         refuse_dropout(self.model)
 
@@ -159,9 +174,6 @@ class Trainer(Measured):
         self._metrics["train"]["entropy"].append(spread.mean().item())
         leaf = of_all_processes(self, logp, 1).requires_grad_()  # (N, T)
         old = field("old_per_token_logps") if "old_per_token_logps" in window[0] else leaf.detach()
-        if self.takes_sampler and "sampling_per_token_logps" in window[0]:
-            sampled = field("sampling_per_token_logps")
-            old = torch.where(sampled.isnan(), old, sampled)  # vLLM does not score every token
         ref = field("ref_per_token_logps") if self.beta else None
         adv, G = A[:, None] * mask, self.num_generations
         if self.method.credit:

@@ -6,15 +6,13 @@ read one by one by toy/plain.py, and so must what it logs. As a script (`torchru
 tests/test_trl.py MODEL`) this file is one process of a run of several.
 """
 
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import fmean
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip insta
 from accelerate.utils import gather_object  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from engines import example, siblings  # noqa: E402
+from engines import example  # noqa: E402
 from engines.trl import Measured, Trainer  # noqa: E402
 
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
@@ -58,11 +56,6 @@ def by_length(completion_ids, **_):
 def total(answers):
     pairs = zip(by_sum(answers), by_length(answers), strict=True)
     return torch.tensor([WEIGHTS[0] * a + WEIGHTS[1] * (b or 0.0) for a, b in pairs])
-
-
-def sampled(token):
-    """log pi of an engine with other numerics, which cannot score every token."""
-    return None if token % 5 == 0 else math.sin(token) - 2
 
 
 class Record(TrainerCallback):
@@ -123,22 +116,22 @@ def make(model, method=None, hyper=None, prefix_baseline=False, kind=Trainer, **
     return kind(model, [by_sum, by_length], config, data, **ours)
 
 
-def hand_on(generate, *args):
-    """TRL's answers, with the log-probs that another sampler would hand on, as vLLM does."""
-    answers, _ = generate(*args)
-    return answers, [list(map(sampled, y)) for y in answers]
-
-
 def padded(rows):
     return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def check_run(path, method, sampler=False, prefix_baseline=False, **options):
+def measured(answers):
+    """Of a generation: who takes a token after the same words? Token by token."""
+    tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
+    before = [(i // G, *y[:t]) for i, y in enumerate(answers) for t in range(len(y))]
+    log = {"sibling_share": fmean(before.count(words) > 1 for words in before)}
+    return log | losses.decided(total(answers), losses.prefix_nodes(tokens, mask, G), mask, G)
+
+
+def check_run(path, method, prefix_baseline=False, **options):
     """Train. Value, gradient and numbers of each step are those of losses.py."""
     hyper = HYPER.get(method, {})
     trainer = make(path, method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
-    if sampler:
-        trainer._generate_single_turn = partial(hand_on, trainer._generate_single_turn)
     steps, policy = Record(trainer).steps, load_policy(Config(), None, path)
     trainer.train()
     config = trainer.args
@@ -167,9 +160,6 @@ def check_run(path, method, sampler=False, prefix_baseline=False, **options):
 
         ref, old = (read(steps[at][0], prompts, answers)[0].detach() for at in (0, first))
         logp, spread = read(weights, prompts, answers)
-        if sampler and method == "recentred":
-            known = padded([[sampled(token) or 0.0 for token in y] for y in answers])
-            old = torch.where(known == 0, old, known)
         tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
         A = losses.group_advantages(total(generation), G, scale)
         A = A[k % pieces * len(answers) :][: len(answers)]
@@ -184,8 +174,7 @@ def check_run(path, method, sampler=False, prefix_baseline=False, **options):
 
         log = {"loss": loss.item(), "entropy": spread.mean().item()}
         if k == first:
-            rows = padded(generation), padded([[True] * len(y) for y in generation])
-            log |= siblings.count_siblings(*rows, total(generation), G)
+            log |= measured(generation)
         line = trainer.state.log_history[k]
         assert {key: line[key] for key in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
         assert ("decided" in line) == (k == first)
@@ -211,8 +200,6 @@ SETTINGS = {  # micro-batches of 2 rows tear groups of 4
     "gspo": split(4, 1, 2, prefix_baseline=True),
     "cispo": split(2, 4, 4, prefix_baseline=True, scale_rewards="none"),
     "reinforce": dict(num_iterations=1),
-    "dr-grpo": dict(sampler=True),  # which it does not look at; L is in its average
-    "recentred": dict(sampler=True),
 }
 NOT_HERE = ("nthr", "nthr-random", "ibpo")
 
@@ -282,6 +269,7 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
     flags = ["--method", "dfpo-min", "--hyper", "eps=.1 ratio=product", "--prefix-baseline"]
     ours = example.make_trainer(*example.parse(flags))
     assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
+    assert example.parse([])[2].lora_dropout == 0  # a micro-batch goes through the model twice
     theirs = example.make_trainer(*example.parse(["--method", "trl"]))
     assert isinstance(theirs, Measured) and not isinstance(theirs, Trainer)
 
@@ -310,25 +298,6 @@ def test_lora_trains_its_adapter_alone(tmp_path, monkeypatch, qwen_path):
     trainer.train()
     moved = {name for name, x in trainer.model.named_parameters() if (x != start[name]).any()}
     assert moved and all("lora_" in name for name in moved)
-    with pytest.raises(ValueError, match="dropout"):
-        example.make_trainer(*example.parse([*flags, "--lora_dropout", "0.1"]))
-
-
-def test_siblings_share_all_words_before(monkeypatch, capsys):
-    """Answers 5 6 end, 5 6 7 8 and 5 9 9 3: who takes a token after the same words?"""
-    tokens = torch.tensor([[5, 6, 2, 0], [5, 6, 7, 8], [5, 9, 9, 3]])
-    rewards = torch.tensor([0.0, 0.0, 1.0])  # "5 6" decides it
-    answers = SimpleNamespace(tokens=tokens, mask=tokens > 0, rewards=rewards)
-    answers.logp = torch.full((3, 4), -1.0)  # all tokens count alike
-    monkeypatch.setattr(siblings.train, "sample", lambda *_: answers)
-    siblings.main(["--group-size", "3", "--max-tokens", "4"])
-    said = capsys.readouterr().out
-    # 3 + 3 + 2 of 9 tokens have a sibling. Before six of them nothing is decided: 1/3 is the
-    # variance; two have seen "5 6", after which it is 0.
-    assert "first 3 tokens of 3 answers: sibling_share 0.889, decided 0.250" in said
-    # (6 * 3 + 2 * 2) / 8; the mean of n / (n - 1) is 13 / 8, and 1 - 3/2 * 8/13 is 1/13
-    assert "visitors 2.750, break_even 0.077" in said
-    assert "first 4 tokens of 3 answers: sibling_share 0.727" in said  # of 11
 
 
 def launch(launcher, *arguments):
