@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -213,6 +214,12 @@ def test_trls_kl_term_of_before_is_ours(qwen_path):
     check_run(qwen_path, "grpo", beta=0.3, use_bias_correction_kl=False, max_steps=2)
 
 
+def test_a_credit_rule_of_ones_own_knows_the_rewards(qwen_path, monkeypatch):
+    mine = replace(METHODS["reinforce"], credit=lambda adv, old: adv * old.rewards[:, None])
+    monkeypatch.setitem(METHODS, "mine", mine)
+    check_run(qwen_path, "mine", max_steps=1)
+
+
 def test_trls_own_run_is_measured_and_stays(qwen_path):
     """Its weights are those of a run without. Nothing is measured of an evaluation."""
     weights, start = [], AutoModelForCausalLM.from_pretrained(qwen_path).state_dict()
@@ -269,6 +276,7 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
     flags = ["--method", "dfpo-min", "--hyper", "eps=.1 ratio=product", "--prefix-baseline"]
     ours = example.make_trainer(*example.parse(flags))
     assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
+    assert example.parse(["--model_name_or_path", "x"])[1].max_steps == -1  # not the tiny one's
     assert example.parse([])[2].lora_dropout == 0  # a micro-batch goes through the model twice
     theirs = example.make_trainer(*example.parse(["--method", "trl"]))
     assert isinstance(theirs, Measured) and not isinstance(theirs, Trainer)
@@ -280,8 +288,11 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
     assert AutoModelForCausalLM.from_pretrained("out").num_parameters() > 1000
 
 
-@pytest.mark.parametrize("flags", [["--scale", "mean"], ["--method", "grpoo"]], ids=str)
-def test_a_flag_that_does_not_exist_is_refused_in_one_line(flags):
+WRONG = [["--scale", "mean"], ["--method", "grpoo"], ["--model_name_or_path", "/nowhere"]]
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=str)
+def test_what_does_not_exist_is_refused_in_one_line(flags):
     with pytest.raises(SystemExit) as error:
         example.main(flags)
     assert flags[1] in str(error.value) and "\n" not in str(error.value)
