@@ -122,7 +122,7 @@ def is_same(yours, right, tolerance: float = 1e-9) -> bool:
     """Whether two plain values are the same up to rounding. A nan is the same as an inf."""
     for _, x, y in compare(yours, right):
         same = x == y
-        if {type(x), type(y)} <= {bool, float}:
+        if {type(x), type(y)} == {float}:
             close = math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
             same = close if math.isfinite(y) else not math.isfinite(x)
         if not same:
