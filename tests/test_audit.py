@@ -27,7 +27,14 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    "name", ["GRPO, loss_type grpo", "GRPO, loss_type vespo", "GRPO, beta 0.04", "RLOO"]
+    "name",
+    [
+        "GRPO, loss_type grpo",
+        "GRPO, loss_type cispo, epsilon_high 5.0",
+        "GRPO, loss_type vespo",
+        "GRPO, beta 0.04",
+        "RLOO",
+    ],
 )
 def test_the_audit_is_as_published(rows, name):
     row = rows[name]
