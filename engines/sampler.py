@@ -11,7 +11,8 @@ trainer's pi. Trainers multiply what an answer pushes by a weight made of u = pi
 
 tau is the spread of an answer: the standard deviation of log(pi / mu), summed over its tokens. If
 tokens are alike, it is the token's times sqrt(T). Updates are group-relative and on-policy, but for
-the sampler. Means over WORLDS random policies, with a logit for each history (claim C25).
+the sampler. Means over WORLDS random policies, with a logit for each history and random rewards
+(claim C25).
 
     python -m engines.sampler
 """
@@ -93,13 +94,11 @@ class World:
         return mean, second - (mean * mean).sum(1)
 
 
-def make_world(tau: float, rewards: str) -> World:
-    """rewards: "random", or "sum", the share of tokens 1. The samplers' spread is tau."""
+def make_world(tau: float) -> World:
+    """Random policies and rewards, and samplers whose spread is tau."""
     gen = torch.Generator().manual_seed(0)
     logits, noise = torch.randn(2, WORLDS, 2**T - 1, generator=gen, dtype=torch.float64)
     R = torch.rand(WORLDS, 2**T, generator=gen, dtype=torch.float64)
-    if rewards == "sum":
-        R = TAKEN.double().mean(1).expand(WORLDS, -1)
     logp = log_probs(logits)
     low, high = torch.zeros(WORLDS, 1).double(), torch.full((WORLDS, 1), 10.0).double()
     for _ in range(40):  # how much noise makes a spread of tau
@@ -128,15 +127,12 @@ def measure(world: World) -> dict[str, tuple[float, float]]:
 
 
 def main():
-    for rewards in ("random", "sum"):
-        columns = [measure(make_world(tau, rewards)) for tau in SPREADS]
-        print(f'rewards "{rewards}": bias, noise\n')
-        print(f"| correction | {' | '.join(f'tau {tau:.2f}' for tau in SPREADS)} |")
-        print("|---" + "|---:" * len(SPREADS) + "|")
-        for mode in MODES:
-            cells = (f"{bias:.3f}, {noise:.2f}" for bias, noise in (x[mode] for x in columns))
-            print(f"| {mode} | {' | '.join(cells)} |")
-        print()
+    columns = [measure(make_world(tau)) for tau in SPREADS]
+    print(f"| correction | {' | '.join(f'tau {tau:.2f}' for tau in SPREADS)} |")
+    print("|---" + "|---:" * len(SPREADS) + "|")
+    for mode in MODES:
+        cells = (f"{bias:.3f}, {noise:.2f}" for bias, noise in (x[mode] for x in columns))
+        print(f"| {mode} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

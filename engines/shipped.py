@@ -57,17 +57,14 @@ def trl_rows() -> list[Row]:
     add('["cispo", "dapo", "vespo"]')  # the default: loss_type dapo
     add('["grpo", "sapo"]', loss_type="grpo")
     add('self.loss_type == "dr_grpo"', loss_type="dr_grpo")
-    add('self.loss_type == "bnpo"', loss_type="bnpo")
     # TRL's default is .2. Its documentation recommends 5.
     add('self.loss_type == "cispo"', loss_type="cispo", epsilon_high=5.0)
     add('self.loss_type == "sapo"', loss_type="sapo")
     add('self.loss_type == "vespo"', loss_type="vespo")
-    for loss_type in ("dapo", "grpo", "luspo"):
-        add('level == "sequence"', loss_type=loss_type, importance_sampling_level="sequence")
+    add('level == "sequence"', loss_type="grpo", importance_sampling_level="sequence")
     add("self.args.delta is not None", delta=3.0)  # dual clip
     add("self.off_policy_mask_threshold", off_policy_mask_threshold=0.5)
     add("self.args.use_bias_correction_kl", beta=0.04)
-    add("per_token_kl = (", beta=0.04, use_bias_correction_kl=False)
     add("", "RLOO")
     return rows
 
@@ -145,13 +142,12 @@ def verl_rows() -> list[Row]:
 
     add("vanilla")  # the default, with dual clip at 3
     add("vanilla", "seq-mean-token-mean")
-    add("vanilla", clip_ratio_c=1e9, text="pg_losses3 =")  # dual clip is never reached
     add("cispo", text="clipped_ratio = ")
     add("gpg")
-    for kind, limit in (("tv", 0.2), ("kl", 0.2), ("kl", 0.05)):
-        limits = {} if limit == 0.2 else {"clip_ratio_low": limit, "clip_ratio_high": limit}
-        add(f"dppo_{kind}", text="valid_mask = torch.where(advantages > 0", **limits)
-    add("gspo", text="loss_agg_mode=loss_agg_mode")
+    by_sign = "valid_mask = torch.where(advantages > 0"
+    add("dppo_tv", text=by_sign)
+    add("dppo_kl", text=by_sign)
+    add("dppo_kl", text=by_sign, clip_ratio_low=0.05, clip_ratio_high=0.05)
     add("gspo", "seq-mean-token-mean", text='"seq-mean-token-mean"')
     add("sapo", "seq-mean-token-mean", text="gates = ")
     return rows

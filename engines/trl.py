@@ -23,12 +23,13 @@ from torch.distributed.fsdp import FSDPModule
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from engines.siblings import count_siblings
 from losses import (
     Batch,
     Method,
     OldPolicy,
+    decided,
     group_advantages,
+    histories,
     prefix_baseline,
     prefix_nodes,
     token_coefficients,
@@ -37,7 +38,7 @@ from train import bind
 
 
 class Measured(GRPOTrainer):
-    """GRPOTrainer that logs what engines.siblings prints, of each generation of all processes.
+    """GRPOTrainer that logs, of each generation of all processes, what count_siblings finds.
 
     Loss, gradient, answers and random numbers stay as they are. The numbers are left out where an
     answer has no reward, and, but for sibling_share, where all rewards of each group are equal.
@@ -60,6 +61,20 @@ class Measured(GRPOTrainer):
         return rows
 
 
+def count_siblings(tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int) -> dict:
+    """Would a baseline at every history pay? Numbers to log, of answers (N, T).
+
+    sibling_share is the share of tokens with a sibling: another answer of the group that takes a
+    token after the same words. A baseline at every history can change no other token, and it pays
+    where `decided`, of losses.decided, is above `break_even` (claim C27).
+    """
+    nodes = prefix_nodes(tokens, mask, group_size)
+    history = histories(nodes, group_size)[mask]  # of K tokens
+    _, at, visitors = history.unique(return_inverse=True, return_counts=True)
+    share = (visitors[at] > 1).double().mean().item()
+    return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
+
+
 class Trainer(Measured):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method].
 
@@ -80,7 +95,7 @@ class Trainer(Measured):
         **named,
     ):
         self.method = method_for(args, method, hyper or {})
-        self.takes_sampler, self.prefix_baseline = method == "recentred", prefix_baseline
+        self.prefix_baseline = prefix_baseline
         super().__init__(model, reward_funcs, args, *more, **named)
         refuse_dropout(self.model)
 
@@ -112,7 +127,7 @@ class Trainer(Measured):
             self._buffered_inputs = split_tensor_dict(rows, pieces)
         return self._buffered_inputs[self._step % pieces]
 
-    def _log_probs(self, model, inputs: dict) -> tuple[Tensor, Tensor]:
+    def _score(self, model, inputs: dict) -> tuple[Tensor, Tensor]:
         """Log-probs, 0 on padding, and entropies of one micro-batch's answers: (n, T) each."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -120,7 +135,7 @@ class Trainer(Measured):
         logp, entropy, _ = self._get_per_token_logps_and_entropies(
             model, ids, attention, width, compute_entropy=True
         )
-        return logp.masked_fill(inputs["completion_mask"] == 0, 0.0), entropy
+        return logp.masked_fill(inputs["completion_mask"] == 0, 0.0), entropy.detach()
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # where rewards are the measure, and a loss says nothing
@@ -133,23 +148,21 @@ class Trainer(Measured):
             # The others go first: between a forward pass with gradient and its backward, FSDP
             # allows no other forward pass.
             with torch.no_grad():
-                others = [self._log_probs(model, x)[0] for x in window[1:]]
-        logp, entropy = self._log_probs(model, inputs)
+                others = [self._score(model, x) for x in window[1:]]
+        logp, entropy = self._score(model, inputs)
         if micro_step == 0:
-            self.value, c = self._loss(torch.cat([logp.detach(), *others]), window)
+            scored = zip((logp.detach(), entropy), *others, strict=True)
+            self.value, c = self._loss(*map(torch.cat, scored), window)
             self.coefficients = c.split(len(logp))
-        seen = inputs["completion_mask"].bool()
-        total = torch.stack([entropy.detach()[seen].sum(), seen.sum()])
-        total, tokens = self.accelerator.reduce(total).tolist()
-        self._metrics["train"]["entropy"].append(total / tokens)
         surrogate = -(self.coefficients[micro_step] * logp).sum()
         # TRL adds micro-steps up, and averages over processes.
         return self.value / size + surrogate - surrogate.detach()
 
-    def _loss(self, logp: Tensor, window: list[dict]) -> tuple[Tensor, Tensor]:
+    def _loss(self, logp: Tensor, entropy: Tensor, window: list[dict]) -> tuple[Tensor, Tensor]:
         """The loss of the optimiser batch, and the coefficients of this process's rows.
 
-        The coefficients are scaled so that an average over processes is the gradient.
+        The coefficients are scaled so that an average over processes is the gradient. The entropy
+        is logged, in the mean over the batch's tokens.
         """
 
         def field(name: str) -> Tensor:
@@ -157,11 +170,10 @@ class Trainer(Measured):
 
         tokens, A = field("completion_ids"), field("advantages")
         mask = field("completion_mask").bool()
+        spread = of_all_processes(self, entropy, 1)[mask]  # (K,)
+        self._metrics["train"]["entropy"].append(spread.mean().item())
         leaf = of_all_processes(self, logp, 1).requires_grad_()  # (N, T)
         old = field("old_per_token_logps") if "old_per_token_logps" in window[0] else leaf.detach()
-        if self.takes_sampler and "sampling_per_token_logps" in window[0]:
-            sampled = field("sampling_per_token_logps")
-            old = torch.where(sampled.isnan(), old, sampled)  # vLLM does not score every token
         ref = field("ref_per_token_logps") if self.beta else None
         adv, G = A[:, None] * mask, self.num_generations
         if self.method.credit:

@@ -20,7 +20,7 @@ tax is there because the weights differ: with equal weights it is 0. The result 
 It may be larger than 1. It is 0.0 where the divisor is 0, for example if there are no such nodes.
 An answer with A_i = 0 has no w: it is no visitor, of any node.
 
-`coefficients` is (N, T), `advantages` (N,). `nodes` (N, T) has the same number where answers are at
+`pushes` is (N, T), `advantages` (N,). `nodes` (N, T) has the same number where answers are at
 the same node. Where `mask` (N, T) is False there is no token.
 
 **Hint:** a Python loop is fine. For each node, collect the pairs (c_i, A_i) in a dictionary.
@@ -35,6 +35,6 @@ import torch
 
 
 def learning_tax(
-    coefficients: torch.Tensor, advantages: torch.Tensor, nodes: torch.Tensor, mask: torch.Tensor
+    pushes: torch.Tensor, advantages: torch.Tensor, nodes: torch.Tensor, mask: torch.Tensor
 ) -> float:
     raise NotImplementedError

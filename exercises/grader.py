@@ -122,7 +122,7 @@ def is_same(yours, right, tolerance: float = 1e-9) -> bool:
     """Whether two plain values are the same up to rounding. A nan is the same as an inf."""
     for _, x, y in compare(yours, right):
         same = x == y
-        if {type(x), type(y)} <= {bool, float}:
+        if {type(x), type(y)} == {float}:
             close = math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
             same = close if math.isfinite(y) else not math.isfinite(x)
         if not same:
@@ -261,7 +261,7 @@ class Attempt:
 
     def __post_init__(self):
         pairs = enumerate(zip(self.yours, self.right, strict=True))
-        self.failing = [k for k, (y, x) in pairs if y.error or not is_same(y.value, x)]
+        self.failing = [k for k, (y, x) in pairs if not is_same(y.value, x)]
 
     def agrees(self, k: int, theirs) -> bool:
         """Whether the student says the same as somebody else in case k."""
@@ -270,12 +270,7 @@ class Attempt:
 
 def find_hints(attempt: Attempt) -> list[str]:
     """What a student should look at: the first of these that finds something."""
-    finders = (
-        find_mistake,
-        find_two_mistakes,
-        find_form,
-        find_difference,
-    )
+    finders = (find_mistake, find_two_mistakes, find_form, find_difference)
     return next(filter(None, (find(attempt) for find in finders)), [])
 
 
@@ -312,8 +307,7 @@ def find_form(attempt: Attempt) -> list[str]:
     """Nothing, an error that many meet, or the right numbers but for rounding."""
     if any(y.value is None for y in attempt.yours):
         return ["Your function returns nothing. Did you print?"]
-    pairs = zip(attempt.yours, attempt.right, strict=True)
-    if all(is_same(y.value, x, 0.01) for y, x in pairs):
+    if all(is_same(y.value, x, 0.01) for y, x in zip(attempt.yours, attempt.right, strict=True)):
         return ["It is nearly right. Is there a small number in a divisor, or float32?"]
     errors = " ".join(str(y.error) for y in attempt.yours)
     return [hint for words, hint in ERRORS.items() if words in errors][:1]
@@ -335,22 +329,25 @@ def show_case(attempt: Attempt) -> list[str]:
     """The first case that fails."""
     k = attempt.failing[0]
     yours, right = attempt.yours[k], attempt.right[k]
-    digits = 17 if show(yours.value) == show(right) else 9
     inputs = zip(attempt.lesson.inputs, attempt.lesson.cases[k], strict=True)
     lines = [f"with      {', '.join(f'{name} = {show(x)}' for name, x in inputs)}"]
     if yours.printed:
         lines.append(f"printed   {yours.printed[:1000]}")
-    lines.append(f"yours     {describe(yours.error) if yours.error else show(yours.value, digits)}")
-    return [*lines, f"expected  {show(right, digits)}"]
+    lines.append(f"yours     {describe(yours.error) if yours.error else show(yours.value)}")
+    return [*lines, f"expected  {show(right)}"]
 
 
-def show(value, digits: int = 9) -> str:
+def show(value) -> str:
     """An input or an answer."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(show(x, digits) for x in value)}]"
+        return f"[{', '.join(map(show, value))}]"
     if isinstance(value, float):
-        return f"{value + 0.0:.{digits}g}"  # + 0.0: no -0
+        return f"{value + 0.0:.9g}"  # + 0.0: no -0
     return str(value)
+
+
+def is_done(verdicts: list[Verdict]) -> bool:
+    return all(verdict.state == "PASS" for verdict in verdicts)
 
 
 def find_files() -> dict[int, Path]:
@@ -365,7 +362,7 @@ def show_exercise(number: int, verdicts: list[Verdict]) -> None:
             wrapped = textwrap.fill(line, 96, subsequent_indent="  ")
             print(textwrap.indent(wrapped, "    "))
     print()
-    if all(verdict.state == "PASS" for verdict in verdicts):
+    if is_done(verdicts):
         print(textwrap.fill(f"Why it is so: {EXERCISES[number].why}", 96))
         print(f"More: {EXERCISES[number].more}\nWhat is next: make exercises")
 
@@ -373,8 +370,8 @@ def show_exercise(number: int, verdicts: list[Verdict]) -> None:
 def show_progress(files: dict[int, Path]) -> None:
     """One line for each exercise."""
     for number, path in files.items():
-        states = {verdict.state for verdict in grade_file(path, number)}
-        print(f"{path.stem:32} {states.pop() if len(states) == 1 else 'NOT YET'}", flush=True)
+        state = "PASS" if is_done(grade_file(path, number)) else "NOT YET"
+        print(f"{path.stem:32} {state}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -391,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     verdicts = grade_file(options.file or files[options.exercise], options.exercise)
     show_exercise(options.exercise, verdicts)
-    return 0 if all(verdict.state == "PASS" for verdict in verdicts) else 1
+    return 0 if is_done(verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def start_alike(ratio, advantages: list, lengths: list | None = None, budget: in
     return Batch(logp, logp_old, adv, mask, len(advantages), budget)
 
 
-def first_coefficients(loss: Callable, batch: Batch, **options) -> Tensor:
-    """c of the first token of every answer. (G,)"""
+def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:
+    """The push c on the first token of every answer. (G,)"""
     return token_coefficients(loss(batch, **options), batch.logp)[:, 0]
 
 
@@ -120,7 +120,7 @@ def first_coefficients(loss: Callable, batch: Batch, **options) -> Tensor:
 
 def shared_token_gradient(rho: float, advantages: list[float]) -> float:
     batch = start_alike(rho, advantages)
-    c = first_coefficients(losses.dr_grpo, batch, eps_low=math.inf, eps_high=math.inf)
+    c = first_pushes(losses.dr_grpo, batch, eps_low=math.inf, eps_high=math.inf)
     return float(c.mean())
 
 
@@ -129,7 +129,7 @@ def shared_token_gradient(rho: float, advantages: list[float]) -> float:
 
 def left_at_a_shared_token(rho, advantages, eps_low, eps_high) -> float:
     batch = start_alike(rho, advantages)
-    c = first_coefficients(losses.dr_grpo, batch, eps_low=eps_low, eps_high=eps_high)
+    c = first_pushes(losses.dr_grpo, batch, eps_low=eps_low, eps_high=eps_high)
     return float(c.sum())
 
 
@@ -204,8 +204,8 @@ def check_blind_spot(answer) -> Iterator[str]:
 # ---------------- 8. the learning tax
 
 
-def call_with_nodes(function: Callable, coefficients: list, advantages: list, nodes: list):
-    c, mask = read_rows(coefficients)
+def call_with_nodes(function: Callable, pushes: list, advantages: list, nodes: list):
+    c, mask = read_rows(pushes)
     return function(c, numbers(advantages), torch.tensor(nodes), mask)
 
 
@@ -309,9 +309,9 @@ def draw_answers(group: Group) -> tuple:
 
 
 def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) -> tuple:
-    """The value of a loss, and the sum of its coefficients at the token that all share."""
+    """The value of a loss, and the sum of its pushes at the token that all share."""
     batch = start_alike(1.0, advantages, lengths, budget)
-    return loss(batch).item(), float(first_coefficients(loss, batch).sum())
+    return loss(batch).item(), float(first_pushes(loss, batch).sum())
 
 
 # ---------------- 12. a baseline at every history
@@ -401,7 +401,7 @@ EXERCISES = {
         (
             Question(
                 "left_by_the_length",
-                lambda T, A: float(first_coefficients(losses.grpo, start_alike(1.0, A, T)).mean()),
+                lambda T, A: float(first_pushes(losses.grpo, start_alike(1.0, A, T)).mean()),
                 lambda group: (group.lengths(), group.values()),
             ),
             Question("an_accident", check=check_accident),

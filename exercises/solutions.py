@@ -67,13 +67,13 @@ def blind_spot():
     return [3, 0.1, 0.1, 0.1], [1, 1, -1, -1], (0, 2)
 
 
-def learning_tax(coefficients, advantages, nodes, mask):
+def learning_tax(pushes, advantages, nodes, mask):
     top = bottom = 0.0
     used = mask & (advantages != 0)[:, None]
-    weights = coefficients / advantages[:, None]
+    weights = pushes / advantages[:, None]
     for node in set(nodes[used].tolist()):
         here = used & (nodes == node)
-        c, w, A = coefficients[here], weights[here], advantages[here.nonzero()[:, 0]]
+        c, w, A = pushes[here], weights[here], advantages[here.nonzero()[:, 0]]
         if len(c) > 1:
             wbar = w.mean()
             tax = ((w - wbar) * A).sum()

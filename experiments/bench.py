@@ -1,20 +1,17 @@
-"""Time this repository beside what people would use instead, on a CPU or on a GPU.
+"""Time a training step beside TRL's, on a CPU or on a GPU.
 
     python -m experiments.bench [--shapes toy gsm8k] [--rounds 9]        (make gpu)
 
-Two comparisons: a rollout, with generate() of transformers, and a whole training step, with TRL's
-GRPOTrainer. *Plain* is train.py alone, *fast* is --fast. All sides have the same model (random
-weights), prompts, reward, loss (grpo, no KL) and batch. A bias on EOS makes answers end, and the
-learning rate is 0, so lengths stay as they are. Every side draws answers of its own, and the table
-shows that their tokens are about as many.
+A whole training step of GRPO: rollout, reward, learning. TRL's is its GRPOTrainer's. *Plain* is
+train.py alone, *fast* is --fast. All sides have the same model (random weights), prompts, reward,
+loss (grpo, no KL) and batch. A bias on EOS makes answers end, and the learning rate is 0, so
+lengths stay as they are. Every side draws answers of its own, and the table shows that their tokens
+are about as many.
 
 The sides take turns in one process. A round runs each of them once, so that what slows the machine
 for a while slows all of them. The first round is left out. A figure is the median over rounds, a
 ratio the median of the rounds' quotients. On a CPU there is one thread, and its CPU seconds are
 counted.
-
-How close to the machine a step is: the FLOPs of its matrix products a second, over those of a
-1,024 x 1,024 product. torch counts them, on a GPU with attention's. A fast step has fewer.
 
 On a GPU there is the shape of Qwen2.5-0.5B with the GSM8K preset, too, and the peak of memory of a
 step. Nobody has run that yet. Needs TRL.
@@ -29,12 +26,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     PreTrainedTokenizerFast,
     PrinterCallback,
@@ -130,32 +127,6 @@ def make_policy(shape: Shape, way=train) -> train.Policy:
     return policy
 
 
-def sample(policy: train.Policy, shape: Shape, seed: int) -> int:
-    """A rollout of ours. Returns its number of tokens."""
-    prompts = Words(shape).ids.repeat_interleave(shape.group_size, 0).to(DEVICE)  # (N, P)
-    gen = torch.Generator().manual_seed(seed)
-    _, mask, _ = policy.sampler(policy, prompts, shape.max_tokens, 1.0, gen)
-    return int(mask.sum())
-
-
-@torch.no_grad()
-def sample_theirs(policy: train.Policy, shape: Shape, seed: int) -> int:
-    """The same by transformers."""
-    torch.manual_seed(seed)
-    prompts = Words(shape).ids.to(DEVICE)
-    with policy.autocast():
-        whole = policy.model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            top_k=0,
-            num_return_sequences=shape.group_size,
-            max_new_tokens=shape.max_tokens,
-        )
-    ends = whole[:, shape.prompt :] == EOS
-    return int((ends.cumsum(1) - ends.long() == 0).sum())  # no EOS stands before them
-
-
 def step(policy: train.Policy, shape: Shape, number: int) -> int:
     """A training step as train.main makes it. Returns its number of tokens."""
     task, method = Words(shape), losses.bind("grpo", {})
@@ -199,16 +170,11 @@ class Rounds(TrainerCallback):
 def run_rounds(shape: Shape, rounds: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Seconds and tokens of all sides: a row for each round, the first left out."""
     plain, task = make_policy(shape), Words(shape)
-    quick = replace(plain, sampler=fast.generate, scorer=fast.log_probs)
-    sides = Rounds(
-        {
-            "rollout, plain": lambda number: sample(plain, shape, number),
-            "rollout, fast": lambda number: sample(quick, shape, number),
-            "rollout, generate()": lambda number: sample_theirs(plain, shape, number),
-            "step, plain": lambda number: step(plain, shape, number),
-            "step, fast": lambda number: step(quick, shape, number),
-        }
-    )
+    policies = {
+        name: replace(plain, sampler=way.generate, scorer=way.log_probs)
+        for name, way in WAYS.items()
+    }
+    sides = Rounds({name: partial(step, policy, shape) for name, policy in policies.items()})
 
     def reward(completions, completion_ids, **_) -> list[float]:
         sides.tokens.append({"TRL": sum(map(len, completion_ids))})
@@ -248,30 +214,11 @@ def run_rounds(shape: Shape, rounds: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.DataFrame(sides.seconds[1:]), pd.DataFrame(sides.tokens[1:])
 
 
-# ---------------- how close to the machine, and how much memory
-
-
-def count_flops(policy: train.Policy, shape: Shape) -> int:
-    """Of a training step."""
-    with FlopCounterMode(display=False) as counter:
-        step(policy, shape, 1)
-    return counter.get_total_flops()
-
-
-def product_rate() -> float:
-    """FLOPs a second of a 1,024 x 1,024 product, the best of 20."""
-    x = torch.randn(1024, 1024, device=DEVICE)
-    x = x.bfloat16() if DEVICE == "cuda" else x
-    seconds = []
-    for _ in range(20):
-        start = now()
-        x @ x
-        seconds.append(now() - start)
-    return 2 * 1024**3 / min(seconds)
+# ---------------- memory, and the table
 
 
 def peak_gb(shape: Shape, way) -> float:
-    """GPU memory at the peak of a step, with all that a run holds but the start policy."""
+    """GPU memory at the peak of a step: all that a run holds, but not the start policy."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -297,16 +244,11 @@ def main(argv: list[str] | None = None):
         print(f"\n{name}")
         if DEVICE == "cuda":
             for way, module in WAYS.items():
-                print(f"step, {way}: {peak_gb(shape, module):.1f} GB at the peak", flush=True)
+                print(f"{way}: {peak_gb(shape, module):.1f} GB at the peak", flush=True)
         seconds, tokens = run_rounds(shape, options.rounds)
         print(pd.DataFrame({"median seconds": seconds.median(), "tokens": tokens.mean()}).round(3))
-        for way, module in WAYS.items():
-            for over, under in (("rollout, generate()", "rollout"), ("TRL", "step")):
-                ratio = (seconds[over] / seconds[f"{under}, {way}"]).median()
-                print(f"{over} / {way}: {ratio:.2f}")
-            flops = count_flops(make_policy(shape, module), shape)
-            share = flops / seconds[f"step, {way}"].median() / product_rate()
-            print(f"step, {way}: {flops / 1e9:.2f} GFLOP, {share:.2f} of a product's rate")
+        for way in WAYS:
+            print(f"TRL / {way}: {(seconds['TRL'] / seconds[way]).median():.2f}")
 
 
 if __name__ == "__main__":

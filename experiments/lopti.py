@@ -1,7 +1,6 @@
 """AR and Lopti's headline in miniature: whose gradient is it, and does the order of two steps help?
 
-    python -m experiments.lopti                                 the tables
-    python -m experiments.lopti --plot experiments/lopti.png    and the picture (needs matplotlib)
+    python -m experiments.lopti
 
 The policy is the small GPT-2 of train.py after a short warm start, mostly on worked solutions. Its
 tokens are parted by their probability into the quarters of 0 to 1. Two questions are asked of one
@@ -25,15 +24,7 @@ from torch import Tensor
 
 from experiments.nthr import make_start
 from losses import METHODS, Batch, Method, token_grpo
-from toy.figure import (
-    draw_intervals,
-    format_interval,
-    interval,
-    make_figure,
-    parse_plot,
-    print_table,
-    save,
-)
+from toy.figure import format_interval, print_table
 from train import (
     Config,
     Policy,
@@ -115,24 +106,7 @@ def study(starts: int = STARTS) -> tuple[Tensor, dict[str, Tensor]]:
     return quarters, effects | {"reversed order minus lopti": backwards - lopti}
 
 
-def plot(quarters: Tensor, effects: dict[str, Tensor]):
-    figure = make_figure(
-        "Improbable tokens are few, but have the longest gradient. Learning them first (Lopti)\n"
-        "helps the probable ones no more than GRPO does. The reversed order helps them more.",
-        3.0,
-    )
-    bars, differences = figure.subplots(1, 2)
-    means, halves = zip(*map(interval, quarters[:, 1].T), strict=True)
-    bars.bar(QUARTERS, means, yerr=halves, color="#D55E00")
-    bars.set_title("gradient's length, that of all tokens = 1")
-    draw_intervals(differences, {k: x for k, x in effects.items() if "minus" in k})
-    differences.set_title("tokens with p > .75 that move the right way")
-    differences.set_xlabel("difference of the share")
-    return figure
-
-
 def main():
-    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     quarters, effects = study()
     print(f"{STARTS} starts; mean +- half its 95 % interval\n")
@@ -142,8 +116,6 @@ def main():
     print_table({k: [format_interval(x) for x in row.T] for k, row in measures}, QUARTERS)
     print(f"\nThe share of the tokens with {QUARTERS[3]} that moves the right way\n")
     print_table({k: [format_interval(x)] for k, x in effects.items()}, ["AdamW"])
-    if path:
-        save(plot(quarters, effects), path)
 
 
 if __name__ == "__main__":

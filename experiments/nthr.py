@@ -1,7 +1,6 @@
 """NTHR's headline in miniature: does one step make a question's own right answers likelier?
 
-    python -m experiments.nthr                               the table
-    python -m experiments.nthr --plot experiments/nthr.png    and the picture (needs matplotlib)
+    python -m experiments.nthr
 
 The policy is the small GPT-2 of train.py. Its warm start has seen worked solutions only. They are
 all right, so a wrong answer is mostly a right one with a slip. A question gets G answers. Where
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from losses import bind
 from toy.arithmetic import Arithmetic
-from toy.figure import draw_intervals, format_interval, make_figure, parse_plot, print_table, save
+from toy.figure import format_interval, print_table
 from train import (
     Answers,
     Config,
@@ -92,22 +91,7 @@ def study(starts: int = STARTS) -> dict[str, dict[str, Tensor]]:
     return deltas
 
 
-def plot(deltas: dict[str, dict[str, Tensor]]):
-    figure = make_figure(
-        "With AdamW, pos-only, which ignores wrong answers, lifts right ones most. NTHR and\n"
-        "random tokens follow, alike. NTHR beats them only with SGD, where steps differ in length.",
-        2.8,
-    )
-    axes = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axis, (kind, table) in zip(axes, deltas.items(), strict=True):
-        gains = {name: table[name] - table["grpo"] for name in METHODS if name != "grpo"}
-        draw_intervals(axis, gains)
-        axis.set(title=kind, xlabel="Delta minus grpo's (log pi, nats)")
-    return figure
-
-
 def main():
-    path = parse_plot(__doc__)
     torch.set_num_threads(1)
     deltas = study()
     print(f"{STARTS} starts x {QUESTIONS} questions; mean +- half its 95 % interval of the starts")
@@ -118,8 +102,6 @@ def main():
         }
         print(f"\n{kind} {RATES[kind]:g}: Delta")
         print_table(rows, ["minus grpo's", "minus random's"])
-    if path:
-        save(plot(deltas), path)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,14 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    "name", ["GRPO, loss_type grpo", "GRPO, loss_type vespo", "GRPO, beta 0.04", "RLOO"]
+    "name",
+    [
+        "GRPO, loss_type grpo",
+        "GRPO, loss_type cispo, epsilon_high 5.0",
+        "GRPO, loss_type vespo",
+        "GRPO, beta 0.04",
+        "RLOO",
+    ],
 )
 def test_the_audit_is_as_published(rows, name):
     row = rows[name]
@@ -42,41 +49,30 @@ def rloo(batch):
 
 
 CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default
-TWINS = {
-    "GRPO, loss_type grpo": (losses.grpo, {}),
-    "GRPO, loss_type grpo, importance_sampling_level sequence": (losses.gspo, CLIP),
-    "GRPO, loss_type dr_grpo": (losses.dr_grpo, {}),
-    "GRPO": (losses.token_grpo, CLIP),
-    "GRPO, loss_type cispo, epsilon_high 5.0": (losses.cispo, {}),
-    "GRPO, loss_type sapo": (losses.sapo, {}),
-    "RLOO": (rloo, {}),
-}
+KL = {"loss_type": "grpo", "beta": 0.04}
+TWINS = [
+    ({"loss_type": "grpo"}, losses.grpo, {}),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, losses.gspo, CLIP),
+    ({"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
+    ({}, losses.token_grpo, CLIP),
+    ({"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
+    ({"loss_type": "sapo"}, losses.sapo, {}),
+    (KL, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
+    (KL | {"use_bias_correction_kl": False}, losses.grpo, {"kl": 0.04}),
+    ("RLOO", rloo, {}),
+]
 
 
-def same_value_and_gradient(theirs, ours, hyper):
+@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=str)
+def test_value_and_gradient_are_those_of_losses(rows, settings, ours, hyper):
+    kind, settings = ("RLOO", {}) if settings == "RLOO" else ("GRPO", settings)
     for draw in (Draw(0, k) for k in range(12)):  # TRL keeps sapo's 1.05 in float32
         case = audit.tree_case(draw, drift=2.5)
-        pair = ours(case.batch, **hyper), theirs(case)
+        pair = ours(case.batch, **hyper), trl_loss(kind, settings, case)
         grads = [torch.autograd.grad(loss, case.batch.logp)[0] for loss in pair]
         torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
         assert grads[0].abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_value_and_gradient_are_those_of_losses(rows, name):
-    same_value_and_gradient(rows[name].loss, *TWINS[name])
-
-
-KLS = [({}, {"kl_ratio": True}), ({"use_bias_correction_kl": False}, {})]
-
-
-@pytest.mark.parametrize("settings, hyper", KLS, ids=str)
-def test_the_kl_term_is_that_of_losses(rows, settings, hyper):
-    settings = {"loss_type": "grpo", "beta": 0.04} | settings
-    same_value_and_gradient(
-        lambda case: trl_loss("GRPO", settings, case), losses.grpo, {"kl": 0.04} | hyper
-    )
 
 
 def test_trls_weights_are_those_of_the_sampler_table(rows):
@@ -98,7 +94,7 @@ def test_trls_weights_are_those_of_the_sampler_table(rows):
 
 
 def test_the_full_weight_alone_is_unbiased_and_the_advice_holds():
-    found = {tau: sampler.measure(sampler.make_world(tau, "random")) for tau in (0.3, 0.96)}
+    found = {tau: sampler.measure(sampler.make_world(tau)) for tau in (0.3, 0.96)}
     for tau, measured in found.items():
         assert measured["the full weight"] == (pytest.approx(0, abs=1e-12), 1)
         cells = [f"{bias:.3f}, {noise:.2f}" for bias, noise in measured.values()]
@@ -112,7 +108,7 @@ def test_the_full_weight_alone_is_unbiased_and_the_advice_holds():
 
 def test_the_bias_is_that_of_a_plain_loop():
     """One world, answer by answer: the update of a logit is sum mu(y) w (R - mean R) (a - p)."""
-    world = sampler.make_world(0.5, "random")
+    world = sampler.make_world(0.5)
     weights = sampler.MODES["sequence_mask"](world.log_u)
     mean, _ = world.update(weights, world.mu)
     mu, R, p = world.mu[0].tolist(), world.rewards[0].tolist(), world.logits[0].sigmoid().tolist()
@@ -128,10 +124,19 @@ def test_the_bias_is_that_of_a_plain_loop():
 
 
 def test_the_defaults_are_printed_and_are_trls(rows):
-    assert defaults.table("is") in README and defaults.table("source") in README
-    from trl import GRPOConfig
+    """And each line that is named as their source says so."""
+    assert defaults.table("is") in README
+    import trl
 
-    given = GRPOConfig(output_dir="", use_cpu=True, bf16=False)
+    folder, (row, *_) = Path(trl.__file__).parents[1], defaults.ROWS
+    assert f"{row['trainer']} {row['version']} (ran)" in defaults.table("source")
+    named = {"divisor": "loss_type", "std": "scale_rewards", "clip": "epsilon", "KL": "beta"}
+    named |= {"another sampler": "vllm_importance_", "updates a batch": "num_iterations"}
+    for name, text in named.items():
+        file, line = re.match(r"(.*?):(\d+)", row[name]["source"]).groups()
+        assert text in (folder / file).read_text().splitlines()[int(line) - 1]
+
+    given = trl.GRPOConfig(output_dir="", use_cpu=True, bf16=False)
     assert (given.loss_type, given.scale_rewards, given.epsilon) == ("dapo", "group", 0.2)
     assert (given.beta, given.use_bias_correction_kl, given.num_iterations) == (0.0, True, 1)
     assert given.vllm_importance_sampling_mode == "sequence_mask"

@@ -32,4 +32,4 @@ def test_the_bench_compares_both_ways_with_trl(capsys):
 
     bench.main(["--shapes", "toy", "--rounds", "1"])
     said = capsys.readouterr().out
-    assert "TRL / plain: " in said and "rollout, generate() / fast: " in said
+    assert "TRL / plain: " in said and "TRL / fast: " in said

@@ -2,24 +2,19 @@
 
 A run is TRL's own `train()`: its generation, rewards, accumulation and processes. What it leaves in
 param.grad before each optimiser step must be the gradient of losses.py on all answers of that step,
-scored by naive.py, and what it logs must be what naive.py finds. As a script (`torchrun
---nproc-per-node 2 tests/test_trl.py MODEL`) this file is one process of a run of several.
+read one by one by toy/plain.py, and so must what it logs. As a script (`torchrun --nproc-per-node 2
+tests/test_trl.py MODEL`) this file is one process of a run of several.
 """
 
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from functools import partial
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, variance
-from types import SimpleNamespace
+from statistics import fmean
 
-import naive
 import pytest
 import torch
 from datasets import Dataset
@@ -37,7 +32,7 @@ pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip insta
 from accelerate.utils import gather_object  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from engines import example, siblings  # noqa: E402
+from engines import example  # noqa: E402
 from engines.trl import Measured, Trainer  # noqa: E402
 
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
@@ -61,12 +56,7 @@ def by_length(completion_ids, **_):
 
 def total(answers):
     pairs = zip(by_sum(answers), by_length(answers), strict=True)
-    return [WEIGHTS[0] * a + WEIGHTS[1] * (b or 0.0) for a, b in pairs]
-
-
-def sampled(token):
-    """log pi of an engine with other numerics, which cannot score every token."""
-    return None if token % 5 == 0 else math.sin(token) - 2
+    return torch.tensor([WEIGHTS[0] * a + WEIGHTS[1] * (b or 0.0) for a, b in pairs])
 
 
 class Record(TrainerCallback):
@@ -86,9 +76,8 @@ class Record(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **_):
         weights = {name: whole(x.detach()).clone() for name, x in model.named_parameters()}
         grads = {name: whole(x.grad).clone() for name, x in model.named_parameters()}
-        self.steps.append(
-            (weights, grads, gather_object(self.prompts), gather_object(self.answers))
-        )
+        answers = gather_object(self.prompts), gather_object(self.answers)
+        self.steps.append((weights, grads, *answers))
         self.prompts, self.answers = [], []
 
 
@@ -128,105 +117,70 @@ def make(model, method=None, hyper=None, prefix_baseline=False, kind=Trainer, **
     return kind(model, [by_sum, by_length], config, data, **ours)
 
 
-def hand_on(generate, *args):
-    """TRL's answers, with the log-probs that another sampler would hand on, as vLLM does."""
-    answers, _ = generate(*args)
-    return answers, [list(map(sampled, y)) for y in answers]
+def padded(rows):
+    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def advantages(rewards, scale):
-    """In plain Python, of all answers of a generation."""
-    if scale != "batch":
-        return naive.advantages(rewards, G, {"group": "std", "none": "mean"}[scale])
-    centred = naive.advantages(rewards, G, "mean")
-    return [a / (math.sqrt(variance(rewards)) + 1e-4) for a in centred]
+def measured(answers):
+    """Of a generation: who takes a token after the same words? Token by token."""
+    tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
+    before = [(i // G, *y[:t]) for i, y in enumerate(answers) for t in range(len(y))]
+    log = {"sibling_share": fmean(before.count(words) > 1 for words in before)}
+    return log | losses.decided(total(answers), losses.prefix_nodes(tokens, mask, G), mask, G)
 
 
-def again(path, steps, config, method, hyper, prefix_baseline=False, sampler=False):
-    """The same optimiser steps by losses.py and naive.py: gradients, and what is to be logged."""
+def check_run(path, method, prefix_baseline=False, **options):
+    """Train. Value, gradient and numbers of each step are those of losses.py."""
+    hyper = HYPER.get(method, {})
+    trainer = make(path, method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
+    steps, policy = Record(trainer).steps, load_policy(Config(), None, path)
+    trainer.train()
+    config = trainer.args
     kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
-    rule, policy = bind(method, hyper | kl), load_policy(Config(), None, path)
-    pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps
-    for k, (weights, _, prompts, answers) in enumerate(steps):
+    rule = bind(method, hyper | kl)
+    scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
+    pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
+
+    def read(weights, prompts, answers):
+        """log pi of the taken tokens (N, T), and the entropies of all, in nats."""
+        policy.model.load_state_dict(weights, strict=False)
+        policy.model.zero_grad()
+        rows = zip(prompts, answers, strict=True)
+        full = [plain.all_log_probs(policy, *row, TEMPERATURE) for row in rows]  # each (T_i, V)
+        spread = torch.cat([-(x.exp() * x).sum(1).detach() for x in full])
+        pairs = zip(full, answers, strict=True)
+        return pad_sequence([x[range(len(y)), y] for x, y in pairs], batch_first=True), spread
+
+    for k, (weights, grads, prompts, answers) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
-        generation = sum((x[3] for x in steps[first : first + pieces]), [])
-        start = k % pieces * len(answers)
-        A = advantages(total(generation), config.scale_rewards)[start : start + len(answers)]
-
-        def score(weights, prompts=prompts, answers=answers):
-            policy.model.load_state_dict(weights, strict=False)
-            policy.model.zero_grad()
-            return padded(naive.log_probs(policy, prompts, answers, TEMPERATURE))
-
+        generation = sum((step[3] for step in steps[first : first + pieces]), [])
         assert all(prompts[i] == prompts[i - i % G] for i in range(len(prompts)))
-        ref, old = score(steps[0][0]).detach(), score(steps[first][0]).detach()
-        logp = score(weights)
-        if sampler and method == "recentred":
-            known = padded([torch.tensor([sampled(i) or 0.0 for i in x]) for x in answers])
-            old = torch.where(known == 0, old, known)
-        tokens = padded([torch.tensor(x) for x in answers])
-        mask = padded([torch.ones(len(x), dtype=torch.bool) for x in answers])
-        adv = torch.tensor(A)[:, None].expand_as(logp)
+        # Each generation has answers of its own, and each iteration learns from the same.
+        again = k >= pieces and answers == steps[k - pieces][3]
+        assert again == (k - pieces >= first)
+
+        ref, old = (read(steps[at][0], prompts, answers)[0].detach() for at in (0, first))
+        logp, spread = read(weights, prompts, answers)
+        tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
+        A = losses.group_advantages(total(generation), G, scale)
+        A = A[k % pieces * len(answers) :][: len(answers)]
+        adv = A[:, None].expand_as(logp)
         if rule.credit:
-            rewards = torch.tensor(total(answers))
-            adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
+            adv = rule.credit(adv, OldPolicy(tokens, mask, old, total(answers), G))
         batch = Batch(logp, old, adv, mask, G, L, ref)
         loss = rule.passes[k // pieces % len(rule.passes)](batch)
         if prefix_baseline:
             loss = losses.prefix_baseline(loss, batch, losses.prefix_nodes(tokens, mask, G))
         loss.backward()
-        full = [plain.all_log_probs(policy, *row, TEMPERATURE) for row in zip(prompts, answers, strict=True)]
-        spread = [-(x.exp() * x).sum(1).detach() for x in full]  # of each token, in nats
-        micro, accumulate = config.per_device_train_batch_size, config.gradient_accumulation_steps
-        parts = [  # of a micro-step of all processes; the rows of a process are together
-            torch.cat([x for i, x in enumerate(spread) if i // micro % accumulate == at]).mean()
-            for at in range(accumulate)
-        ]
-        log = {"loss": loss.item(), "entropy": fmean(map(float, parts))}
+
+        log = {"loss": loss.item(), "entropy": spread.mean().item()}
         if k == first:
-            log |= of_siblings(generation)
-        yield {name: weight.grad for name, weight in policy.model.named_parameters()}, log
-
-
-def of_siblings(answers):
-    """sibling_share, decided, visitors and break_even of a generation, token by token."""
-    R = total(answers)
-    tokens = [(i, (i // G, *x[:t])) for i, x in enumerate(answers) for t in range(len(x))]
-    visitors = defaultdict(list)
-    for i, history in tokens:
-        visitors[history].append(i)
-    shared = [(i, visitors[h]) for i, h in tokens if len(visitors[h]) > 1]
-    at_group = sum(variance(R[i - i % G : i - i % G + G]) for i, _ in shared)
-    at_history = sum(R[i] * (R[i] - fmean(R[j] for j in v if j != i)) for i, v in shared)
-    n = fmean(len(v) for _, v in shared)
-    log = {"decided": 1 - at_history / at_group, "visitors": n}
-    price = fmean(len(v) / (len(v) - 1) for _, v in shared) * (G - 1) / G
-    return log | {"sibling_share": len(shared) / len(tokens), "break_even": 1 - 1 / price}
-
-
-def padded(rows):
-    return pad_sequence(rows, batch_first=True)
-
-
-def check_run(path, method, sampler=False, prefix_baseline=False, **options):
-    """Train. Value, gradient and numbers of each step are those of losses.py and naive.py."""
-    hyper = HYPER.get(method, {})
-    trainer = make(path, method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
-    if sampler:
-        trainer._generate_single_turn = partial(hand_on, trainer._generate_single_turn)
-    steps = Record(trainer).steps
-    trainer.train()
-    config = trainer.args
-    found = again(path, steps, config, method, hyper, prefix_baseline, sampler)
-    generations = [list(same) for same, _ in groupby(step[3] for step in steps)]
-    by_hand = -(-len(steps) // config.num_iterations)
-    if config.steps_per_generation == config.gradient_accumulation_steps:
-        assert len(generations) == by_hand  # each has answers of its own
-    for step, line, (ours, log) in zip(steps, trainer.state.log_history[:-1], found, strict=True):
+            log |= measured(generation)
+        line = trainer.state.log_history[k]
         assert {key: line[key] for key in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
-        assert ("decided" in line) == ("decided" in log)
-        pair = step[1], ours
-        a, b = (torch.cat([g[name].flatten() for name in sorted(ours)]).double() for g in pair)
+        assert ("decided" in line) == (k == first)
+        ours = {name: x.grad for name, x in policy.model.named_parameters()}
+        a, b = (torch.cat([g[name].flatten() for name in ours]).double() for g in (grads, ours))
         assert b.norm() > 1e-4
         assert (a - b).norm() <= 5e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
     return trainer
@@ -247,8 +201,6 @@ SETTINGS = {  # micro-batches of 2 rows tear groups of 4
     "gspo": split(4, 1, 2, prefix_baseline=True),
     "cispo": split(2, 4, 4, prefix_baseline=True, scale_rewards="none"),
     "reinforce": dict(num_iterations=1),
-    "dr-grpo": dict(sampler=True),  # which it does not look at; L is in its average
-    "recentred": dict(sampler=True),
 }
 NOT_HERE = ("nthr", "nthr-random", "ibpo")
 
@@ -262,27 +214,26 @@ def test_trls_kl_term_of_before_is_ours(qwen_path):
     check_run(qwen_path, "grpo", beta=0.3, use_bias_correction_kl=False, max_steps=2)
 
 
+def test_a_credit_rule_of_ones_own_knows_the_rewards(qwen_path, monkeypatch):
+    mine = replace(METHODS["reinforce"], credit=lambda adv, old: adv * old.rewards[:, None])
+    monkeypatch.setitem(METHODS, "mine", mine)
+    check_run(qwen_path, "mine", max_steps=1)
+
+
 def test_trls_own_run_is_measured_and_stays(qwen_path):
-    """TRL's grpo with its KL logs what ours does. Its weights are those of a run without."""
-    theirs = dict(loss_type="grpo", epsilon=0.15, epsilon_high=0.2, beta=0.3)
-    model = AutoModelForCausalLM.from_pretrained(qwen_path)
-    weights, logs = [], []
-    for kind, options in (
-        (GRPOTrainer, theirs),
-        (Measured, theirs),
-        (Trainer, dict(method="grpo", hyper=HYPER["grpo"], beta=0.3)),
-    ):
-        trainer = make(qwen_path, kind=kind, **options)
+    """Its weights are those of a run without. Nothing is measured of an evaluation."""
+    weights, start = [], AutoModelForCausalLM.from_pretrained(qwen_path).state_dict()
+    for kind in (GRPOTrainer, Measured):
+        trainer = make(qwen_path, kind=kind, loss_type="grpo", max_steps=2)
         trainer.train()
         trainer.evaluate(Dataset.from_list(PROMPTS[:2]))
         weights.append(trainer.model.state_dict())
-        logs.append(trainer.state.log_history)
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    assert any((weight != model.state_dict()[name]).any() for name, weight in weights[0].items())
-    _, measured, ours = logs
-    for name in ("loss", "sibling_share", "decided"):
-        pair = ([line[name] for line in log[:2] if name in line] for log in (measured, ours))
-        assert next(pair) == pytest.approx(next(pair), rel=1e-4, abs=1e-6)
+    assert any((weight != start[name]).any() for name, weight in weights[0].items())
+    logs = [line["decided"] for line in trainer.state.log_history if "decided" in line]
+    ours = check_run(qwen_path, "grpo", max_steps=1).state.log_history[0]
+    assert logs == pytest.approx([ours["decided"]])
+    assert not trainer._metrics["train"]["decided"]
 
 
 REFUSED = [  # what a user gets wrong, and what the line names
@@ -319,59 +270,45 @@ def test_an_answer_without_a_reward_is_refused(qwen_path):
         trainer.train()
 
 
-def test_the_example_learns_as_printed(tmp_path, monkeypatch, capsys):
+def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert example.reward(["3", "34", "43"], ["3"] * 3) == [1.0, 0.5, 0.0]
-    flags = ["--method", "dfpo-min", "--hyper", "eps=.1", "--prefix-baseline"]
-    trainer = example.make_trainer(*example.parse(flags))
-    assert trainer.method.hyper["eps"] == 0.1 and trainer.prefix_baseline
-    for flags in ([], ["--method", "trl", "--max_steps", "10"]):
-        example.main(flags)
-        said = capsys.readouterr().out
-        rewards = [float(x) for x in re.findall(r"reward ([\d.]+), sibling_share", said)]
-        assert rewards[-1] > rewards[0] + 0.02
-        assert "decided" in said and "break_even" in said
+    flags = ["--method", "dfpo-min", "--hyper", "eps=.1 ratio=product", "--prefix-baseline"]
+    ours = example.make_trainer(*example.parse(flags))
+    assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
+    assert example.parse(["--model_name_or_path", "x"])[1].max_steps == -1  # not the tiny one's
+    assert example.parse([])[2].lora_dropout == 0  # a micro-batch goes through the model twice
+    theirs = example.make_trainer(*example.parse(["--method", "trl"]))
+    assert isinstance(theirs, Measured) and not isinstance(theirs, Trainer)
+
+    example.main([])
+    said = capsys.readouterr().out
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+), sibling_share .* break_even", said)]
+    assert rewards[-1] > rewards[0] + 0.02
     assert AutoModelForCausalLM.from_pretrained("out").num_parameters() > 1000
 
 
-@pytest.mark.parametrize("flags", [["--scale", "mean"], ["--method", "grpoo"]], ids=str)
-def test_a_flag_that_does_not_exist_is_refused_in_one_line(flags):
+WRONG = [["--scale", "mean"], ["--method", "grpoo"], ["--model_name_or_path", "/nowhere"]]
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=str)
+def test_what_does_not_exist_is_refused_in_one_line(flags):
     with pytest.raises(SystemExit) as error:
         example.main(flags)
     assert flags[1] in str(error.value) and "\n" not in str(error.value)
 
 
-def test_lora_trains_its_adapter_alone(tmp_path, monkeypatch, capsys, qwen_path):
+def test_lora_trains_its_adapter_alone(tmp_path, monkeypatch, qwen_path):
     """With a KL term, whose reference is the model without the adapter."""
     pytest.importorskip("peft", reason="LoRA is an extra: pip install peft")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(example, "reward", by_sum)
     flags = ["--model_name_or_path", qwen_path, "--use_peft", "--max_steps", "2", "--beta", "0.1"]
-    flags += ["--learning_rate", "1e-2", "--max_completion_length", "6"]
-    trainer = example.make_trainer(*example.parse(flags))
+    trainer = example.make_trainer(*example.parse([*flags, "--learning_rate", "1e-2"]))
     start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
     trainer.train()
     moved = {name for name, x in trainer.model.named_parameters() if (x != start[name]).any()}
     assert moved and all("lora_" in name for name in moved)
-    with pytest.raises(ValueError, match="dropout"):
-        example.make_trainer(*example.parse([*flags, "--lora_dropout", "0.1"]))
-
-
-def test_siblings_share_all_words_before(monkeypatch, capsys):
-    """Answers 5 6 end, 5 6 7 8 and 5 9 9 3: who takes a token after the same words?"""
-    tokens = torch.tensor([[5, 6, 2, 0], [5, 6, 7, 8], [5, 9, 9, 3]])
-    rewards = torch.tensor([0.0, 0.0, 1.0])  # "5 6" decides it
-    answers = SimpleNamespace(tokens=tokens, mask=tokens > 0, rewards=rewards)
-    answers.logp = torch.full((3, 4), -1.0)  # all tokens count alike
-    monkeypatch.setattr(siblings.train, "sample", lambda *_: answers)
-    siblings.main(["--group-size", "3", "--max-tokens", "4"])
-    said = capsys.readouterr().out
-    # 3 + 3 + 2 of 9 tokens have a sibling. Before six of them nothing is decided: 1/3 is the
-    # variance; two have seen "5 6", after which it is 0.
-    assert "first 3 tokens of 3 answers: sibling_share 0.889, decided 0.250" in said
-    # (6 * 3 + 2 * 2) / 8; the mean of n / (n - 1) is 13 / 8, and 1 - 3/2 * 8/13 is 1/13
-    assert "visitors 2.750, break_even 0.077" in said
-    assert "first 4 tokens of 3 answers: sibling_share 0.727" in said  # of 11
 
 
 def launch(launcher, *arguments):
