@@ -83,15 +83,6 @@ def line_style(name: str) -> dict:
     return dict(color=COLORS[re.split("[ ,]", name)[0]], linewidth=2)
 
 
-def draw_intervals(axis, values: dict[str, Iterable[float]]):
-    """The mean of each and its interval, one below the other, beside a line at 0."""
-    means, halves = zip(*map(interval, values.values()), strict=True)
-    axis.errorbar(means, [*values], xerr=halves, fmt="ko")
-    axis.axvline(0, color="#999999", linewidth=0.8)
-    axis.invert_yaxis()
-    axis.margins(y=0.2)
-
-
 def save(figure, path: Path):
     figure.savefig(path)
     print(f"\npicture: {path}")
