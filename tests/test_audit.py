@@ -63,7 +63,7 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=str)
+@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(row[0]) for row in TWINS])
 def test_value_and_gradient_are_those_of_losses(rows, settings, ours, hyper):
     kind, settings = ("RLOO", {}) if settings == "RLOO" else ("GRPO", settings)
     for draw in (Draw(0, k) for k in range(12)):  # TRL keeps sapo's 1.05 in float32
