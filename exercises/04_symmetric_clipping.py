@@ -14,9 +14,9 @@ N is the number of all answers, and L the largest number of tokens that an answe
 A loss is something to minimise: return -J, a tensor that can be differentiated by `batch.logp`.
 
 A Batch has `logp`, `logp_old`, `adv` (all (N, T)), `mask` (N, T) bool, `group_size`, and
-`max_tokens`, which is L. T is the width of these tensors: the length of the longest answer. Every
-tensor holds garbage where the mask is False. So mask the log-ratio *before* exp: otherwise a padded
-1e4 becomes inf, and 0 * inf is nan in the backward pass.
+`max_tokens`, which is L. T is the width of these tensors: the length of the longest answer. Where
+the mask is False, `adv` is 0, but the log-probs are garbage. So mask the log-ratio *before* exp:
+otherwise a padded 1e4 becomes inf, and 0 * inf is nan in the backward pass.
 
 A batch may have no token at all. Its loss is a tensor, too: 0, with the gradient 0.
 

@@ -137,11 +137,11 @@ def left_at_a_shared_token(rho, advantages, eps_low, eps_high) -> float:
 
 
 def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high) -> tuple:
-    """The padding holds garbage."""
+    """The log-probs of padding are garbage."""
     ratio, mask = read_rows(ratios)
     logp = torch.where(mask, -0.7, 1e4).double()
     logp_old = torch.where(mask, logp - ratio.log(), -1e4)
-    adv = torch.where(mask, numbers(advantages)[:, None], 1e4)
+    adv = numbers(advantages)[:, None].expand_as(logp)
     batch = Batch(logp.requires_grad_(), logp_old, adv, mask, 2, max_tokens)
     loss = function(batch, eps_low, eps_high)
     if not isinstance(loss, Tensor):

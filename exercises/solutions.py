@@ -37,7 +37,7 @@ def grpo_symmetric(batch, eps_low, eps_high):
     low, high, L = 1 - eps_low, 1 + eps_high, batch.max_tokens
     log_ratio = batch.logp - batch.logp_old
     r = log_ratio.masked_fill(~batch.mask, 0.0).exp()
-    A = batch.adv.masked_fill(~batch.mask, 0.0)
+    A = batch.adv  # 0 on padding
     x = r.clamp(low, high) * A
     return -x.sum() / (len(x) * L)
 
