@@ -1,17 +1,17 @@
 """Group-relative policy-gradient losses, one short function each. `python losses.py` lists them.
 
-Four answers to one prompt, `37+48=`, of at most L = 5 tokens. Here a token is a whole step of the
-sum, such as `7+8=15`, and the end of an answer is left out. R is the reward, given at the end only,
-and A = R - mean(R) the advantage. How hard does a loss push "so", which all four share? Three ways,
-at the first update on a rollout batch:
+Four answers to one prompt, `37+48=`, of at most L = 5 tokens. Here a token is a line of the sum,
+such as `7+8=15`, and the end of an answer is left out. R is the reward, given at the end only, and
+A = R - mean(R) the advantage. How hard does a loss push "so", which all four share? Three ways, at
+the first update on a rollout batch:
 
-    answer                             R    A    T_i   reinforce     grpo   grpo with a baseline
-                                                         A / L     A / T_i   at every history
-    so  7+8=15  70+15=85  #85          1  +1/2    4     +0.100     +0.125        +0.117
-    so  7+8=15  carry 1  30+40=70  #75 0  -1/2    5     -0.100     -0.100        -0.183
-    so  #85                            1  +1/2    2     +0.100     +0.250        +0.283
-    so  40+48=88  88-3=85  #84         0  -1/2    4     -0.100     -0.125        -0.217
-                                                 sum     0.000     +0.150         0.000
+    answer                                   R    A    T_i   reinforce     grpo   grpo, baseline at
+                                                               A / L     A / T_i   every history
+    so | 7+8=15 | 70+15=85 | #85             1  +1/2    4     +0.100     +0.125       +0.117
+    so | 7+8=15 | carry 1 | 30+40=70 | #75   0  -1/2    5     -0.100     -0.100       -0.183
+    so | #85                                 1  +1/2    2     +0.100     +0.250       +0.283
+    so | 40+48=88 | 88-3=85 | #84            0  -1/2    4     -0.100     -0.125       -0.217
+                                                       sum     0.000     +0.150        0.000
 
 A *push* is a number that every loss gives to every token: c = -N dLoss/dlogp, with the token's
 log-probability logp and N answers. A positive push makes the token likelier. All four say "so"
@@ -21,14 +21,16 @@ not, because grpo divides them by T_i, the answer's own length. (By default both
 the group's deviation, which changes all four alike, so it is left out here.)
 
 The third column takes from each push the mean push of the other answers with the same *history*,
-which is the prompt and all that was said before the token. One divisor is enough for tokens that
-all answers share. Where only some share a history, their pushes sum to 0 only with such a baseline
-at every history. `prefix_baseline` gives it to any loss.
+which is the prompt and all that was said before the token. For tokens that all answers share, one
+divisor is enough, because the advantages of the whole group sum to 0. Where only some answers have
+one history, and all of these go on with the same token, it is not: had rows 1 and 2 been right, row
+3 wrong, and had 1 and 2 both said "carry 1", +0.200 would be left on that under reinforce, and
+nothing with a baseline at every history. `prefix_baseline` gives it to any loss.
 
-Does it matter? A baseline changes the noise of an update, and leaves the expected update alone if A
-is the reward minus a fixed number. (In a run A is the reward minus the group's mean; then the
-update also becomes longer, C22c.) What costs reward is the division by T_i itself. It makes short
-mistakes count more than long ones, and so it changes which answers win (C18).
+Does it matter? Like any baseline it changes the noise of an update, and under conditions that
+`prefix_baseline` names it leaves the expected update alone. What costs reward is the division by
+T_i itself. It makes short mistakes count more than long ones, and so it can change which answers
+win (C18).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
 paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and the baseline. Below the ruled
@@ -40,10 +42,10 @@ How to read a loss's docstring, here that of grpo:
                                         token's probability now over that when it was sampled, and
                                         clip(r, a, b) keeps it between a and b
     mean per answer                     by what J is divided, in words
-    GRPO Eq. 3-4 (P)                    the source. P: the paper states it; S: known second-hand;
-                                        D: derived here. claims/README.md lists deviations
     Shared token: ...                   what becomes of the pushes on a token like "so"
-    (C8)                                a claim: `python verify.py --explain C8` proves it
+    (C8)                                a claim: `python verify.py --explain C8` shows its proof
+    Source: GRPO Eq. 3-4 (P)            P: the paper states it; S: known second-hand; D: derived
+                                        here. claims/README.md lists deviations
 
 sg[x] is x without its gradient. *On-policy*: no optimiser step has been made since the rollout, so
 every ratio is 1.
@@ -100,9 +102,9 @@ SCALES = ("std", "mean", "batch", "maxrl")
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
-    """Compare every answer with its group: A_i = R_i - mean(R), and divide that.
+    """Compare every answer with its group: A_i = R_i - mean(R), or that divided by a scale.
 
-    By what? "mean": by nothing, Dr. GRPO (P). "std": by the group's std + 1e-4, GRPO sec. 4.1.2
+    "mean": that is all, Dr. GRPO (P). "std": divided by the group's std + 1e-4, GRPO sec. 4.1.2
     (P). "batch": by the std of all rewards + 1e-4, TRL's "batch" (P). "maxrl": by the group's mean,
     MaxRL 2602.02710 (S). C29 says what each of them ascends. The unbiased std (G - 1) and the 1e-4
     are TRL's. A group whose rewards are all equal gets exactly 0, as does one that "maxrl" cannot
@@ -204,8 +206,9 @@ def k3(batch: Batch) -> Tensor:
 def reinforce(batch: Batch) -> Tensor:
     """Plain policy gradient. METHODS gives it grpo's advantage, with the std.
 
-    J = A log pi, budget mean. Williams 1992; group baseline as in Dr. GRPO (P).
+    J = A log pi, budget mean.
     Shared token: cancels always (it ignores the ratio).
+    Source: Williams 1992; the group's mean as in Dr. GRPO (P).
     """
     return -budget_mean(batch.adv * batch.logp, batch)
 
@@ -220,12 +223,12 @@ def grpo(
 ) -> Tensor:
     """PPO's clipped surrogate, averaged per answer.
 
-    J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer. GRPO Eq. 3-4 (P; kl 0.04 there, off
-    here; it prints no e, 0.2 is PPO's).
+    J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer.
     Shared token: on-policy sum A_i/T_i remains (C8); above the clip range only losers act, below it
     only winners (C6).
-    What trainers add: kl_ratio weighs k3 by r, TRL's since 1.10, after DeepSeek-V3.2 (S), which
-    changes its gradient (Q4); dual is verl's dual clip, see `clipped`.
+    Source: GRPO Eq. 3-4 (P; kl 0.04 there, off here; it prints no e, 0.2 is PPO's). Trainers add:
+    kl_ratio weighs k3 by r, TRL's since 1.10, after DeepSeek-V3.2 (S), which changes its gradient
+    (Q4); dual is verl's dual clip, see `clipped`.
     """
     surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
@@ -236,8 +239,9 @@ def grpo(
 def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO's surrogate over one divisor; METHODS leaves the std out of its advantage.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), budget mean. Dr. GRPO sec. 3.2 (P).
+    J = min(r A, clip(r, 1-e, 1+e) A), budget mean.
     Shared token: cancels inside the clip range only (C6).
+    Source: Dr. GRPO sec. 3.2 (P).
     """
     return -budget_mean(clipped(batch, eps_low, eps_high), batch)
 
@@ -245,9 +249,10 @@ def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor
 def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     """GRPO's surrogate with a wider upper clip, averaged over the tokens of groups that disagree.
 
-    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean of mixed groups. DAPO Eq. 8, 10-12 (P;
-    there other prompts are sampled in place of groups with equal rewards, here they are left out).
+    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean of mixed groups.
     Shared token: cancels inside the clip range only (C6).
+    Source: DAPO Eq. 8, 10-12 (P; there other prompts are sampled in place of groups with equal
+    rewards, here they are left out).
     """
     # Only the divisor changes: groups with equal rewards have no advantage but 0, push nothing, and
     # are not counted.
@@ -260,9 +265,10 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
 def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     """PPO's surrogate once per answer, on the geometric ratio.
 
-    J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers. GSPO Eq. 5-7 (P). ScaleRL
-    (2510.13786, P) found this clip too narrow and 4e-3/5e-3 working.
+    J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers.
     Shared token: the slope of s_i in a logp is s_i/T_i, so sum A_i s_i/T_i remains (C4, C8).
+    Source: GSPO Eq. 5-7 (P). ScaleRL (2510.13786, P) found this clip too narrow and 4e-3/5e-3
+    working.
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
     return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
@@ -271,9 +277,10 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
 def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     """Clip the ratio as a detached weight: no token loses its gradient, none gets a huge one.
 
-    J = sg[clip(r, 1-e_low, 1+e_high)] A log pi, token mean. MiniMax-M1 Eq. 4-5 (P). eps_low = 1 is
-    no lower bound. The upper one is not printed; r <= 5 is ScaleRL's (2510.13786, P).
+    J = sg[clip(r, 1-e_low, 1+e_high)] A log pi, token mean. eps_low = 1 is no lower bound.
     Shared token: cancels always. Its weight is the same for all who share it.
+    Source: MiniMax-M1 Eq. 4-5 (P; the upper bound is not printed, r <= 5 is ScaleRL's, 2510.13786,
+    P).
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
     return -token_mean(weight * batch.adv * batch.logp, batch)
@@ -282,9 +289,10 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
 def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO with a clip blind to the sign (no min) and one divisor in place of 1/T_i.
 
-    J = clip(r, 1-e, 1+e) A, budget mean. DFPO's "GRPO-fix", of which only the purpose is known (S);
-    clip without min is our reading (D).
+    J = clip(r, 1-e, 1+e) A, budget mean.
     Shared token: cancels always (C7).
+    Source: DFPO's "GRPO-fix", of which only the purpose is known (S); clip without min is our
+    reading (D).
     """
     ratio = token_ratio(batch)  # 1 on padding
     return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
@@ -316,10 +324,11 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
 def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-min (our reconstruction): a sequence ratio that Min-Replace has made equal in a group.
 
-    J = sg[min_j s_j] A log pi, budget mean. DFPO Eq. 17 (transform S, loss D: the score form, the
-    divisor and the geometric s are ours). With eps (ours) tokens whose ratio is outside 1 +- eps
+    J = sg[min_j s_j] A log pi, budget mean. With eps (ours) tokens whose ratio is outside 1 +- eps
     are clipped for both signs of A.
     Shared token: cancels always, on every zero-sum subset too (C9).
+    Source: DFPO Eq. 17 (transform S, loss D: the score form, the divisor and the geometric s are
+    ours).
     """
     return _dfpo(min_replace, batch, ratio, eps)
 
@@ -327,8 +336,9 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
 def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-orthogonal (our reconstruction): the same under Adv-Orthogonal.
 
-    J = sg[s - (A.s / ||A||^2) A] A log pi, budget mean. DFPO Eq. 18 (transform S, loss D).
+    J = sg[s - (A.s / ||A||^2) A] A log pi, budget mean.
     Shared token: cancels where the whole group shares it, not on subsets (C10).
+    Source: DFPO Eq. 18 (transform S, loss D).
     """
     return _dfpo(adv_orthogonal, batch, ratio, eps)
 
@@ -356,11 +366,13 @@ class Method:
     formula: str = ""  # J, which is maximised: what a token adds, and its divisor
     cancels: str = ""  # when pushes on a token that the whole group shares cancel
     scale: str = "std"  # of group_advantages
+    # Only for the losses below the ruled line:
     credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T), once a rollout
     repair: Callable[..., Tensor] | None = None  # wrong answers are corrected -> rewards (N,)
     needs_scores: bool = False  # whether credit reads OldPolicy.scores
+    # For the metric clip_share, and filled in by `bind`:
     clips: Callable[[Batch], Tensor] = token_ratio  # (N, T) or (N, 1): the ratio that it clips
-    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters; `bind` fills it
+    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters
 
 
 METHODS: dict[str, Method] = {
@@ -398,7 +410,7 @@ def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
     n, width = tokens.shape
     check_groups(n, group_size)
     # Row i, token t: the first row of the group that says the same up to t. With the tokens 5 6 2,
-    # 5 6 7 and 5 9 9 that is 0 0 0, 0 0 1 and 0 2 2.
+    # 5 6 7 and 5 9 9 that is 0 0 0, 0 0 1 and 0 2 2; the nodes are 0 1 2, 0 1 5 and 0 7 8.
     groups = tokens.view(-1, group_size, width)  # (groups, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (groups, G, G, T)
     same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
@@ -420,11 +432,12 @@ def histories(nodes: Tensor, group_size: int) -> Tensor:
 
 
 def prefix_baseline(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
-    """Any loss with a leave-one-out baseline at every history; so its pushes cancel there.
+    """Any loss with a leave-one-out baseline at every history.
 
     c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other answers j of the group
-    that take a token after the same words; where there is none, c stays. Claim C22 (D, ours): this
-    is the state-dependent baseline of the literature, applied to the push after the clip.
+    that take a token after the same words; where there is none, c stays. So over the answers with
+    one history c'/r sums to 0: a token that all of them take gets no push. Claim C22 (D, ours):
+    this is the state-dependent baseline of the literature, applied to the push after the clip.
     The *expected* update stays if a push is made of its own answer alone, if A is the reward minus
     a fixed number, and if no earlier update has used the batch (C22b). In a run A is the reward
     minus the group's mean, so the expected update moves, too (C22c). The noise may fall or rise

@@ -15,7 +15,7 @@ a step happens:
 
 What the upper half calls and does not define stands below the ruled line: the warm start, memory,
 flags, loading, files. Read toy/plain.py first, the same algorithm one answer at a time, then the
-upper half of losses.py, then that of this file. A default run needs these two and
+upper half of losses.py, then that of this file. A default run needs train.py, losses.py and
 toy/arithmetic.py alone.
 """
 
@@ -67,7 +67,7 @@ class Knobs:
 
     # By which method.
     method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
-    hyper: str = knob("", "its hyperparameters, as in 'eps_high=0.3 kl=0.04'; x=0 lists them")
+    hyper: str = knob("", "hyperparameters: 'eps_high=0.3 kl=0.04'; a wrong name lists all")
     scale: str = knob("", "of A, see group_advantages; empty: the method's", choices=["", *SCALES])
     prefix_baseline: bool = knob(False, "a leave-one-out baseline at every history (losses.py)")
 
@@ -297,6 +297,7 @@ class Scored:
 
     def of(self, rows: Tensor) -> Scored:
         """The same of some rows, which are whole groups."""
+        # take: these rows of every tensor and list that a dataclass holds
         answers, batch = take(self.answers, rows), take(self.batch, rows)
         return take(replace(self, answers=answers, batch=batch), rows)
 
@@ -309,7 +310,7 @@ def score(
     G, mask = config.group_size, answers.mask
     # The sampler has computed log-probs, too. But it reads token by token, and rounds differently
     # from the trainer, so that ratios would differ from 1 before anything is learnt.
-    old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T): log_probs, row by row
+    old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T): by log_probs below
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)
     ref = None
@@ -348,8 +349,8 @@ def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Ten
             use_cache=False,
             logits_to_keep=answers.tokens.shape[1],
         ).logits  # (N, T, V)
-    # The temperature belongs in here: the policy that is trained is the one that was sampled.
-    # In place, because with a large vocabulary each copy takes gigabytes.
+    # The temperature belongs in here: the policy that is trained is the one that was sampled. It
+    # divides in place, because with a large vocabulary each copy takes gigabytes.
     logp = logits.float().div_(temperature).log_softmax(-1)
     del logits
     taken = logp.gather(2, answers.tokens[..., None]).squeeze(2)
@@ -393,7 +394,11 @@ def minibatches(
 def learn(
     policy: Policy, optimizer, scored: Scored, method: Method, config: Config
 ) -> list[Update]:
-    """Log-probs -> loss -> gradient -> weights, once for each minibatch."""
+    """Log-probs -> loss -> gradient -> weights, once for each minibatch.
+
+    By default 4 times, on 64 of 256 answers each. From the second on the weights have moved, so
+    ratios are no longer 1, although these answers are learnt from for the first time.
+    """
     step, updates = scored.answers.step, []
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
     for weights in optimizer.param_groups:
@@ -431,8 +436,9 @@ def log_probs_now(policy: Policy, part: Scored, first: bool, config: Config) -> 
         logp = old if first else log_probs_in_pieces(policy, part.answers, config)[0]
         return logp.clone().requires_grad_()
     logp, _ = policy.scorer(policy, part.answers, config.temperature)
-    # The first update is on-policy: nothing has been learnt since `score`. We reuse the old
-    # numbers, so that r is exactly 1. The bracket is 0, and brings the gradient of the new pass.
+    # The first update is on-policy: nothing has been learnt since `score`. But this pass rounds
+    # differently, because other rows are beside these. We reuse the old numbers, so that r is
+    # exactly 1. The bracket is 0, and brings the gradient of the new pass.
     return old + (logp - logp.detach()) if first else logp
 
 
@@ -446,8 +452,7 @@ def diagnose(
 ) -> dict:
     """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
 
-    `decided`, at most 1, is how much of the reward's variance is settled before a token is taken:
-    above break_even --prefix-baseline may lower the noise.
+    `decided` and break_even, for --prefix-baseline, are explained in losses.py.
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()

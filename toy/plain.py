@@ -4,15 +4,16 @@
 
 To the prompt `37+48=` the answer `so 7+8=15,30+40=70,#85` is right: it earns 1, because the number
 behind its last # is 85. A wrong one earns 0. An answer is a list of tokens, here of characters; its
-log-probs are a tensor (T_i,). Read from `step` downwards. train.py makes the same step sooner, and
-with any loss; tests/test_step.py compares the two to the ninth digit.
+log-probs are a tensor (T_i,), T_i being its length. Read from `step` downwards. train.py makes the
+same step faster, and with any loss; tests/test_step.py compares the two in float64, to the ninth
+digit.
 
 GRPO maximises the mean over answers of 1/T_i sum_t min(r A, clip(r) A). A compares the answer with
 its group, r = pi / pi_old is a token's ratio, and clip(r) keeps it between 1 - EPS and 1 + EPS. The
 paper's KL term is left out; train.py has it, off by default. Because dr / dlog pi = r, the gradient
 of a term is r A grad log pi, or 0 where the min has chosen the clipped side. Divided by T_i, r A is
-the token's *push*: a positive one makes it likelier. It is a plain number, and log pi alone carries
-the gradient.
+the token's *push*: a positive one makes it likelier. With A = .94, r = 1.1 and 23 tokens it is
+1.1 * .94 / 23 = .045. It is a plain number, and log pi alone carries the gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ EPS = 0.2  # GRPO's clip
 def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
     """Learn from sampled answers. A row has a prompt, an answer and a reward; a group is G rows.
 
-    minibatches: for each optimiser step the numbers of the groups that it learns from.
+    minibatches: for each optimiser step the numbers of the groups that it learns from. A row gains
+    `old` and `A`, which stay, and for each optimiser step `now`, `ratio` and `push`.
     """
     # Before learning: how probable each answer was, and how it compares with its group. Only the
     # end of an answer is rewarded, so each of its tokens has the advantage of the whole.
@@ -55,7 +57,8 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        if any(any(row.push) for row in part):  # else momentum alone must not move the weights
+        # If no token is pushed, the step is left out: Adam's momentum would still move the weights.
+        if any(any(row.push) for row in part):
             optimizer.step()
 
 
@@ -74,13 +77,17 @@ def advantages(rewards: list[float], G: int) -> list[float]:
     found = []
     for start in range(0, len(rewards), G):
         group = rewards[start : start + G]
-        found += [(reward - fmean(group)) / (stdev(group) + 1e-4) for reward in group]
+        if max(group) == min(group):  # else rounding would become a push
+            found += [0.0] * G
+        else:
+            found += [(reward - fmean(group)) / (stdev(group) + 1e-4) for reward in group]
     return found
 
 
 def log_probs(policy, prompt: list[int], answer: list[int], temperature: float = 1.0):
     """log pi of the answer's tokens. (T_i,)."""
-    return all_log_probs(policy, prompt, answer, temperature)[range(len(answer)), answer]
+    every = all_log_probs(policy, prompt, answer, temperature)
+    return every[range(len(answer)), answer]  # of row t the column of the token at t
 
 
 def all_log_probs(policy, prompt: list[int], answer: list[int], temperature: float):
@@ -94,7 +101,7 @@ def all_log_probs(policy, prompt: list[int], answer: list[int], temperature: flo
 
 @torch.no_grad()
 def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> list[list[int]]:
-    """An answer to each prompt, with its end token; a temperature of 0 is greedy."""
+    """An answer to each prompt, to its end token or max_tokens; a temperature of 0 is greedy."""
     if temperature:
         uniform = torch.rand(len(prompts), max_tokens, generator=gen, dtype=torch.float64)
     answers = []
@@ -102,7 +109,8 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
         answer = []
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
-            if temperature:  # the first id at which the summed probability exceeds the number
+            if temperature:  # the first id at which the summed probability exceeds the number; how
+                # many do not is its place
                 sums = (logits / temperature).double().softmax(-1).cumsum(-1)
                 answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
             else:
@@ -161,13 +169,15 @@ def main(warm_steps: int = 700, steps: int = 60):
 
 
 def subtract_baseline(rows: list, G: int):
-    """From each push, subtract what the other answers with the same history are pushed by.
+    """From each push, subtract the mean push of the other answers with the same history.
 
     A history is the prompt and what the answer has said before the token. What the others earn
     from there on says how good the history is; only what is better or worse than that speaks for
     the token. A push holds its ratio r as a factor, so the others' pushes are divided by theirs
-    and the mean is multiplied by that of this token. With ratios of 1 the pushes .125, -.1, .25,
-    -.125 on one shared token become .117, -.183, .283, -.217, which sum to 0: they cancel.
+    and the mean b is multiplied by that of this token: over what pi_old samples, r b grad log pi
+    averages to 0, so it changes no expected update; b grad log pi does not. With ratios of 1 the
+    pushes .125, -.1, .25, -.125 on one shared token become .117, -.183, .283, -.217, which sum to
+    0: they cancel.
     """
     compared = []
     for i, row in enumerate(rows):
