@@ -157,7 +157,7 @@ def compare(world: World, G: int, optimiser: str) -> list[Tensor]:
 def plot(curves: dict[str, list[Tensor]]):
     figure = make_figure(
         "A baseline at every history learns faster where luck decides most of the reward.\n"
-        "It brings nothing with less luck, and may lose where a rare token earns most.",
+        "It brings nothing with less luck, and may lose where a rare way is far better.",
         3.3,
     )
     axes = figure.subplots(1, len(PANELS), sharey=True)
