@@ -13,25 +13,29 @@ a step happens:
 
     config -> main -> 1. sample -> 2. score -> 3. learn -> diagnose -> evaluate
 
-What the upper half calls and does not define stands below the ruled line: the warm start, memory,
-flags, loading, files. Read toy/plain.py first, the same algorithm one answer at a time, then the
-upper half of losses.py, then that of this file. A default run needs train.py, losses.py and
-toy/arithmetic.py alone.
+Read toy/plain.py first, which is the same algorithm one answer at a time, then the upper half of
+losses.py. Against toy/plain.py this file adds batches, with padding and a cache of what the model
+has read; all losses; a learning rate that falls to 0; and ratios that start at exactly 1. What the
+lecture calls and does not define stands below the ruled line: warm start, memory, neighbouring
+papers, loading, files. A default run needs train.py, losses.py and toy/arithmetic.py alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
+import re
 import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,41 +53,65 @@ from losses import (
     k3,
     prefix_baseline,
     prefix_nodes,
-    token_coefficients,
 )
 
 # -------------------------------------------------------------------------------------------------
-# config: what the algorithm needs to know
-
-
-def knob(default, help: str, **more):
-    """A field that is also a flag, --max-tokens of max_tokens, with a line for --help."""
-    return field(default=default, metadata={"help": help, **more})
+# config
 
 
 @dataclass
-class Knobs:
-    """The flags of the algorithm; Config, below the ruled line, adds all others. Toy's defaults."""
+class Config:
+    """Every field is a flag, and its comment is the help: --group-size is group_size.
 
-    # By which method.
-    method: str = knob("grpo", "which method of losses.py", choices=[*METHODS])
-    hyper: str = knob("", "hyperparameters: 'eps_high=0.3 kl=0.04'; a wrong name lists all")
-    scale: str = knob("", "of A, see group_advantages; empty: the method's", choices=["", *SCALES])
-    prefix_baseline: bool = knob(False, "a leave-one-out baseline at every history (losses.py)")
+    The defaults are the toy's.
+    """
+
+    # Which loss.
+    method: Literal[tuple(METHODS)] = "grpo"  # a method of losses.py
+    hyper: str = ""  # hyperparameters: 'eps_high=0.3 kl=0.04'; a wrong name lists all
+    scale: Literal[("", *SCALES)] = ""  # of A, see group_advantages; empty: the method's
+    prefix_baseline: bool = False  # a leave-one-out baseline at every history (losses.py)
 
     # What one step samples: N = prompts * group_size answers.
-    steps: int = knob(60, "rollout batches; 0: only the warm start")
-    prompts: int = knob(32, "prompts per rollout batch")
-    group_size: int = knob(8, "G, answers per prompt")
-    max_tokens: int = knob(26, "L, the longest answer in tokens")
-    temperature: float = knob(1.0, "sampling temperature, also inside every log-prob")
+    steps: int = 60  # rollout batches; 0: only the warm start
+    prompts: int = 32  # prompts per rollout batch
+    group_size: int = 8  # G, answers per prompt
+    max_tokens: int = 26  # L, the longest answer in tokens
+    temperature: float = 1.0  # sampling temperature, also inside every log-prob
 
     # What it learns from them.
-    epochs: int = knob(1, "how often a rollout batch is gone through")
-    minibatches: int = knob(4, "optimiser steps per epoch, each on whole groups")
-    lr: float = knob(1e-3, "learning rate of AdamW")
-    schedule: str = knob("linear", "learning rate over the run", choices=["constant", "linear"])
-    grad_clip: float = knob(1.0, "largest gradient norm")
+    epochs: int = 1  # how often a rollout batch is gone through
+    minibatches: int = 4  # optimiser steps per epoch, each on whole groups
+    lr: float = 1e-3  # learning rate of AdamW
+    schedule: Literal["constant", "linear"] = "linear"  # learning rate over the run
+    grad_clip: float = 1.0  # largest gradient norm
+
+    # Who learns what.
+    task: str = "arithmetic"  # arithmetic, gsm8k, or a file of yours with a class Task
+    data: str = ""  # directory with GSM8K's train.jsonl and test.jsonl; empty: the hub
+    model: str = "scratch"  # scratch, or a directory or hub id of a causal LM
+    layers: int = 1  # layers of the scratch model
+    width: int = 64  # hidden size of the scratch model, a multiple of 8
+    reference: bool = True  # keep the start policy, too: for a KL term and kl_start
+    repair_references: int = 1  # answers shown beside a wrong one (ibpo)
+
+    # The warm start: supervised steps before RL, so that there is something to reward.
+    warm_steps: int = 700  # supervised steps on the task's demonstrations; 0: none
+    warm_rows: int = 64  # demonstrations per supervised step
+    warm_lr: float = 6e-3  # learning rate of the supervised steps
+
+    # Evaluation, the machine, files.
+    eval_every: int = 20  # steps between evaluations, each with a checkpoint
+    eval_items: int = 200  # held-out problems per evaluation
+    eval_samples: int = 4  # k of pass@k: samples per held-out problem
+    seed: int = 0  # seed of everything random
+    micro_rows: int = 64  # answers in the model at once: changes the memory, not the result
+    threads: int = 1  # CPU threads, 0: all; a tiny model gains nothing from more than one
+    fast: bool = False  # llm/fast.py's generate and log_probs: the same numbers, sooner
+    trace: bool = False  # print the first group that can learn, token by token
+    track: Literal["", "trackio", "wandb"] = ""  # send the metrics there, too
+    out: str = ""  # the run directory; empty: runs/TASK-METHOD-sSEED-TIME
+    resume: str = ""  # a run directory to go on with; takes no other flag
 
 
 # -------------------------------------------------------------------------------------------------
@@ -93,6 +121,7 @@ class Knobs:
 def main(argv: list[str] | None = None):
     try:
         config = parse(argv)
+        torch.set_num_threads(config.threads or os.cpu_count())
         try:
             run(config)
         except KeyboardInterrupt:
@@ -102,52 +131,50 @@ def main(argv: list[str] | None = None):
 
 
 def run(config: Config):
-    torch.set_num_threads(config.threads or os.cpu_count())
-    method, task, folder = bind_flags(config), load_task(config), Path(config.out)
+    method, task = bind_flags(config), load_task(config)
     policy = load_policy(config, task, config.model)
     optimizer = adamw(policy.model, config.lr)
-    begin(config, policy, folder)
-    done = restore(policy, optimizer, folder)  # the steps of a run that was cut off, or 0
-    if not done:
-        # Where every answer is wrong all rewards are equal, and RL has nothing to compare.
-        warm_start(policy, task, method, config)
-        if config.warm_steps:
-            write_model(policy, folder / "start")
-        record({"step": 0} | evaluate(policy, task, config), folder, config)
-    # The policy that RL started from. A KL term (which needs it) and kl_start are measured from it.
-    start = str(folder / "start") if config.warm_steps else config.model
-    reference = load_policy(config, task, start) if config.reference else None
+    # Where every answer is wrong, all rewards are equal and RL has nothing to compare. So a policy
+    # begins with supervised steps; or, with --resume, after the steps that are done.
+    done = begin(policy, optimizer, task, method, config)
+    reference = load_reference(config, task)  # the policy that RL starts from, for a KL term
     batches = prompt_batches(task, config)
 
     todo = range(done + 1, config.steps + 1)
     for step in tqdm(todo, "RL", initial=done, total=config.steps, disable=None):
-        t0 = time.perf_counter()
-        # 1. G answers to each prompt. The policy acts; what follows looks back at it.
+        start = time.perf_counter()
+        # 1. G answers to each prompt, and a reward for each.
         answers = sample(policy, task, batches[step - 1], step, config)
-        if method.repair:  # only ibpo: the policy answers again where it was wrong
-            repair_answers(policy, task, answers, method, config)
         # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
         scored = score(policy, answers, method, config, reference)
+        if method.credit:  # some neighbouring papers give each token an advantage of its own
+            scored = reshape_credit(policy, task, scored, method, config)
         # 3. Per minibatch: loss -> how hard it pushes each token -> gradient -> weights.
         updates = learn(policy, optimizer, scored, method, config)
         metrics = diagnose(policy, scored, updates, method, config)
-        metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - t0)
+        metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - start)
 
         if config.trace:
             trace(policy, updates, config)
         due = step % config.eval_every == 0 or step == config.steps
         if due:
             metrics |= evaluate(policy, task, config) | divergence(reference, scored, config)
-        record(metrics, folder, config)
+        record(metrics, config)
         if due:
-            save_batch(policy, scored, config, folder)
-            save(policy, optimizer, step, folder)
-    write_model(policy, folder / "model")
-    summarize(folder)
+            save_batch(policy, scored, config)
+            save(policy, optimizer, step, Path(config.out))
+    write_model(policy, Path(config.out, "model"))
+    summarize(Path(config.out))
 
 
 # -------------------------------------------------------------------------------------------------
 # 1. sample: G answers to each prompt, rewarded at their end. N answers in all, T = the longest one
+#
+# A step hands on three records. Each holds the one before it:
+#
+#     Answers   what was said, and what it earned
+#     Scored    answers, and as a Batch what a loss knows of them: log-probs and advantages
+#     Update    a minibatch, which is a Scored of fewer answers, and what a step made of it
 
 
 @dataclass
@@ -157,8 +184,8 @@ class Policy:
     model: torch.nn.Module
     tokenizer: object
     eos: Tensor  # (E,) the ids that end an answer, on the model's device
-    sampler: Callable  # `generate` below, or with --fast the one of llm/fast.py
-    scorer: Callable  # `log_probs` below, or with --fast the one of llm/fast.py
+    sampler: Callable  # `generate` below; with --fast its twin in llm/fast.py
+    scorer: Callable  # `log_probs` below; with --fast its twin in llm/fast.py
     bf16: bool = False  # whether the model computes in bf16: on a GPU that can
 
     def autocast(self) -> torch.autocast:
@@ -166,7 +193,7 @@ class Policy:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # == would compare tensors
 class Answers:
     """N answers; the G answers to one prompt stand one below the other.
 
@@ -175,8 +202,6 @@ class Answers:
         items    prompts    tokens      mask        texts      rewards
         37+48    37+48=     so #85._    11111110    so #85     1
         37+48    37+48=     hm #104.    11111111    hm #104    0
-
-    (On the toy an answer begins with so, ok or hm, which mean nothing.)
     """
 
     items: list  # N problems
@@ -186,18 +211,14 @@ class Answers:
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     logp: Tensor  # (N, T) log pi of the tokens, as the sampler saw them
     rewards: Tensor  # (N,) floats; 1 = correct
-    compared: Tensor  # (N,) the rewards; under ibpo a wrong answer that it corrected counts more
-    generated: int  # tokens
     step: int = 0
-    facts: dict[str, Tensor] = field(default_factory=dict)  # of the corrections (ibpo)
 
 
 def sample(policy: Policy, task, items: list, step: int, config: Config) -> Answers:
     """The policy answers each problem G times."""
     copies = [item for item in items for _ in range(config.group_size)]
     answers = ask(policy, task, copies, config, rng(config.seed, "sample", step))
-    answers.step = step
-    return answers
+    return replace(answers, step=step)
 
 
 def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator) -> Answers:
@@ -211,17 +232,7 @@ def ask(policy: Policy, task, items: list, config: Config, gen: torch.Generator)
     # A reward stands at the end of an answer; no token in between is judged by itself.
     rewards = [reward_of(task, text, item) for text, item in zip(texts, items, strict=True)]
     rewards = torch.tensor(rewards, device=prompts.device)
-    return Answers(
-        items=items,
-        texts=texts,
-        prompts=prompts,
-        tokens=tokens,
-        mask=mask,
-        logp=logp,
-        rewards=rewards,
-        compared=rewards,
-        generated=int(mask.sum()),
-    )
+    return Answers(items, texts, prompts, tokens, mask, logp=logp, rewards=rewards)
 
 
 @torch.no_grad()
@@ -235,45 +246,47 @@ def generate(
     Greedy answers have log-probs at temperature 1.
     """
     n, device = len(prompts), prompts.device
-    if temperature:  # a row's random numbers are its own, whatever becomes of the others
+    if temperature:  # each row has random numbers of its own, so it never depends on other rows
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
-    # Prompts of unlike length are padded on the left, so that all rows continue in one column:
-    #     prompt ids  -1 -1  7  4      seen  0 0 1 1      position  0 0 0 1, and then 2, 3, ...
-    alive = torch.ones(n, dtype=torch.bool, device=device)  # (N,) no EOS so far
+    # Shorter prompts are padded on the left, so that all rows continue in one column. Positions
+    # are counted from a row's own first token; those of padding are never looked at:
+    #     prompt ids  -1 -1  7  4      seen  0 0 1 1      position  0 0 0 1, then 2, 3, ...
     seen = prompts >= 0  # (N, W), one column more for every token
+    alive = torch.ones(n, dtype=torch.bool, device=device)  # (N,) no EOS so far
     inputs, cache = prompts.clamp(min=0), None
     tokens, mask, logps = [], [], []
     for t in range(max_tokens):
-        position = (seen.long().cumsum(1) - 1).clamp(min=0)  # padding has none
+        position = (seen.long().cumsum(1) - 1).clamp(min=0)
         with policy.autocast():
             out = policy.model(
-                inputs,
+                inputs,  # the prompts, and from then on only the newest token of each row
                 attention_mask=seen.long(),
-                position_ids=position[:, -inputs.shape[1] :],  # of the prompt, then of one token
+                position_ids=position[:, -inputs.shape[1] :],
                 past_key_values=cache,  # what attention keeps of the tokens read so far
                 use_cache=True,
                 logits_to_keep=1,
             )
-        cache = out.past_key_values  # from now on only the newest token is read
+        cache = out.past_key_values
         logp = (out.logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (N, V)
         token = draw(logp, uniform[:, t, None]) if temperature else logp.argmax(-1)  # (N,)
-        # The mask is made before EOS is looked for: an EOS counts, what follows it does not. Rows
-        # that have ended are computed on, behind the mask, until all have.
+        # An EOS counts, and what follows it does not. So the mask is made from `alive` before this
+        # token may end its row. A row that has ended is computed on, unseen, until all have:
+        #     token  a . _      alive before it, which is its mask  1 1 0
         tokens.append(token.masked_fill(~alive, 0))
         mask.append(alive)
         logps.append(logp.gather(1, token[:, None]).squeeze(1).masked_fill(~alive, 0.0))
+        inputs, seen = token[:, None], torch.cat([seen, alive[:, None]], 1)
         alive = alive & ~torch.isin(token, policy.eos)
         if not alive.any():
             break
-        inputs = token[:, None]
-        seen = torch.cat([seen, mask[-1][:, None]], 1)  # the rows that were alive for this token
     return torch.stack(tokens, 1), torch.stack(mask, 1), torch.stack(logps, 1)
 
 
 def draw(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Invert each row's distribution function: (n, V) log-probs, (n, 1) numbers -> (n,) tokens.
+    """Sample: the first token whose cumulative probability exceeds a uniform number.
 
-    By hand, so that a row draws the same token whatever else is in the batch.
+    By hand, because torch.multinomial would let rows share random numbers.
+    (n, V) log-probs, (n, 1) numbers -> (n,) tokens.
     """
     cdf = logp.double().exp().cumsum(-1)  # (n, V); fp32 sums of a large vocabulary are too coarse
     token = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(1)
@@ -289,51 +302,47 @@ class Scored:
     """What learning needs to know about N answers, or about the n answers of a minibatch."""
 
     answers: Answers
-    batch: Batch  # at the old policy, the one that sampled: its logp is its logp_old
-    entropy: Tensor  # (N, T)
-    advantages: Tensor  # (N,) A_i, before any credit rule
+    batch: Batch  # its logp_old is that of the policy that sampled, for good
+    advantages: Tensor  # (N,) A_i
     nodes: Tensor  # (N, T) equal where two answers of a group agree up to and including a token
-    max_logp_gap: float  # how far a token's logp is from the sampler's, at most; nats
+    metrics: dict  # what is known of the step's metrics
 
     def of(self, rows: Tensor) -> Scored:
         """The same of some rows, which are whole groups."""
-        # take: these rows of every tensor and list that a dataclass holds
-        answers, batch = take(self.answers, rows), take(self.batch, rows)
-        return take(replace(self, answers=answers, batch=batch), rows)
+        answers, batch = take(self.answers, rows), take(self.batch, rows)  # these rows of each
+        return Scored(answers, batch, self.advantages[rows], self.nodes[rows], self.metrics)
 
 
 @torch.no_grad()
 def score(
     policy: Policy, answers: Answers, method: Method, config: Config, reference: Policy | None
 ) -> Scored:
-    """Old log-probs, advantages, the credit of each token; the reference's log-probs for a KL."""
+    """Old log-probs and advantages; the reference's log-probs for a KL term."""
     G, mask = config.group_size, answers.mask
     # The sampler has computed log-probs, too. But it reads token by token, and rounds differently
     # from the trainer, so that ratios would differ from 1 before anything is learnt.
     old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T): by log_probs below
     gap = (old - answers.logp)[mask].abs().max().item()
-    check_gap(gap, answers.step, config.temperature, old.device)
+    check_gap(gap, answers.step, config.temperature, old.device)  # more than rounding ends the run
     ref = None
     if method.hyper.get("kl"):
         ref, _ = log_probs_in_pieces(reference, answers, config)  # (N, T)
 
-    advantages = group_advantages(answers.compared, G, config.scale or method.scale)  # (N,)
-    # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
-    adv = advantages[:, None].expand_as(old)  # (N, T)
+    advantages = group_advantages(answers.rewards, G, config.scale or method.scale)  # (N,)
     batch = Batch(
         logp=old,  # nothing is learnt yet; `learn` puts the current log-probs here
         logp_old=old,
-        adv=adv,
+        # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
+        adv=advantages[:, None].expand_as(old),
         mask=mask,
         group_size=G,
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
-    if method.credit:  # some papers give the tokens of an answer advantages of their own
-        batch = replace(batch, adv=reshape_credit(policy, answers, batch, method, config))
     # Where answers agree so far, for --prefix-baseline and for the metric `decided`.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
-    return Scored(answers, batch, entropy, advantages, nodes, max_logp_gap=gap)
+    metrics = {"entropy": (entropy.sum() / mask.sum()).item(), "max_logp_gap": gap}
+    return Scored(answers, batch, advantages, nodes, metrics)
 
 
 def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Tensor, Tensor]:
@@ -367,9 +376,8 @@ def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Ten
 class Update:
     """What an optimiser step did."""
 
-    part: Scored  # the n answers that it learnt from
-    batch: Batch  # the same as the loss saw them: its logp is that just before this step
-    coefficients: Tensor  # (n, T) how hard it pushed each token
+    minibatch: Scored  # the n answers that it learnt from; batch.logp is that just before the step
+    push: Tensor  # (n, T) how hard the loss pushed each token
     loss: float
     grad_norm: float
 
@@ -377,18 +385,17 @@ class Update:
 def minibatches(
     scored: Scored, method: Method, config: Config
 ) -> Iterator[tuple[Callable[[Batch], Tensor], Scored]]:
-    """Epochs times passes times minibatches: which loss, and on which answers.
+    """For each update of a step: by which loss, and from which answers.
 
-    A minibatch has whole groups, because a loss may compare their answers. A pass is one way over
-    all minibatches with one loss; only Lopti has two losses.
+    A minibatch has whole groups, because a loss may compare their answers.
     """
     gen = rng(config.seed, "learn", scored.answers.step)
-    rows = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # (groups, G)
+    groups = torch.arange(len(scored.advantages)).view(-1, config.group_size)  # rows of each group
     for _ in range(config.epochs):
-        order = torch.randperm(len(rows), generator=gen).view(config.minibatches, -1)
-        for loss_fn in method.passes:
+        order = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
+        for loss_fn in method.passes:  # one loss; only Lopti has two
             for chosen in order:
-                yield loss_fn, scored.of(rows[chosen].flatten())
+                yield loss_fn, scored.of(groups[chosen].flatten())
 
 
 def learn(
@@ -401,49 +408,49 @@ def learn(
     """
     step, updates = scored.answers.step, []
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
-    for weights in optimizer.param_groups:
-        weights["lr"] = config.lr * decay
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = config.lr * decay
 
-    for loss_fn, part in minibatches(scored, method, config):
-        logp = log_probs_now(policy, part, first=not updates, config=config)  # (n, T)
-
-        # The loss is a function of the (n, T) log-probs. Its derivative by each of them says how
-        # hard it pushes that token: c = -n dLoss/dlogp. A positive push makes a token likelier.
-        batch = replace(part.batch, logp=logp)
+    for loss_fn, minibatch in minibatches(scored, method, config):
+        logp = log_probs_now(policy, minibatch, first=not updates, config=config)  # (n, T)
+        logp.retain_grad()  # backward is to leave dLoss/dlogp here
+        batch = replace(minibatch.batch, logp=logp)
         loss = loss_fn(batch)
         if config.prefix_baseline:
-            loss = prefix_baseline(loss, batch, part.nodes)
-        c = token_coefficients(loss, logp)  # (n, T); autograd's backward makes the same push
-
+            loss = prefix_baseline(loss, batch, minibatch.nodes)
         optimizer.zero_grad()
-        if len(c) <= config.micro_rows:
-            loss.backward()
-        else:  # the exception, for memory: the same gradient, some answers at a time
-            backward_in_pieces(policy, part.answers, c, config)
+        loss.backward()
+        if logp.is_leaf:  # the exception, for memory: the gradient has yet to reach the weights
+            backward_in_pieces(policy, minibatch.answers, logp.grad, config)
+
+        # The loss is a function of the (n, T) log-probs. Its derivative by each of them says how
+        # hard it pushed that token: c = -n dLoss/dlogp. A positive push makes a token likelier.
+        push = -len(logp) * logp.grad  # (n, T)
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
         check_finite(loss.item(), norm, step)
-        if c.any():  # else nothing is pushed, and momentum alone must not move the weights
+        if push.any():  # else nothing is learnt, and momentum alone must not move the weights
             optimizer.step()
-        batch = replace(batch, logp=logp.detach())
-        updates.append(Update(part, batch, c, loss.item(), grad_norm=norm))
+        learnt = replace(minibatch, batch=replace(batch, logp=logp.detach()))
+        updates.append(Update(learnt, push, loss.item(), grad_norm=norm))
     return updates
 
 
-def log_probs_now(policy: Policy, part: Scored, first: bool, config: Config) -> Tensor:
+def log_probs_now(policy: Policy, minibatch: Scored, first: bool, config: Config) -> Tensor:
     """How probable the answers of a minibatch are now, to be differentiated. (n, T)."""
-    old = part.batch.logp_old
-    if len(old) > config.micro_rows:  # see backward_in_pieces
-        logp = old if first else log_probs_in_pieces(policy, part.answers, config)[0]
-        return logp.clone().requires_grad_()
-    logp, _ = policy.scorer(policy, part.answers, config.temperature)
-    # The first update is on-policy: nothing has been learnt since `score`. But this pass rounds
-    # differently, because other rows are beside these. We reuse the old numbers, so that r is
-    # exactly 1. The bracket is 0, and brings the gradient of the new pass.
-    return old + (logp - logp.detach()) if first else logp
+    old = minibatch.batch.logp_old
+    if len(old) > config.micro_rows:  # for memory, see below the ruled line
+        return leaf_log_probs(policy, minibatch, first, config)
+    logp, _ = policy.scorer(policy, minibatch.answers, config.temperature)
+    if first:
+        # Nothing has been learnt since `score`, so these should be the old numbers. But this pass
+        # rounds differently, because other answers stand beside these. So we reuse the old numbers,
+        # and r is exactly 1. The bracket is 0: it has no value, but the gradient of the new pass.
+        logp = old + (logp - logp.detach())
+    return logp
 
 
 # -------------------------------------------------------------------------------------------------
-# diagnose: what is logged of a step, beside the algorithm
+# diagnose: what is logged of a step
 
 
 @torch.no_grad()
@@ -452,7 +459,7 @@ def diagnose(
 ) -> dict:
     """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
 
-    `decided` and break_even, for --prefix-baseline, are explained in losses.py.
+    `decided` says whether --prefix-baseline would lower the noise: see losses.decided.
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
@@ -464,14 +471,13 @@ def diagnose(
         "equal_groups": equal.float().mean(),
         "length": tokens / len(rewards),
         "truncated": 1 - ended.float().mean(),
-        "entropy": scored.entropy.sum() / tokens,
-        "generated": answers.generated,
-        "max_logp_gap": scored.max_logp_gap,
-        "loss": sum(u.loss for u in updates) / len(updates),
-        "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "generated": tokens,
     }
+    metrics |= scored.metrics
+    metrics["loss"] = sum(u.loss for u in updates) / len(updates)
+    metrics["grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
     metrics |= decided(rewards, scored.nodes, mask, G, scored.batch.logp_old)
-    metrics |= of_some_methods(answers, updates, method)  # clip_share, repair_rate
+    metrics |= clip_share(updates, method)
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in metrics.items()}
 
 
@@ -501,12 +507,9 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
         f"pass@{k}": (rewards == 1).any(1).float().mean().item(),
     }
     texts = [text for answers in sampled for text in answers.texts]
-    metrics |= task.shares([item for item in items for _ in range(k)], texts)  # the toy's, of forms
-    first, lines = sampled[0], []
-    for i in range(0, min(3 * k, len(first.items)), k):
-        line = f"{first.items[i].prompt} -> {first.texts[i]}  [{first.rewards[i]:g}]"
-        lines.append(" / ".join(line.splitlines()))
-    return metrics | {"examples": lines}
+    copies = [item for item in items for _ in range(k)]
+    metrics |= task.shares(copies, texts)  # the toy's: how answers open, and how they go on
+    return metrics | {"examples": examples(sampled[0], k)}
 
 
 # =================================================================================================
@@ -602,96 +605,74 @@ def take(record, rows: Tensor):
     return replace(record, **taken)
 
 
-def backward_in_pieces(policy: Policy, answers: Answers, c: Tensor, config: Config):
-    """The gradient of the loss whose pushes are c, micro_rows answers at a time.
+def leaf_log_probs(policy: Policy, minibatch: Scored, first: bool, config: Config) -> Tensor:
+    """The log-probs of a minibatch that is too large for one pass: numbers without a graph. (n, T).
 
     A loss may compare all answers of a group, and what the model keeps of them for the backward
-    pass may not fit into memory together. But once the pushes are known they are constants: by the
-    chain rule the gradient is a sum over answers of dLoss/dlogp = -c / n, times what each answer's
-    log-probs do.
+    pass may not fit into memory together. So the gradient stops here at first.
     """
-    for piece in torch.arange(len(c)).split(config.micro_rows):
+    old = minibatch.batch.logp_old
+    logp = old if first else log_probs_in_pieces(policy, minibatch.answers, config)[0]
+    return logp.clone().requires_grad_()
+
+
+def backward_in_pieces(policy: Policy, answers: Answers, gradient: Tensor, config: Config):
+    """From dLoss/dlogp, (n, T), on to the weights, micro_rows answers at a time.
+
+    By the chain rule the gradient is a sum over answers of dLoss/dlogp times what an answer's
+    log-probs do, and dLoss/dlogp is a number by now. So each piece goes through the model again.
+    """
+    for piece in torch.arange(len(gradient)).split(config.micro_rows):
         logp, _ = policy.scorer(policy, take(answers, piece), config.temperature)
-        logp.backward(-c[piece] / len(c))
+        logp.backward(gradient[piece])
 
 
 # -------------------------------------------------------------------------------------------------
 # what neighbouring papers ask for: llm/neighbours.py
 
 
-def repair_answers(policy: Policy, task, answers: Answers, method: Method, config: Config):
-    """IBPO: the policy corrects its wrong answers. A wrong one earns a part if that is right.
+def reshape_credit(policy: Policy, task, scored: Scored, method: Method, config: Config) -> Scored:
+    """The same with A_{i,t} under the method's credit rule, once a rollout batch.
 
-    Fills in answers.compared and answers.facts, and counts the new tokens.
+    Under ibpo the policy first corrects its wrong answers, and a wrong one earns a part of the
+    reward if its correction is right.
     """
     from llm import neighbours
 
-    gen = rng(config.seed, "repair", answers.step)
+    answers, batch, step = scored.answers, scored.batch, scored.answers.step
+    advantages, metrics, facts = scored.advantages, dict(scored.metrics), {}
+    if method.repair:
+        gen = rng(config.seed, "repair", step)
 
-    def again(problems: list) -> Answers:
-        return ask(policy, task, problems, config, gen)
+        def again(problems: list) -> Answers:
+            return ask(policy, task, problems, config, gen)
 
-    neighbours.correct(answers, task, config, ask=again, eos=policy.eos)
-    answers.compared = method.repair(answers.rewards, answers.facts["repaired"])
-
-
-def reshape_credit(
-    policy: Policy, answers: Answers, batch: Batch, method: Method, config: Config
-) -> Tensor:
-    """A_{i,t} under the method's credit rule. (N, T)."""
+        facts, more = neighbours.correct(answers, task, config, ask=again, eos=policy.eos)
+        rewards = method.repair(answers.rewards, facts["repaired"])
+        advantages = group_advantages(rewards, config.group_size, config.scale or method.scale)
+        wrong = (answers.rewards == 0).sum().clamp(min=1)
+        metrics["repair_rate"] = facts["repaired"].sum() / wrong
+        metrics["generated"] = answers.mask.sum() + more  # tokens, corrections included
     old = OldPolicy(
         tokens=answers.tokens,
         mask=answers.mask,
         logp=batch.logp_old,
         rewards=answers.rewards,
         group_size=config.group_size,
-        gen=rng(config.seed, "credit", answers.step),
-        **answers.facts,
+        gen=rng(config.seed, "credit", step),
+        **facts,
     )
     if method.needs_scores:
-        from llm.neighbours import add_scores
-
         try:
-            add_scores(old, policy, answers, config)
+            neighbours.add_scores(old, policy, answers, config)
         except ValueError as error:
             raise UserError(f"--method {config.method}: {error}") from error
-    return method.credit(batch.adv, old)
+    adv = method.credit(advantages[:, None].expand_as(batch.adv), old)
+    return replace(scored, batch=replace(batch, adv=adv), advantages=advantages, metrics=metrics)
 
 
 # -------------------------------------------------------------------------------------------------
 # flags
-
-
-@dataclass
-class Config(Knobs):
-    """All flags: those of the algorithm, and these."""
-
-    # What to learn, and what learns it.
-    task: str = knob("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
-    data: str = knob("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
-    model: str = knob("scratch", "scratch, or a directory or hub id of a causal LM")
-    layers: int = knob(1, "layers of the scratch model")
-    width: int = knob(64, "hidden size of the scratch model, a multiple of 8")
-    reference: bool = knob(True, "keep the start policy, too: for a KL term and kl_start")
-    repair_references: int = knob(1, "answers shown beside a wrong one (ibpo)")
-
-    # The warm start: supervised steps before RL, so that there is something to reward.
-    warm_steps: int = knob(700, "supervised steps on the task's demonstrations; 0: none")
-    warm_rows: int = knob(64, "demonstrations per supervised step")
-    warm_lr: float = knob(6e-3, "learning rate of the supervised steps")
-
-    # Evaluation, the machine, files.
-    eval_every: int = knob(20, "steps between evaluations, each with a checkpoint")
-    eval_items: int = knob(200, "held-out problems per evaluation")
-    eval_samples: int = knob(4, "k of pass@k: samples per held-out problem")
-    seed: int = knob(0, "seed of everything random")
-    micro_rows: int = knob(64, "answers in the model at once: changes the memory, not the result")
-    threads: int = knob(1, "CPU threads, 0: all; a tiny model gains nothing from more than one")
-    fast: bool = knob(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
-    trace: bool = knob(False, "print the first group that can learn, token by token")
-    track: str = knob("", "send the metrics to it, too", choices=["", "trackio", "wandb"])
-    out: str = knob("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
-    resume: str = knob("", "a run directory to go on with; takes no other flag")
 
 
 class UserError(ValueError):
@@ -723,6 +704,9 @@ def parse(argv: list[str] | None = None) -> Config:
     logging.disable_progress_bar()
     usage = "python train.py [--FLAG VALUE ...]"
     parser = HfArgumentParser(Config, usage=usage, allow_abbrev=False)
+    comments = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
+    for flag in parser._actions:
+        flag.help = comments.get(flag.dest, flag.help)
     given = parser.parse_args(argv)  # read twice: --task and --resume decide about the defaults
     if given.resume:
         if given != parser.parse_args(["--resume", given.resume]):
@@ -882,6 +866,14 @@ def load_policy(config: Config, task, path: str) -> Policy:
     return policy
 
 
+def load_reference(config: Config, task) -> Policy | None:
+    """The policy that RL starts from. A KL term and kl_start are measured from it."""
+    if not config.reference:
+        return None
+    start = f"{config.out}/start" if config.warm_steps else config.model
+    return load_policy(config, task, start)
+
+
 def use_fast(policy: Policy, task, config: Config):
     """llm/fast.py's sampler and scorer, if they are right for the model at hand."""
     from llm import fast
@@ -947,22 +939,28 @@ def divergence(reference: Policy | None, scored: Scored, config: Config) -> dict
     return {"kl_start": kl.item()}
 
 
-def of_some_methods(answers: Answers, updates: list[Update], method: Method) -> dict[str, Tensor]:
-    """clip_share: the share of tokens outside the clip range, as PPO implementations log it; 0 in a
-    first update, whose ratios are 1. repair_rate (ibpo): of the wrong answers, those corrected."""
-    metrics = {}
-    if "repaired" in answers.facts:
-        wrong = (answers.rewards == 0).sum().clamp(min=1)
-        metrics["repair_rate"] = answers.facts["repaired"].sum() / wrong
-    if "eps_low" in method.hyper:
-        low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
-        shares = []
-        for u in updates:
-            ratio = method.clips(u.batch)  # (n, T or 1)
-            outside = ((ratio < low) | (ratio > high)) & u.batch.mask
-            shares.append(outside.sum() / u.batch.mask.sum())
-        metrics["clip_share"] = sum(shares) / len(shares)
-    return metrics
+def clip_share(updates: list[Update], method: Method) -> dict[str, Tensor]:
+    """The share of tokens outside the clip range, as PPO implementations log it; 0 in a first
+    update, whose ratios are 1. Nothing for a method without a clip."""
+    if "eps_low" not in method.hyper:
+        return {}
+    low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
+    shares = []
+    for update in updates:
+        batch = update.minibatch.batch
+        ratio = method.clips(batch)  # (n, T or 1)
+        outside = ((ratio < low) | (ratio > high)) & batch.mask
+        shares.append(outside.sum() / batch.mask.sum())
+    return {"clip_share": sum(shares) / len(shares)}
+
+
+def examples(answers: Answers, k: int) -> list[str]:
+    """The first of k answers to each of three problems, a line each."""
+    lines = []
+    for i in range(0, min(3 * k, len(answers.items)), k):
+        line = f"{answers.items[i].prompt} -> {answers.texts[i]}  [{answers.rewards[i]:g}]"
+        lines.append(" / ".join(line.splitlines()))
+    return lines
 
 
 def trace(policy: Policy, updates: list[Update], config: Config):
@@ -1007,19 +1005,27 @@ def check_finite(loss: float, norm: float, step: int):
 #               model/         the policy at the end
 
 
-def begin(config: Config, policy: Policy, folder: Path):
-    """The directory of a run, and what the run says of itself."""
+def begin(policy: Policy, optimizer, task, method: Method, config: Config) -> int:
+    """The directory of a run, the warm start and the first evaluation; or what --resume goes on
+    from. Returns how many steps are done."""
+    folder = Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:
         write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
-    if not (folder / "checkpoint.pt").exists():
-        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
     if config.track:
         tracker = importlib.import_module(config.track)
         tracker.init(project="token-gradient-cancellation", name=folder.name, config=asdict(config))
     size = sum(weight.numel() for weight in policy.model.parameters())
     about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
     print(f"{config.method} on {config.task}, {about}, into {folder}", flush=True)
+    if (folder / "checkpoint.pt").exists():
+        return restore(policy, optimizer, folder)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run killed before it saved
+    warm_start(policy, task, method, config)
+    if config.warm_steps:
+        write_model(policy, folder / "start")
+    record({"step": 0} | evaluate(policy, task, config), config)
+    return 0
 
 
 def read_config(run: str) -> dict:
@@ -1039,9 +1045,9 @@ def how_to_go_on(config: Config) -> str:
     return "nothing is saved"
 
 
-def record(metrics: dict, folder: Path, config: Config):
+def record(metrics: dict, config: Config):
     """A line of metrics.jsonl; of an evaluation also a few words on the screen."""
-    with open(folder / "metrics.jsonl", "a") as file:
+    with open(Path(config.out, "metrics.jsonl"), "a") as file:
         file.write(json.dumps(metrics) + "\n")
     if config.track:
         numbers = {key: x for key, x in metrics.items() if key != "examples"}
@@ -1073,9 +1079,9 @@ def summarize(folder: Path):
 
 
 @torch.no_grad()
-def save_batch(policy: Policy, scored: Scored, config: Config, folder: Path):
+def save_batch(policy: Policy, scored: Scored, config: Config):
     """A rollout batch with the log-probs before and after its step, for those who draw it."""
-    answers, G = scored.answers, config.group_size
+    folder, answers, G = Path(config.out), scored.answers, config.group_size
     logp, _ = log_probs_in_pieces(policy, answers, config)
     pieces = [[policy.tokenizer.decode([i]) for i in row] for row in answers.tokens.tolist()]
     batch = {
@@ -1101,16 +1107,18 @@ def save(policy: Policy, optimizer, step: int, folder: Path):
     """The name checkpoint.pt always stands for a whole file: the old one, or the new one."""
     if not all(weight.isfinite().all() for weight in policy.model.parameters()):
         raise UserError(f"step {step}: a weight is not finite; what is saved is intact")
-    state = {"step": step, "model": policy.model.state_dict(), "optimizer": optimizer.state_dict()}
-    state["metrics"] = (folder / "metrics.jsonl").read_text()  # to this step
+    state = {
+        "step": step,
+        "model": policy.model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "metrics": (folder / "metrics.jsonl").read_text(),  # to this step
+    }
     torch.save(state, folder / "unfinished.pt")
     os.replace(folder / "unfinished.pt", folder / "checkpoint.pt")
 
 
 def restore(policy: Policy, optimizer, folder: Path) -> int:
-    """Policy, optimiser and metrics.jsonl as they were after a step, which is returned; or 0."""
-    if not (folder / "checkpoint.pt").exists():
-        return 0
+    """Policy, optimiser and metrics.jsonl as they were after a step, which is returned."""
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     policy.model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

@@ -46,7 +46,7 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
     mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
     logps = torch.zeros(n, max_tokens, device=device)
     alive = torch.arange(n, device=device)  # the answers that are still in the batch
-    with autocast(policy):
+    with policy.autocast():  # which casts each weight once
         cache, hidden, seen = read_prompts(model, prompts).of(alive)
         for i, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:  # sliding windows do not grow
@@ -65,10 +65,11 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
             mask[alive, t] = True
             logps[alive, t] = logp.gather(1, token[:, None]).squeeze(1)
             stays = ~torch.isin(token, policy.eos)
-            if t + 1 == max_tokens or not stays.any():
+            left = int(stays.sum())  # a GPU is waited for here
+            if t + 1 == max_tokens or not left:
                 break
-            if not stays.all():
-                rows = fill_gaps(stays)
+            if left < len(stays):
+                rows = fill_gaps(stays, left)
                 cache.reorder_cache(rows)
                 alive, token = alive[rows], token[rows]
                 attention, position = attention[rows], position[rows]
@@ -129,8 +130,8 @@ def check(policy, answers, temperature: float, plain):
 
 
 def autocast(policy) -> torch.autocast:
-    """As train.Policy.autocast, without a cache of weights: prompts and answers use each weight
-    twice, and a cached bf16 copy would add up their gradients in bf16."""
+    """As train.Policy.autocast, without its cache of weights: where there is a gradient, prompts
+    and answers use each weight twice, and a cached bf16 copy would add these up in bf16."""
     device, on = policy.model.device.type, policy.bf16
     return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
 
@@ -216,14 +217,11 @@ class RoomyLayer(DynamicLayer):
         self.room = [room[:n] for room in self.room]
 
 
-def fill_gaps(stays: Tensor) -> Tensor:
-    """The rows that stay. The last ones fill the gaps, so that few rows change their place.
-
-    (n,) bool -> (m,).
-    """
-    order = torch.arange(int(stays.sum()), device=stays.device)
-    gaps = ~stays[: len(order)]
-    order[gaps] = stays[len(order) :].nonzero().squeeze(1) + len(order)
+def fill_gaps(stays: Tensor, left: int) -> Tensor:
+    """The rows that stay, as many as `left`. The last ones fill the gaps, so that few rows change
+    their place. (n,) bool -> (left,)."""
+    order = torch.arange(left, device=stays.device)
+    order[~stays[:left]] = stays[left:].nonzero().squeeze(1) + left
     return order
 
 

@@ -102,13 +102,13 @@ def hidden_states(policy, answers, config) -> Tensor:
 # ---------------- IBPO: the policy corrects its wrong answers
 
 
-def correct(answers, task, config, ask, eos: Tensor):
+def correct(answers, task, config, ask, eos: Tensor) -> tuple[dict[str, Tensor], int]:
     """The second rollout: each wrong answer is shown beside siblings, and asked for again.
 
-    Right siblings come first. Fills in answers.facts: which of all answers are repaired (N,), which
-    of their tokens the correction kept (N, T). Adds the tokens of the corrections to `generated`.
-    ask(problems) returns the answers of the same policy. eos: (E,) the ids that end an answer, all
-    of which count as one.
+    Right siblings come first. ask(problems) returns the answers of the same policy. eos: (E,) the
+    ids that end an answer, all of which count as one. Returns what an OldPolicy knows of it (which
+    answers are `repaired`, (N,), and which of their tokens the correction kept, `kept_mask`,
+    (N, T)), and how many tokens were sampled.
     """
     rewards, G, problems = answers.rewards, config.group_size, []
     wrong = (rewards == 0).nonzero().flatten()
@@ -119,7 +119,7 @@ def correct(answers, task, config, ask, eos: Tensor):
         problems.append(task.repair(answers.items[i], answers.texts[i], shown))
     repaired = torch.zeros_like(rewards, dtype=torch.bool)
     kept_mask = torch.zeros_like(answers.mask)
-    answers.facts = {"repaired": repaired, "kept_mask": kept_mask}
+    sampled = 0
     if problems:
         fixed = ask(problems)
         repaired[wrong] = fixed.rewards == 1
@@ -128,7 +128,8 @@ def correct(answers, task, config, ask, eos: Tensor):
             for tokens in (answers.tokens[wrong], fixed.tokens)
         )
         kept_mask[wrong] = kept_tokens(before, answers.mask[wrong], after, fixed.mask)
-        answers.generated += fixed.generated
+        sampled = int(fixed.mask.sum())
+    return {"repaired": repaired, "kept_mask": kept_mask}, sampled
 
 
 def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:

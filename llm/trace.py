@@ -15,25 +15,25 @@ def show_group(policy, updates, config) -> bool:
     which the most answers begin with one token. Where there is none it returns False, so that the
     next step is tried, and says so in the last step of a run.
     """
-    best, G = None, updates[0].batch.group_size
+    best, G = None, updates[0].minibatch.batch.group_size
     # best: how many answers share their first token, the number of the update, and of its group
     for number, made in enumerate(updates):
-        mixed = made.part.advantages.view(-1, G).any(1)
+        mixed = made.minibatch.advantages.view(-1, G).any(1)
         for k in mixed.nonzero().flatten().tolist():
-            starts = made.part.nodes[k * G : k * G + G, 0]
+            starts = made.minibatch.nodes[k * G : k * G + G, 0]
             size = starts.unique(return_counts=True)[1].max().item()
             if best is None or size > best[0]:
                 best = size, number, k
     if best is None:
-        if updates[0].part.answers.step == config.steps:
+        if updates[0].minibatch.answers.step == config.steps:
             print("\nIn every group of every step all rewards were equal, so nothing was pushed.")
         return False
     size, number, k = best
     made, place = updates[number], slice(k * G, k * G + G)
-    part, answers = made.part, made.part.answers
+    part, answers = made.minibatch, made.minibatch.answers
     group = part.of(torch.arange(k * G, k * G + G))
     after, _ = policy.scorer(policy, group.answers, config.temperature)
-    before, after, c = group.batch.logp_old.cpu(), after.cpu(), made.coefficients[place].cpu()
+    before, after, c = group.batch.logp_old.cpu(), after.cpu(), made.push[place].cpu()
     A, nodes, mask = (x[place].cpu() for x in (part.advantages, part.nodes, answers.mask))
     tokens, rewards = answers.tokens[place], answers.rewards[place]
     print(f"\nUpdate {number + 1} of step {answers.step}: a group of {G} answers to the prompt")

@@ -23,7 +23,7 @@ def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float
     tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
     n = len(prompts)
     rewards, sampled = torch.zeros(n), (padded, tokens, mask, logp)
-    return train.Answers([None] * n, [""] * n, *sampled, rewards, rewards, generated=0)
+    return train.Answers([None] * n, [""] * n, *sampled, rewards)
 
 
 def numbers(policy, answers, temperature) -> list:

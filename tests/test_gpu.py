@@ -123,14 +123,14 @@ def test_a_step_computes_in_bf16_where_there_is_one(name, quick, card, easy):
         layer = policy.model.base_model.h[0].mlp.c_fc
         layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
         answers = train.sample(policy, task, task.train[:4], 1, config)
-        if method.repair:
-            train.repair_answers(policy, task, answers, method, config)
         answers.logp[0, 0] -= 0.5  # bf16 rounds by the shape of a batch
         scored = train.score(policy, answers, method, config, reference=policy)
+        if method.credit:
+            scored = train.reshape_credit(policy, task, scored, method, config)
         updates = train.learn(policy, train.adamw(policy.model, 1.0), scored, method, config)
         assert train.diagnose(policy, scored, updates, method, config)["grad_norm"] > 0
         assert dtypes == {torch.bfloat16 if card >= (8, 0) else torch.float32}
-        made = answers.logp, scored.batch.logp, updates[0].coefficients
+        made = answers.logp, scored.batch.logp, updates[0].push
         assert {(x.device.type, x.dtype) for x in made} == {("cuda", torch.float32)}
 
 

@@ -170,7 +170,7 @@ def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch,
     config = train.Config(prompts=3, group_size=3, minibatches=1, steps=1, scale="mean")
     answers, method = train.sample(policy, task, task.train[:3], 1, config), losses.bind("grpo", {})
     answers.tokens, answers.mask = read.input_ids, read.attention_mask.bool()
-    answers.rewards = answers.compared = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0])
+    answers.rewards = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0])
     before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
     scored = train.score(policy, answers, method, config, None)
     updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)

@@ -179,10 +179,11 @@ def make_step(policy, config, method, reference=None):
     """The trainer's step 2. Returns what is logged."""
     task = Letters()
     answers = train.sample(policy, task, task.train, 2, config)
-    if method.repair:
-        train.repair_answers(policy, task, answers, method, config)
-    config = replace(config, max_tokens=BUDGET)
-    scored = train.score(policy, answers, method, config, reference)
+    long = replace(config, max_tokens=BUDGET)
+    scored = train.score(policy, answers, method, long, reference)
+    if method.credit:
+        scored = train.reshape_credit(policy, task, scored, method, config)
+    config = long
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     updates = train.learn(policy, optimizer, scored, method, config)
     metrics = train.diagnose(policy, scored, updates, method, config)
@@ -324,7 +325,7 @@ def prepared():
     sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
     config, method = train.Config(**sizes), losses.bind("grpo", {})
     answers = train.sample(policy, task, task.train[:4], 1, config)
-    answers.rewards = answers.compared = torch.tensor([1.0, 0.0, 0.0] * 4)
+    answers.rewards = torch.tensor([1.0, 0.0, 0.0] * 4)
     return policy, answers, method, config
 
 
@@ -380,9 +381,9 @@ def test_first_ratios_are_1_and_a_forward_pass_has_micro_rows_answers(prepared, 
     policy.model.register_forward_hook(lambda *args: sizes.append(len(args[2].logits)))
     first, _ = step(*prepared)
     assert max(sizes) == min(micro_rows, 12)
-    assert torch.equal(first.batch.logp, first.part.batch.logp_old)
-    ids = policy.tokenizer([item.prompt for item in first.part.answers.items])["input_ids"]
-    assert first.part.answers.prompts.tolist() == ids
+    assert torch.equal(first.minibatch.batch.logp, first.minibatch.batch.logp_old)
+    ids = policy.tokenizer([item.prompt for item in first.minibatch.answers.items])["input_ids"]
+    assert first.minibatch.answers.prompts.tolist() == ids
 
 
 def test_a_prompt_and_its_answer_must_fit_the_context(prepared):
