@@ -92,7 +92,7 @@ class Config:
     model: str = "scratch"  # scratch, or a directory or hub id of a causal LM
     layers: int = 1  # layers of the scratch model
     width: int = 64  # hidden size of the scratch model, a multiple of 8
-    reference: bool = True  # keep the start policy, too: for a KL term and kl_start
+    reference: bool = True  # whether to keep the start policy, too: for a KL term and kl_start
     repair_references: int = 1  # answers shown beside a wrong one (ibpo)
 
     # The warm start: supervised steps before RL, so that there is something to reward.
