@@ -1,54 +1,37 @@
 """Group-relative policy-gradient losses, one short function each. `python losses.py` lists them.
 
-Four answers to one prompt, `37+48=`, of at most L = 5 tokens. Here a token is a line of the sum,
-such as `7+8=15`, and the end of an answer is left out. R is the reward, given at the end only, and
-A = R - mean(R) the advantage. How hard does a loss push "so", which all four share? Three ways, at
-the first update on a rollout batch:
+Four answers to one prompt, `37+48=`. R is the reward, given at the end only, and A = R - mean(R)
+the advantage. T_i is the length of an answer, and L = 5 the longest that is allowed. For this table
+a token is a whole line of the sum, such as `7+8=15`. The last two columns are how hard two losses
+push the token "so":
 
-    answer                                   R    A    T_i   reinforce     grpo   grpo, baseline at
-                                                               A / L     A / T_i   every history
-    so | 7+8=15 | 70+15=85 | #85             1  +1/2    4     +0.100     +0.125       +0.117
-    so | 7+8=15 | carry 1 | 30+40=70 | #75   0  -1/2    5     -0.100     -0.100       -0.183
-    so | #85                                 1  +1/2    2     +0.100     +0.250       +0.283
-    so | 40+48=88 | 88-3=85 | #84            0  -1/2    4     -0.100     -0.125       -0.217
-                                                       sum     0.000     +0.150        0.000
+    answer                                   R    A    T_i   reinforce     grpo
+                                                               A / L      A / T_i
+    so | 7+8=15 | 70+15=85 | #85             1  +1/2    4     +0.100      +0.125
+    so | 7+8=15 | carry 1 | 30+40=70 | #75   0  -1/2    5     -0.100      -0.100
+    so | #85                                 1  +1/2    2     +0.100      +0.250
+    so | 40+48=88 | 88-3=85 | #84            0  -1/2    4     -0.100      -0.125
+                                                       sum     0.000      +0.150
 
-A *push* is a number that every loss gives to every token: c = -N dLoss/dlogp, with the token's
-log-probability logp and N answers. A positive push makes the token likelier. All four say "so"
-after the same words, so they push one probability, and only the sum counts. Right and wrong answers
-have said it, so it cannot explain who won. Under reinforce its pushes cancel. Under grpo they do
-not, because grpo divides them by T_i, the answer's own length. (By default both also divide A by
-the group's deviation, which changes all four alike, so it is left out here.)
+A *push* is what a loss does to a token: c = -N dLoss/dlogp, where logp is the token's
+log-probability and N the number of answers. It is row.push of toy/plain.py. A positive push makes
+the token likelier.
 
-The third column takes from each push the mean push of the other answers with the same *history*,
-which is the prompt and all that was said before the token. For tokens that all answers share, one
-divisor is enough, because the advantages of the whole group sum to 0. Where only some answers have
-one history, and all of these go on with the same token, it is not: had rows 1 and 2 been right, row
-3 wrong, and had 1 and 2 both said "carry 1", +0.200 would be left on that under reinforce, and
-nothing with a baseline at every history. `prefix_baseline` gives it to any loss.
+All four answers begin with "so". So their pushes move the same probability, and only the sum of the
+pushes counts. Right and wrong answers began with "so" alike, so "so" cannot explain which of them
+won, and the sum should be 0: the pushes should *cancel*. Under reinforce they do, because the
+advantages sum to 0 and one number divides them all. Under grpo they do not, because grpo divides
+each by the answer's own length, so short answers push harder. (By default both losses also divide A
+by the group's standard deviation. That changes all four alike, so the table leaves it out.)
 
-Does it matter? Like any baseline it changes the noise of an update, and under conditions that
-`prefix_baseline` names it leaves the expected update alone. What costs reward is the division by
-T_i itself. It makes short mistakes count more than long ones, and so it can change which answers
-win (C18).
+What is left on "so" is a symptom. It points up in one batch and down in the next, so by itself it
+is noise. But the same division by T_i also weighs answers unequally where the policy has a choice,
+and there it can change which answers win (C18 in claims/).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
-paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and the baseline. Below the ruled
-line stand the losses of neighbouring papers, and what measures a batch.
-
-How to read a loss's docstring, here that of grpo:
-
-    J = min(r A, clip(r, 1-e, 1+e) A)   what a token adds to J; the loss is -J. The ratio r is the
-                                        token's probability now over that when it was sampled, and
-                                        clip(r, a, b) keeps it between a and b
-    mean per answer                     by what J is divided, in words
-    Shared token: ...                   what becomes of the pushes on a token like "so"
-    (C8)                                a claim: `python verify.py --explain C8` shows its proof
-    Source: GRPO Eq. 3-4 (P)            P: the paper states it; S: known second-hand; D: derived
-                                        here. claims/README.md lists deviations
-
-sg[x] is x without its gradient. *On-policy*: no optimiser step has been made since the rollout, so
-every ratio is 1.
+paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and a baseline that makes the
+pushes of any loss cancel. Below the ruled line stand the losses of neighbouring papers, and what
+measures a batch.
 """
 
 from __future__ import annotations
@@ -62,7 +45,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(eq=False)  # tensors have no single truth of being equal
+@dataclass(eq=False)  # == would compare tensors
 class Batch:
     """What a loss needs to know. N rows = prompts x group_size, T columns = longest answer.
 
@@ -72,23 +55,20 @@ class Batch:
 
     logp: Tensor  # (N, T) log pi_theta of the taken tokens, differentiable
     logp_old: Tensor  # (N, T) log pi_old of the same tokens: of the policy that sampled them
-    adv: Tensor  # (N, T) A_i at each of its tokens, or what a credit rule made of it; 0 on padding
+    adv: Tensor  # (N, T) A_i at each token of answer i; 0 on padding
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
     group_size: int  # G; the rows of a group are contiguous
-    max_tokens: int  # L, the longest answer allowed: the budget
-    logp_ref: Tensor | None = None  # (N, T) log pi_ref of a frozen reference, only for the KL term
+    max_tokens: int  # L, the longest answer allowed
+    logp_ref: Tensor | None = None  # (N, T) log pi_ref of a frozen reference, only for a KL term
 
     def __post_init__(self):
         check_batch(self)
-        # A nan on padding would reach the gradient, even of a product that is masked afterwards.
+        # Losses mask what they have multiplied. But 0 * nan is nan, so none may hide in here.
         self.adv = self.adv.masked_fill(~self.mask, 0.0)
 
 
-# ---------------- the push
-
-
 def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
-    """The push c = -N dLoss/dlogp: the ascent weight that every token really gets. Detached. (D)
+    """The pushes c = -N dLoss/dlogp, detached. (D)
 
     logp must be the tensor that the loss was computed from; the graph is kept.
     scalar, (N, T) -> (N, T).
@@ -102,14 +82,18 @@ SCALES = ("std", "mean", "batch", "maxrl")
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
-    """Compare every answer with its group: A_i = R_i - mean(R), or that divided by a scale.
+    """Compare every answer with its group: A_i = R_i - mean(R), divided by a scale.
 
-    "mean": that is all, Dr. GRPO (P). "std": divided by the group's std + 1e-4, GRPO sec. 4.1.2
-    (P). "batch": by the std of all rewards + 1e-4, TRL's "batch" (P). "maxrl": by the group's mean,
-    MaxRL 2602.02710 (S). C29 says what each of them ascends. The unbiased std (G - 1) and the 1e-4
-    are TRL's. A group whose rewards are all equal gets exactly 0, as does one that "maxrl" cannot
-    divide: a reward below 0, or a mean of 0. (N,) floats -> (N,). Raises ValueError for what is not
-    whole groups of floats, or for another scale.
+    scale     divides by                    source
+    "std"     the group's std + 1e-4        GRPO sec. 4.1.2 (P; 1e-4 and N - 1 are TRL's)
+    "mean"    nothing                       Dr. GRPO (P)
+    "batch"   the std of all rewards + 1e-4   TRL (P)
+    "maxrl"   the group's mean              MaxRL 2602.02710 (S)
+
+    C29 says what each of them ascends. A group whose rewards are all equal gets exactly 0; so does
+    one whose mean "maxrl" cannot divide by, because a reward is below 0 or all are 0.
+    (N,) floats -> (N,). Raises ValueError for what is not whole groups of floats, or for another
+    scale.
     """
     check_groups(len(rewards), group_size)
     if rewards.dim() != 1 or not rewards.is_floating_point():
@@ -119,7 +103,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     groups = rewards.view(-1, group_size)  # (groups, G)
     mean, low = groups.mean(1, keepdim=True), groups.amin(1, keepdim=True)  # (groups, 1)
     adv = groups - mean  # (groups, G)
-    silent = groups.amax(1, keepdim=True) == low  # all equal: rounding must not become a push
+    # Where all rewards are equal, adv is 0 but for rounding, which a tiny std would make large.
+    silent = groups.amax(1, keepdim=True) == low
     if scale == "std":
         adv = adv / (groups.std(1, keepdim=True) + 1e-4)
     elif scale == "batch":
@@ -131,7 +116,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
 
 def token_ratio(batch: Batch) -> Tensor:
     """r_{i,t} = pi_theta / pi_old of every taken token, 1 on padding. (N, T)."""
-    # Masked before exp: afterwards a padded inf would still turn the gradient into 0 * inf = NaN.
+    # Masked before exp: afterwards a padded inf would still turn the gradient into 0 * inf = nan.
     return (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).exp()
 
 
@@ -139,7 +124,7 @@ def sequence_ratio(batch: Batch, ratio: str = "geometric") -> Tensor:
     """s_i, one ratio per answer. (N,). Raises ValueError for another kind of ratio.
 
     "geometric": (prod_t r_{i,t})^(1/T_i), GSPO Eq. 7 (P). "product": prod_t r_{i,t}, of DFPO's
-    theory (S). It under- and overflows on long answers, so only recentred has it by default.
+    theory (S); on long answers it under- and overflows.
     """
     if ratio not in ("geometric", "product"):
         raise ValueError(f'ratio must be "geometric" or "product", not {ratio!r}')
@@ -150,7 +135,7 @@ def sequence_ratio(batch: Batch, ratio: str = "geometric") -> Tensor:
 def trajectory_advantage(batch: Batch) -> Tensor:
     """One advantage for an answer, for losses with one ratio for an answer (GSPO, DFPO). (N,).
 
-    The mean over its tokens: that is A_i, unless a credit rule gave tokens advantages of their own.
+    It is the mean over the answer's tokens, which is A_i if all of them have A_i.
     """
     return batch.adv.sum(1) / lengths(batch)
 
@@ -161,54 +146,52 @@ def lengths(batch: Batch) -> Tensor:
 
 
 def seq_mean(x: Tensor, batch: Batch) -> Tensor:
-    """(1/N) sum_i (1/T_i) sum_t x_{i,t}: GRPO's average (P), which has a bias (C8, C18)."""
+    """x / T: (1/N) sum_i (1/T_i) sum_t x_{i,t}. GRPO's average (P), which has a bias (C8, C18)."""
     return (x.masked_fill(~batch.mask, 0.0).sum(1) / lengths(batch)).mean()
 
 
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
-    """(1/(N L)) sum_i sum_t x_{i,t}: one divisor for all. Dr. GRPO's sum (P), divided by L, too."""
+    """x / L: (1/(N L)) sum_i sum_t x_{i,t}. One divisor for all; Dr. GRPO's (P), up to the L."""
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
 def token_mean(x: Tensor, batch: Batch) -> Tensor:
-    """sum x / number of tokens. DAPO (P), which averages over one group; here over the batch."""
+    """x / tokens: sum x / number of tokens. DAPO's (P) over one group; here over the batch."""
     return x.masked_fill(~batch.mask, 0.0).sum() / batch.mask.sum().clamp(min=1)
 
 
 def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("inf")) -> Tensor:
-    """PPO's surrogate min(r A, clip(r, 1-eps_low, 1+eps_high) A). (N, T).
+    """PPO's surrogate min(r A, clip(r) A). (N, T).
 
-    The min takes the push from winners (A > 0) above the range, and from losers below it. Dual clip
-    (1912.09729) also takes that of losers above `dual`; verl has it by default, with 3.
+    Above the clip range a winner (A > 0) has no push any more, and below it a loser has none. Dual
+    clip (1912.09729), verl's default with 3, also silences losers whose ratio is above `dual`.
     """
     ratio = token_ratio(batch)
     ratio = torch.where(batch.adv < 0, ratio.clamp(max=dual), ratio)
     return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
 
 
-def k3(batch: Batch) -> Tensor:
-    """Schulman's k3 estimate of KL(pi_theta || pi_ref): q - log q - 1 with q = pi_ref / pi_theta.
-
-    (N, T). Raises ValueError without logp_ref.
-    """
-    if batch.logp_ref is None:
-        raise ValueError("the KL term needs logp_ref, log-probs of a frozen reference; it is None")
-    log_q = (batch.logp_ref - batch.logp).masked_fill(~batch.mask, 0.0)
-    return log_q.exp() - log_q - 1
-
-
-# ---------------- the losses that people use, and DFPO: Batch -> scalar to minimise, -J
+# ---------------- the losses that people use, and DFPO: Batch -> scalar to minimise
 #
-# They differ in what weighs A, in whether a clip stops a push, and in the average. Where two of
-# them differ in one line, it is that line.
+# They differ in what weighs A, in whether a clip stops a push, and in the divisor. A docstring has
+#
+#     J              what is maximised, so the loss is -J. It says what a token adds, and after the
+#                    slash by what it is divided: by T, L or the number of tokens, as in the three
+#                    averages above
+#     Shared token   whether pushes cancel on a token that the whole group shares, like "so"
+#     Source         P: the paper states it. S: we know it second-hand. D: derived here.
+#                    claims/README.md lists where a loss is not quite its paper's
+#
+# r is a token's ratio, s an answer's; clip(r) keeps r between 1 - eps_low and 1 + eps_high; sg[x]
+# is x without its gradient. (C8) is a claim: `python verify.py --explain C8` shows its proof.
 
 
 def reinforce(batch: Batch) -> Tensor:
-    """Plain policy gradient. METHODS gives it grpo's advantage, with the std.
+    """Plain policy gradient.
 
-    J = A log pi, budget mean.
-    Shared token: cancels always (it ignores the ratio).
-    Source: Williams 1992; the group's mean as in Dr. GRPO (P).
+    J = A log pi / L.
+    Shared token: cancels at any ratio, because the ratio does not matter.
+    Source: Williams 1992, with the group's mean as in Dr. GRPO (P).
     """
     return -budget_mean(batch.adv * batch.logp, batch)
 
@@ -223,23 +206,22 @@ def grpo(
 ) -> Tensor:
     """PPO's clipped surrogate, averaged per answer.
 
-    J = min(r A, clip(r, 1-e, 1+e) A) - kl k3, mean per answer.
-    Shared token: on-policy sum A_i/T_i remains (C8); above the clip range only losers act, below it
-    only winners (C6).
-    Source: GRPO Eq. 3-4 (P; kl 0.04 there, off here; it prints no e, 0.2 is PPO's). Trainers add:
-    kl_ratio weighs k3 by r, TRL's since 1.10, after DeepSeek-V3.2 (S), which changes its gradient
-    (Q4); dual is verl's dual clip, see `clipped`.
+    J = (min(r A, clip(r) A) - kl k3) / T.
+    Shared token: sum A_i/T_i is left while all ratios are 1 (C8). Above the clip range only losers
+    push, below it only winners (C6).
+    Source: GRPO Eq. 3-4 (P; its kl is 0.04, its eps is not printed, 0.2 is PPO's). Two additions of
+    trainers, off by default: kl_ratio, see k3; dual, see `clipped`.
     """
     surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
-        surrogate = surrogate - kl * k3(batch) * (token_ratio(batch) if kl_ratio else 1)
+        surrogate = surrogate - kl * k3(batch, kl_ratio)
     return -seq_mean(surrogate, batch)
 
 
 def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
-    """GRPO's surrogate over one divisor; METHODS leaves the std out of its advantage.
+    """GRPO's surrogate over one divisor. METHODS also leaves the std out of its advantage.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), budget mean.
+    J = min(r A, clip(r) A) / L.
     Shared token: cancels inside the clip range only (C6).
     Source: Dr. GRPO sec. 3.2 (P).
     """
@@ -247,15 +229,15 @@ def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor
 
 
 def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
-    """GRPO's surrogate with a wider upper clip, averaged over the tokens of groups that disagree.
+    """GRPO's surrogate with a wider upper clip, averaged over the tokens of mixed groups.
 
-    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean of mixed groups.
+    J = min(r A, clip(r) A) / tokens of mixed groups, in which rewards differ.
     Shared token: cancels inside the clip range only (C6).
-    Source: DAPO Eq. 8, 10-12 (P; there other prompts are sampled in place of groups with equal
-    rewards, here they are left out).
+    Source: DAPO Eq. 8, 10-12 (P; where a group is not mixed it samples another prompt, and here
+    the group is left out).
     """
-    # Only the divisor changes: groups with equal rewards have no advantage but 0, push nothing, and
-    # are not counted.
+    # A group with equal rewards has only advantages of 0. It pushes nothing, so it only counts in
+    # the divisor, and there it is masked.
     groups = (batch.adv != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (groups, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
@@ -265,10 +247,10 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
 def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     """PPO's surrogate once per answer, on the geometric ratio.
 
-    J = min(s A, clip(s, 1-e_low, 1+e_high) A), mean over answers.
-    Shared token: the slope of s_i in a logp is s_i/T_i, so sum A_i s_i/T_i remains (C4, C8).
-    Source: GSPO Eq. 5-7 (P). ScaleRL (2510.13786, P) found this clip too narrow and 4e-3/5e-3
-    working.
+    J = min(s A, clip(s) A), once per answer, then the mean over answers.
+    Shared token: s_i is a mean over T_i tokens, so a token moves it by s_i/T_i, and sum A_i s_i/T_i
+    is left (C4, C8).
+    Source: GSPO Eq. 5-7 (P). ScaleRL (2510.13786, P) found 4e-3/5e-3 to work better.
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
     return -torch.minimum(ratio * adv, ratio.clamp(1 - eps_low, 1 + eps_high) * adv).mean()
@@ -277,22 +259,20 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
 def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     """Clip the ratio as a detached weight: no token loses its gradient, none gets a huge one.
 
-    J = sg[clip(r, 1-e_low, 1+e_high)] A log pi, token mean. eps_low = 1 is no lower bound.
-    Shared token: cancels always. Its weight is the same for all who share it.
-    Source: MiniMax-M1 Eq. 4-5 (P; the upper bound is not printed, r <= 5 is ScaleRL's, 2510.13786,
-    P).
+    J = sg[clip(r)] A log pi / tokens. With eps_low = 1 there is no lower bound.
+    Shared token: cancels at any ratio, because all who share it have the same weight.
+    Source: MiniMax-M1 Eq. 4-5 (P). It does not print the upper bound; r <= 5 is ScaleRL's (P).
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
     return -token_mean(weight * batch.adv * batch.logp, batch)
 
 
 def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
-    """GRPO with a clip blind to the sign (no min) and one divisor in place of 1/T_i.
+    """GRPO with one divisor, and with a clip blind to the sign of A: there is no min.
 
-    J = clip(r, 1-e, 1+e) A, budget mean.
-    Shared token: cancels always (C7).
-    Source: DFPO's "GRPO-fix", of which only the purpose is known (S); clip without min is our
-    reading (D).
+    J = clip(r) A / L.
+    Shared token: cancels at any ratio (C7).
+    Source: DFPO's "GRPO-fix", of which only the purpose is known (S); this reading is ours (D).
     """
     ratio = token_ratio(batch)  # 1 on padding
     return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
@@ -301,10 +281,10 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group. DFPO Eq. 17 (S). Detached.
 
-    Pushes fail to cancel where the answers of a group have unequal weights, so here they get equal
-    ones: any part of the group cancels whose advantages sum to 0 (C9). The price is a bias, which
-    can favour one of two equal choices. `adv` is there so that the two transforms can be swapped.
-    (groups, G), (groups, G) -> (groups, G).
+    Pushes fail to cancel where answers have unequal weights, so all answers of a group get the
+    smallest one. Then pushes also cancel on every part of the group whose advantages sum to 0 (C9).
+    The price is a bias, which can favour one of two equal choices.
+    (groups, G), (groups, G) -> (groups, G). adv is not read, but adv_orthogonal needs it.
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
 
@@ -324,11 +304,11 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
 def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-min (our reconstruction): a sequence ratio that Min-Replace has made equal in a group.
 
-    J = sg[min_j s_j] A log pi, budget mean. With eps (ours) tokens whose ratio is outside 1 +- eps
-    are clipped for both signs of A.
-    Shared token: cancels always, on every zero-sum subset too (C9).
-    Source: DFPO Eq. 17 (transform S, loss D: the score form, the divisor and the geometric s are
-    ours).
+    J = sg[the group's smallest s] A log pi / L. With eps (ours), tokens whose ratio is outside
+    1 +- eps have no push.
+    Shared token: cancels at any ratio, on every zero-sum part of the group, too (C9).
+    Source: DFPO Eq. 17. The transform is known second-hand (S); that it weighs A log pi, the
+    divisor and the geometric s are ours (D).
     """
     return _dfpo(min_replace, batch, ratio, eps)
 
@@ -336,95 +316,112 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
 def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-orthogonal (our reconstruction): the same under Adv-Orthogonal.
 
-    J = sg[s - (A.s / ||A||^2) A] A log pi, budget mean.
-    Shared token: cancels where the whole group shares it, not on subsets (C10).
-    Source: DFPO Eq. 18 (transform S, loss D).
+    J = sg[s without its part along A] A log pi / L.
+    Shared token: cancels at any ratio where the whole group shares it, not on its parts (C10).
+    Source: DFPO Eq. 18, as for dfpo-min (transform S, loss D).
     """
     return _dfpo(adv_orthogonal, batch, ratio, eps)
 
 
 def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
+    """The loss of both: per group, weights from sequence ratios and advantages."""
     groups = (-1, batch.group_size)  # (groups, G)
-    s, adv = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
-    w = transform(s, adv).reshape(-1, 1)  # (N, 1)
-    outside = (token_ratio(batch) - 1).abs() > eps
+    s, A = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
+    w = transform(s, A).reshape(-1, 1)  # (N, 1)
+    outside = (token_ratio(batch) - 1).abs() > eps  # (N, T)
     return -budget_mean((w * batch.adv * batch.logp).masked_fill(outside, 0.0), batch)
 
 
-# ---------------- a method = advantage scale + credit + passes
+# ---------------- a method = losses + the scale of the advantage (+ a credit rule, for neighbours)
 
 
 @dataclass
 class Method:
-    """The losses, the scale of the advantage, and a credit rule if there is one.
+    """What METHODS names, and train.py --method takes."""
 
-    A credit rule gives the tokens of an answer advantages of their own. Only neighbouring papers
-    have one.
-    """
-
-    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; each goes over all minibatches
-    formula: str = ""  # J, which is maximised: what a token adds, and its divisor
+    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; only Lopti has two
+    formula: str = ""  # J, as in the docstrings
     cancels: str = ""  # when pushes on a token that the whole group shares cancel
     scale: str = "std"  # of group_advantages
-    # Only for the losses below the ruled line:
+    clips: Callable[[Batch], Tensor] = token_ratio  # which ratio it clips: train.clip_share
+    # Below the ruled line some papers give the tokens of an answer advantages of their own:
     credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T), once a rollout
-    repair: Callable[..., Tensor] | None = None  # wrong answers are corrected -> rewards (N,)
     needs_scores: bool = False  # whether credit reads OldPolicy.scores
-    # For the metric clip_share, and filled in by `bind`:
-    clips: Callable[[Batch], Tensor] = token_ratio  # (N, T) or (N, 1): the ratio that it clips
-    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters
+    repair: Callable[..., Tensor] | None = None  # beside credit: wrong answers are corrected first
+    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters: `bind`
 
 
 METHODS: dict[str, Method] = {
-    "reinforce": Method((reinforce,), "A log pi / L", "always"),
+    "reinforce": Method((reinforce,), "A log pi / L", "at any ratio"),
     "grpo": Method((grpo,), "min(r A, clip(r) A) / T", "equal lengths, inside the clip"),
     "dr-grpo": Method((dr_grpo,), "min(r A, clip(r) A) / L", "inside the clip", scale="mean"),
     "dapo": Method((dapo,), "min(r A, clip(r) A) / tokens of mixed groups", "inside the clip"),
     "gspo": Method(
         (gspo,),
         "min(s A, clip(s) A), once per answer",
-        "equal lengths, on-policy",
+        "equal lengths, ratios of 1",
         clips=lambda batch: sequence_ratio(batch)[:, None],
     ),
-    "cispo": Method((cispo,), "sg[min(r, 5)] A log pi / tokens", "always"),
-    "grpo-symmetric": Method((grpo_symmetric,), "clip(r) A / L", "always"),
-    "dfpo-min": Method((dfpo_min,), "sg[the group's smallest s] A log pi / L", "always"),
+    "cispo": Method((cispo,), "sg[clip(r)] A log pi / tokens", "at any ratio"),
+    "grpo-symmetric": Method((grpo_symmetric,), "clip(r) A / L", "at any ratio"),
+    "dfpo-min": Method((dfpo_min,), "sg[the group's smallest s] A log pi / L", "at any ratio"),
     "dfpo-orthogonal": Method(
-        (dfpo_orthogonal,), "sg[s without its part along A] A log pi / L", "always"
+        (dfpo_orthogonal,), "sg[s without its part along A] A log pi / L", "at any ratio"
     ),
 }
 
 
-# ---------------- a baseline at every history
+# =================================================================================================
+# What people seldom use: a baseline at every prefix, a KL term, the losses of neighbouring papers;
+# and what measures a batch. Each stands by itself.
+# =================================================================================================
+
+
+# ---------------- a baseline at every prefix
+#
+# One divisor is enough for a token that the whole group shares. Where only some answers share one
+# it is not. Suppose three of four answers are right, and look at "70+15=85" under reinforce, L = 5:
+#
+#     answer                                  R    A     A / L   with the baseline
+#     so | 7+8=15 | 70+15=85 | #85            1  +1/4   +0.05      +0.05 - 0.05 = 0
+#     so | 7+8=15 | 70+15=85 | 85 | #85       1  +1/4   +0.05      +0.05 - 0.05 = 0
+#     so | #85                                1  +1/4
+#     so | #84                                0  -3/4
+#                                                  sum  +0.10                     0
+#
+# Both answers that have come as far as "7+8=15" go on with "70+15=85", so it explains nothing
+# either. But +0.10 is left, because they are compared with the whole group, and what they earn is
+# owed to their prefix. The *prefix* of a token is the prompt and all tokens before it. So compare
+# an answer with those of the same prefix: subtract from its push the mean push of the others.
 
 
 def prefix_nodes(tokens: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """The node of the group's prefix tree that every token leads to, -1 on padding. (D)
+    """A number for every token: equal where two answers of a group agree up to and including it.
 
-    Two tokens have the same node iff their rows are of one group and agree up to and including
-    them, so a node is the history of the tokens that come next. TEMPO (2509.18314) builds the same
-    tree, for values of its nodes. mask: all tokens, those of an environment too; a loss may leave
-    these out by a mask of its own.
+    These are the nodes of the group's prefix tree, as in TEMPO (2509.18314); -1 on padding. mask:
+    all tokens that a policy has read, whichever of them a loss may leave out. (D)
     (N, T), (N, T) -> (N, T) int64. Raises ValueError for rows that are not whole groups.
     """
     n, width = tokens.shape
     check_groups(n, group_size)
-    # Row i, token t: the first row of the group that says the same up to t. With the tokens 5 6 2,
-    # 5 6 7 and 5 9 9 that is 0 0 0, 0 0 1 and 0 2 2; the nodes are 0 1 2, 0 1 5 and 0 7 8.
     groups = tokens.view(-1, group_size, width)  # (groups, G, T)
     same = (groups[:, :, None] == groups[:, None]).to(torch.uint8)  # (groups, G, G, T)
-    same = same.cumprod(-1, dtype=torch.uint8)  # up to and including t
-    first = same.argmax(2).view(n, width)  # the first row of the group with this prefix
+    same = same.cumprod(-1, dtype=torch.uint8)  # whether rows i and j agree up to token t
+    first = same.argmax(2).view(n, width)  # the first row of the group that agrees with row i
     group = torch.arange(n, device=tokens.device)[:, None] // group_size  # (N, 1)
     place = torch.arange(width, device=tokens.device)
-    # The number of that row in the whole batch and the place make it unique.
+    # The number is (that row, counted in the whole batch) * T + t. A group of three:
+    #     tokens 5 6 2      first row 0 0 0      node 0 1 2
+    #            5 6 7                0 0 1           0 1 5
+    #            5 9 9                0 2 2           0 7 8
     return ((group * group_size + first) * width + place).masked_fill(~mask, -1)
 
 
-def histories(nodes: Tensor, group_size: int) -> Tensor:
-    """What was said before each token: the node of the token before, or the group's prompt. (D)
+def prefixes(nodes: Tensor, group_size: int) -> Tensor:
+    """A number for the prefix of every token: the node of the token before. (D)
 
-    nodes are prefix_nodes, at least 0, and -1 on padding; so prompts are -2, -3, ...
+    A first token has the prompt for its prefix, whose number is -2 in the first group, -3 in the
+    next one, and so on: other numbers than the nodes', which are at least 0, and than padding's -1.
     (N, T) -> (N, T) int64.
     """
     group = torch.arange(len(nodes), device=nodes.device)[:, None] // group_size  # (N, 1)
@@ -432,47 +429,61 @@ def histories(nodes: Tensor, group_size: int) -> Tensor:
 
 
 def prefix_baseline(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
-    """Any loss with a leave-one-out baseline at every history.
+    """Any loss with a leave-one-out baseline at every prefix. Claim C22 (D, ours).
 
     c'_{i,t} = c_{i,t} - r_{i,t} mean_j (c_{j,t} / r_{j,t}), over the other answers j of the group
-    that take a token after the same words; where there is none, c stays. So over the answers with
-    one history c'/r sums to 0: a token that all of them take gets no push. Claim C22 (D, ours):
-    this is the state-dependent baseline of the literature, applied to the push after the clip.
-    The *expected* update stays if a push is made of its own answer alone, if A is the reward minus
-    a fixed number, and if no earlier update has used the batch (C22b). In a run A is the reward
-    minus the group's mean, so the expected update moves, too (C22c). The noise may fall or rise
-    (C27).
-    Returns the loss's value with the gradient -(1/N) sum c' grad log pi. batch.logp is what the
+    that take a token after the same prefix; where there is none, c stays. So if all of them take
+    the same token, its pushes cancel.
+
+    Like any baseline it changes the noise: less where prefixes already decide much of the reward,
+    else more (C27). The *expected* update stays the same if
+    1. a push is made of its own answer alone: not so for dfpo-min, which compares weights;
+    2. A is the reward minus a fixed number. In a run it is the reward minus the group's mean, and
+       then the expected update grows a little (C22c);
+    3. no earlier update has used the batch.
+
+    Returns the loss's value, with the gradient -(1/N) sum c' grad log pi. batch.logp is what the
     loss was computed from; nodes are prefix_nodes, (N, T). Raises ValueError for another shape.
     """
     if nodes.shape != batch.logp.shape:
         raise ValueError(f"nodes has shape {tuple(nodes.shape)}, logp {tuple(batch.logp.shape)}")
     c, r = token_coefficients(loss, batch.logp), token_ratio(batch).detach()
-    # toy/plain.py's subtract_baseline without its loops: of all K tokens at once. First which
-    # tokens have one history, then the sum of c / r over each history, then the mean of the others.
-    ids, history = histories(nodes, batch.group_size)[batch.mask].unique(return_inverse=True)
-    unit = (c / r.clamp(min=torch.finfo(r.dtype).tiny))[batch.mask]  # (K,); not 0/0 = nan
-    sums = unit.new_zeros(len(ids)).index_add_(0, history, unit)
-    others = torch.bincount(history)[history] - 1  # (K,) visitors besides oneself
-    mean = ((sums[history] - unit) / others.clamp(min=1)).masked_fill(others == 0, 0.0)
-    c = c.masked_scatter(batch.mask, c[batch.mask] - r[batch.mask] * mean)
-    # A function whose pushes are c, and whose value does not matter: the loss's own is put back.
+    c_over_r = c / r.clamp(min=torch.finfo(r.dtype).tiny)  # not 0/0 = nan
+    # toy/plain.py does this with loops. Here all K tokens are handled at once: first the sum of
+    # c / r over each prefix, then for each token the mean of the others.
+    _, prefix = prefixes(nodes, batch.group_size)[batch.mask].unique(return_inverse=True)  # (K,)
+    c_over_r = c_over_r[batch.mask]  # (K,)
+    sums = torch.zeros_like(c_over_r).index_add_(0, prefix, c_over_r)[prefix]
+    n_others = torch.bincount(prefix)[prefix] - 1
+    mean_of_others = (sums - c_over_r) / n_others.clamp(min=1)  # 0 / 1 where there is no other
+    c = c.masked_scatter(batch.mask, c[batch.mask] - r[batch.mask] * mean_of_others)
+    # A function whose pushes are c. Its value means nothing, so the loss's own is put in its place.
     surrogate = -(c * batch.logp).masked_fill(~batch.mask, 0.0).sum() / len(c)
     return loss.detach() + surrogate - surrogate.detach()
 
 
-# =================================================================================================
-# The losses of neighbouring papers, and what measures a batch. Each stands by itself.
-# =================================================================================================
+# ---------------- a KL term
+
+
+def k3(batch: Batch, times_ratio: bool = False) -> Tensor:
+    """Schulman's k3 estimate of KL(pi_theta || pi_ref): q - log q - 1 with q = pi_ref / pi_theta.
+
+    times_ratio (TRL's since 1.10, after DeepSeek-V3.2, S) weighs it by r, which changes its
+    gradient (Q4). (N, T). Raises ValueError without logp_ref.
+    """
+    if batch.logp_ref is None:
+        raise ValueError("the KL term needs logp_ref, log-probs of a frozen reference; it is None")
+    log_q = (batch.logp_ref - batch.logp).masked_fill(~batch.mask, 0.0)
+    return (log_q.exp() - log_q - 1) * (token_ratio(batch) if times_ratio else 1)
 
 
 def recentred(batch: Batch, ratio: str = "product") -> Tensor:
     """REINFORCE that compares every two answers of a group, weighted by both ratios. Ours (D).
 
-    J = sg[mean_j s_i s_j (A_i - A_j)] log pi, budget mean. The weight is s_i mean(s) (A_i - Ahat),
+    J = sg[mean_j s_i s_j (A_i - A_j)] log pi / L. The weight is s_i mean(s) (A_i - Ahat),
     Ahat = sum_j s_j A_j / sum_j s_j. With the plain product and the scale "mean" it is unbiased,
     also off-policy. The price is variance (C21). A_i is trajectory_advantage.
-    Shared token: cancels always. On parts of a group the pairs inside the part cancel.
+    Shared token: cancels at any ratio. On parts of a group the pairs inside the part cancel.
     """
     groups = (-1, batch.group_size)
     s = sequence_ratio(batch, ratio).detach().clamp(max=1e9)  # s_i s_j stays finite in float32
@@ -484,10 +495,10 @@ def recentred(batch: Batch, ratio: str = "product") -> Tensor:
 def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO's surrogate, averaged over the tokens of winners and over those of losers, apart.
 
-    J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r, 1-e, 1+e) A).
+    J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r) A).
     n is how many answers of the group, empty ones left out, have that sign; then a mean over
     groups. Balanced Aggregation 2605.04077 (words P: its abstract; formula S).
-    Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left on-policy.
+    Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left at ratios of 1.
     """
     surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)
     total = 0.0
@@ -502,9 +513,9 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
 def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
 
-    J = (4/tau) sigmoid(tau (r - 1)) A, tau by the sign of A, mean per answer. SAPO 2511.20347 (S:
+    J = (4/tau) sigmoid(tau (r - 1)) A / T, tau by the sign of A. SAPO 2511.20347 (S:
     as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
-    Shared token: sum A_i/T_i is left on-policy (C8); off-policy a little more, by the two taus.
+    Shared token: sum A_i/T_i is left at ratios of 1 (C8); elsewhere a little more, by the two taus.
     """
     ratio = token_ratio(batch)
     soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
@@ -514,7 +525,7 @@ def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
 def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
     """A clip by probabilities in place of ratios, which looks at the sign of A.
 
-    J = r A, but 0 if A > 0 and p - p_old > delta, or if A < 0 and p_old - p > delta; token mean.
+    J = r A / tokens, but 0 if A > 0 and p - p_old > delta, or if A < 0 and p_old - p > delta.
     DPPO 2602.04879, "binary TV" (S: as in verl 0.9.1's dppo_tv and prime-rl's default loss).
     Left out: verl's largest weight r <= 3, prime-rl's penalty of 0.001 log(r)^2.
     Shared token: cancels while p is within delta of p_old; beyond, only one side acts (C6).
@@ -527,9 +538,9 @@ def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
 def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
     """dppo without the sign: a clip that is blind to it.
 
-    J = r A, but 0 if |p - p_old| > delta; token mean. prime-rl's loss of type "ipo", there called
+    J = r A / tokens, but 0 if |p - p_old| > delta. prime-rl's loss of type "ipo", there called
     "a symmetric trust region" (P: its source; its penalty of 0.001 log(r)^2 is left out).
-    Shared token: cancels always (C7).
+    Shared token: cancels at any ratio (C7).
     """
     outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
     return -token_mean((token_ratio(batch) * batch.adv).masked_fill(outside, 0.0), batch)
@@ -541,7 +552,7 @@ def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Tensor:
     """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
-    J = min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
     Shared token: cancels inside the clip range only (C6).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch)
@@ -550,7 +561,7 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Te
 def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """The same with NTHR's clip: the loss under its credit rules.
 
-    J = min(r A, clip(r, 1-e, 1+e) A), token mean. NTHR sec. 2.2 (P; there over a group's tokens).
+    J = min(r A, clip(r) A) / tokens. NTHR sec. 2.2 (P; there over a group's tokens).
     Shared token: cancels inside the clip range (C6), where the credit rule softens nothing.
     """
     return token_grpo(batch, eps_low, eps_high)
@@ -559,7 +570,7 @@ def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tens
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r, 1-e, 1+e) A+) with A+ = max(A, 0), token mean. NTHR sec. 2.2 (P).
+    J = min(r A+, clip(r) A+) / tokens with A+ = max(A, 0). NTHR sec. 2.2 (P).
     Shared token: does not cancel; nothing stands against the winners.
     """
     return token_grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
@@ -570,7 +581,7 @@ def lopti_low(
 ) -> Tensor:
     """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
-    J = 1[pi_old < eta] min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
+    J = 1[pi_old < eta] min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
     eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
     Shared token: as token_grpo. All its visitors have one pi_old, so they are in the same pass.
     """
@@ -582,8 +593,8 @@ def lopti_high(
 ) -> Tensor:
     """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
-    J = 1[pi_old >= eta] min(r A, clip(r, 1-e_low, 1+e_high) A), token mean. AR/Lopti's code (P).
-    Shared token: as lopti_low. The clip acts here even on-policy: r has moved since pi_old.
+    J = 1[pi_old >= eta] min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
+    Shared token: as lopti_low. The clip can act in every update, because r has moved since pi_old.
     """
     return _lopti(batch, batch.logp_old.exp() >= eta, eps_low, eps_high)
 
@@ -725,17 +736,17 @@ def shaped_rewards(
 _SURROGATE, _INSIDE = "min(r A, clip(r) A) / tokens", "inside the clip"
 METHODS |= {
     "recentred": Method(
-        (recentred,), "sg[mean_j s_i s_j (A_i - A_j)] log pi / L", "always", scale="mean"
+        (recentred,), "sg[mean_j s_i s_j (A_i - A_j)] log pi / L", "at any ratio", scale="mean"
     ),
     "balanced": Method(
         (balanced,), "min(r A, clip(r) A) / tokens of that sign", "equal mean T, inside the clip"
     ),
-    "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T", "equal lengths, on-policy"),
+    "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T", "equal lengths, ratios of 1"),
     "dppo": Method(
         (dppo,), "r A / tokens, 0 where p left p_old the way A says", _INSIDE, scale="mean"
     ),
     "symmetric-trust": Method(
-        (symmetric_trust,), "r A / tokens, 0 where p left p_old", "always", scale="mean"
+        (symmetric_trust,), "r A / tokens, 0 where p left p_old", "at any ratio", scale="mean"
     ),
     "pos-only": Method((pos_only,), "min(r A+, clip(r) A+) / tokens", "never"),
     "nthr": Method(
@@ -779,22 +790,23 @@ METHODS |= {
 def decided(
     rewards: Tensor, nodes: Tensor, mask: Tensor, group_size: int, logp: Tensor | None = None
 ) -> dict[str, float]:
-    """Would a baseline at every history lower the noise? How much earlier tokens decide (C27).
+    """Would a baseline at every prefix lower the noise? How much earlier tokens decide (C27).
 
-    decided = rho^2 = 1 - Var(R | history) / Var(R) over the tokens whose history has n >= 2
-    visitors; visitors = mean n; break_even = (G - n) / (n (G - 1)), or its like for the mean of
-    n / (n - 1): in place of the group's mean it pays about where decided is above that, for tokens
-    that earn nothing. With logp a token counts 1 - pi, because what was sure to be taken has no
-    gradient; else all count alike, and Var(R | history) has no bias (C27b). (D, ours)
+    decided = rho^2 = 1 - Var(R | prefix) / Var(R), over the tokens whose prefix has n >= 2
+    visitors, which are answers that take a token after it; visitors = mean n. Where decided is
+    above break_even = (G - n) / (n (G - 1)), or its like for the mean of n / (n - 1), the baseline
+    lowers the noise of tokens that earn nothing, against the group's mean. With logp a token counts
+    1 - pi, because what was sure to be taken has no gradient; else all count alike, and
+    Var(R | prefix) has no bias (C27b). (D, ours)
     (N,), (N, T) prefix_nodes, (N, T), G, (N, T) -> the three, by name; none where nothing is shared
     or no reward differs.
     """
     weight = mask.double() if logp is None else -torch.expm1(logp.double())
     weight, R = weight[mask], rewards.double()[:, None].expand(mask.shape)[mask]  # (K,) tokens
     of_group = rewards.double().view(-1, group_size).var(1).repeat_interleave(group_size)  # (N,)
-    ids, history = histories(nodes, group_size)[mask].unique(return_inverse=True)
-    n = torch.bincount(history)[history].double()  # (K,) visitors of the token's history
-    others = (R.new_zeros(len(ids)).index_add_(0, history, R)[history] - R) / (n - 1)
+    ids, prefix = prefixes(nodes, group_size)[mask].unique(return_inverse=True)
+    n = torch.bincount(prefix)[prefix].double()  # (K,) visitors of the token's prefix
+    others = (R.new_zeros(len(ids)).index_add_(0, prefix, R)[prefix] - R) / (n - 1)
     # The variance of n visitors is the mean of R (R - mean of the others).
     within, total = R * (R - others), of_group[:, None].expand(mask.shape)[mask]
     within, total, n, weight = (x[n > 1] for x in (within, total, n, weight))
@@ -916,15 +928,16 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
 
 
 LEGEND = """\
-J is what a method maximises: what a token adds to it, and by what it is divided. The loss is -J.
+J is what a method maximises, so its loss is -J. J says what a token adds, and after the slash by
+what that is divided: L, the longest answer allowed, is one divisor for all; T is the answer's own
+length; tokens is the number of tokens in the batch.
 
 A     reward - group mean; where the table says std, also divided by the group's deviation
-r, s  r = pi_theta / pi_old of a token; s: its geometric mean over the answer (recentred: product)
+r, s  r = pi / pi_old of a token; s: its geometric mean over the answer (recentred: the product)
 clip  clip(r): r, but at least 1 - eps_low and at most 1 + eps_high
-L, T  the longest answer allowed: one divisor for all; T: the answer's own length
 sg    stop-gradient: what is in brackets counts as a constant
 
-The last column says when the pushes on a token cancel that a whole group shares.
+The last column says when the pushes on a token that the whole group shares cancel.
 """
 
 if __name__ == "__main__":

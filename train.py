@@ -70,7 +70,7 @@ class Config:
     method: Literal[tuple(METHODS)] = "grpo"  # a method of losses.py
     hyper: str = ""  # hyperparameters: 'eps_high=0.3 kl=0.04'; a wrong name lists all
     scale: Literal[("", *SCALES)] = ""  # of A, see group_advantages; empty: the method's
-    prefix_baseline: bool = False  # a leave-one-out baseline at every history (losses.py)
+    prefix_baseline: bool = False  # a leave-one-out baseline at every prefix (losses.py)
 
     # What one step samples: N = prompts * group_size answers.
     steps: int = 60  # rollout batches; 0: only the warm start

@@ -24,7 +24,7 @@ import torch
 
 from claims.evidence import Draw
 from engines.shipped import Case, trl_rows, verl_rows
-from losses import Batch, histories, token_coefficients
+from losses import Batch, prefixes, token_coefficients
 from toy.policy import Policy
 
 
@@ -65,7 +65,7 @@ def tree_case(draw: Draw, drift: float) -> Case:
         max_tokens=draw.max_tokens,
         logp_ref=log_probs(W + 0.5 * noise[1]),
     )
-    ids, history = histories(draw.nodes, draw.G).unique(return_inverse=True)
+    ids, history = prefixes(draw.nodes, draw.G).unique(return_inverse=True)
     entropies = torch.rand(len(ids), generator=gen, dtype=torch.float64)
     return Case(batch, entropies[history])
 

@@ -24,12 +24,12 @@ from transformers import (
     Qwen2ForCausalLM,
     TrainerCallback,
 )
+from transformers.hf_argparser import HfArg
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config, get_quantization_config
 
 from engines.trl import Measured, Trainer
 from losses import METHODS
 from toy.arithmetic import Arithmetic
-from train import knob
 
 # TRL hands every column but the prompt to the reward function.
 ROWS = [
@@ -54,9 +54,9 @@ def reward(completions: list[str], answer: list[str], **_) -> list[float]:
 
 @dataclass
 class Options:
-    method: str = knob("grpo", f"trl for its own loss, or {', '.join(METHODS)}")
-    hyper: str = knob("", "of the method: eps_low=.1 eps_high=.3")
-    prefix_baseline: bool = knob(False, "cancel at every history (losses.prefix_baseline)")
+    method: str = HfArg(default="grpo", help=f"trl for its own loss, or {', '.join(METHODS)}")
+    hyper: str = HfArg(default="", help="of the method: eps_low=.1 eps_high=.3")
+    prefix_baseline: bool = HfArg(default=False, help="a baseline at every prefix (losses.py)")
 
 
 CPU = {"use_cpu": True, "bf16": False}

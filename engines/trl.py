@@ -29,9 +29,9 @@ from losses import (
     OldPolicy,
     decided,
     group_advantages,
-    histories,
     prefix_baseline,
     prefix_nodes,
+    prefixes,
     token_coefficients,
 )
 from train import bind
@@ -69,7 +69,7 @@ def count_siblings(tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: in
     where `decided`, of losses.decided, is above `break_even` (claim C27).
     """
     nodes = prefix_nodes(tokens, mask, group_size)
-    history = histories(nodes, group_size)[mask]  # of K tokens
+    history = prefixes(nodes, group_size)[mask]  # of K tokens
     _, at, visitors = history.unique(return_inverse=True, return_counts=True)
     share = (visitors[at] > 1).double().mean().item()
     return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
