@@ -3,17 +3,23 @@
     python -m toy.plain        a tiny model learns to add, slowly: from .2 to .4 right, in minutes
 
 To the prompt `37+48=` the answer `so 7+8=15,30+40=70,#85` is right: it earns 1, because the number
-behind its last # is 85. A wrong one earns 0. An answer is a list of tokens, here of characters; its
-log-probs are a tensor (T_i,), T_i being its length. Read from `step` downwards. train.py makes the
-same step faster, and with any loss; tests/test_step.py compares the two in float64, to the ninth
-digit.
+behind its last # is 85. A wrong answer earns 0. An answer begins with "so", "ok" or "hm", which
+mean nothing. It is a list of tokens, here of characters.
 
-GRPO maximises the mean over answers of 1/T_i sum_t min(r A, clip(r) A). A compares the answer with
-its group, r = pi / pi_old is a token's ratio, and clip(r) keeps it between 1 - EPS and 1 + EPS. The
-paper's KL term is left out; train.py has it, off by default. Because dr / dlog pi = r, the gradient
-of a term is r A grad log pi, or 0 where the min has chosen the clipped side. Divided by T_i, r A is
-the token's *push*: a positive one makes it likelier. With A = .94, r = 1.1 and 23 tokens it is
-1.1 * .94 / 23 = .045. It is a plain number, and log pi alone carries the gradient.
+GRPO maximises, as a mean over answers,
+
+    (1/T) sum over the answer's T tokens of min(r A, clip(r) A)
+
+A compares the answer with the others to the same prompt. r = pi / pi_old is a token's ratio: how
+much likelier it is now than when it was sampled. clip(r) keeps r between 1 - EPS and 1 + EPS. (The
+paper's KL term is left out; train.py has it, off by default.)
+
+The gradient of r A is r A grad log pi, because dr = r dlog pi. So GRPO comes down to one number for
+each token, its *push*: r A / T, or 0 where the min has chosen the clipped side, which is constant.
+A positive push makes the token likelier. If 4 of 8 answers are right, a right one has A = .94, and
+with r = 1.1 each of its 23 tokens, the end token included, has a push of 1.1 * .94 / 23 = .045.
+
+Begin with `step`. train.py makes the same step faster, and with any loss.
 """
 
 from __future__ import annotations
@@ -33,27 +39,27 @@ EPS = 0.2  # GRPO's clip
 
 
 def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
-    """Learn from sampled answers. A row has a prompt, an answer and a reward; a group is G rows.
+    """Learn from sampled answers. A row has a prompt, an answer and a reward.
 
+    The first G rows are a group, that is the answers to one prompt; the next G rows are another.
     minibatches: for each optimiser step the numbers of the groups that it learns from. A row gains
-    `old` and `A`, which stay, and for each optimiser step `now`, `ratio` and `push`.
+    `A` and `old_logp`, which stay, and in each optimiser step `logp`, `ratio` and `push`.
     """
-    # Before learning: how probable each answer was, and how it compares with its group. Only the
-    # end of an answer is rewarded, so each of its tokens has the advantage of the whole.
-    A = advantages([row.reward for row in rows], G)
-    for row, advantage in zip(rows, A, strict=True):
-        row.old, row.A = log_probs(policy, row.prompt, row.answer).detach(), advantage
+    # Before learning: how an answer compares with its group, and how probable its tokens were.
+    # Only the end of an answer is rewarded, so all its tokens have the same advantage A.
+    compared = advantages([row.reward for row in rows], G)
+    for row, A in zip(rows, compared, strict=True):
+        row.A, row.old_logp = A, log_probs(policy, row.prompt, row.answer).detach()
     for groups in minibatches:
-        part = [row for g in groups for row in rows[g * G :][:G]]
+        part = [row for g in groups for row in rows[g * G : g * G + G]]
         for row in part:
-            row.now = log_probs(policy, row.prompt, row.answer)  # (T_i,), with a gradient
-            row.ratio = (row.now.detach() - row.old).exp().tolist()
-            # How hard is each token pushed? GRPO divides by the answer's own length.
+            row.logp = log_probs(policy, row.prompt, row.answer)  # (T_i,), with a gradient
+            row.ratio = (row.logp.detach() - row.old_logp).exp().tolist()
             row.push = [slope(row.A, r) / len(row.answer) for r in row.ratio]
-        if baseline:
+        if baseline:  # not GRPO's: see the end of this file
             subtract_baseline(part, G)
-        # A push on a token is so much times the gradient of its log-prob. Descent wants the minus.
-        loss = -sum(torch.tensor(row.push) @ row.now for row in part) / len(part)
+        # A loss whose gradient is minus the sum of push * grad log pi. Its value means nothing.
+        loss = -sum(torch.tensor(row.push) @ row.logp for row in part) / len(part)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
@@ -63,7 +69,7 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
 
 
 def slope(A: float, r: float) -> float:
-    """The slope of min(r A, clip(r) A) in log pi.
+    """The slope of min(r A, clip(r) A) in log pi: r A, or 0 on the clipped side.
 
     The min stops winners (A > 0) above 1 + EPS, and losers below 1 - EPS. With A = 1 the slopes at
     r = .9, 1.1 and 1.3 are .9, 1.1 and 0.
@@ -74,26 +80,27 @@ def slope(A: float, r: float) -> float:
 
 def advantages(rewards: list[float], G: int) -> list[float]:
     """(R - mean of the group) / (its standard deviation + 1e-4); 0 where all rewards are equal."""
-    found = []
+    compared = []
     for start in range(0, len(rewards), G):
         group = rewards[start : start + G]
-        if max(group) == min(group):  # else rounding would become a push
-            found += [0.0] * G
+        if max(group) == min(group):  # R - mean may be 1e-17 here, which / 1e-4 is not quite 0
+            compared += [0.0] * G
         else:
-            found += [(reward - fmean(group)) / (stdev(group) + 1e-4) for reward in group]
-    return found
+            compared += [(reward - fmean(group)) / (stdev(group) + 1e-4) for reward in group]
+    return compared
 
 
 def log_probs(policy, prompt: list[int], answer: list[int], temperature: float = 1.0):
     """log pi of the answer's tokens. (T_i,)."""
-    every = all_log_probs(policy, prompt, answer, temperature)
-    return every[range(len(answer)), answer]  # of row t the column of the token at t
+    every = all_log_probs(policy, prompt, answer, temperature)  # (T_i, V)
+    return every[range(len(answer)), answer]  # at each place the column of the token taken there
 
 
 def all_log_probs(policy, prompt: list[int], answer: list[int], temperature: float):
     """log pi of every id of the vocabulary at each place of the answer. (T_i, V).
 
-    What the model reads up to a place predicts the next token, so the row before counts.
+    A model's output at a token predicts the next one. With the prompt a b and the answer c d, the
+    output at b predicts c and that at c predicts d; the output at d is not needed.
     """
     logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1)
@@ -109,10 +116,12 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
         answer = []
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
-            if temperature:  # the first id at which the summed probability exceeds the number; how
-                # many do not is its place
-                sums = (logits / temperature).double().softmax(-1).cumsum(-1)
-                answer.append(int((sums <= uniform[i, len(answer)] * sums[-1]).sum()))
+            if temperature:
+                # Sample: the first id whose cumulative probability exceeds a random number. Its
+                # place is the number of ids before it. (By hand, so that train.py draws the same.)
+                cumulative = (logits / temperature).double().softmax(-1).cumsum(-1)
+                number = uniform[i, len(answer)] * cumulative[-1]
+                answer.append(int((cumulative <= number).sum()))
             else:
                 answer.append(int(logits.argmax()))
         answers.append(answer)
@@ -127,21 +136,6 @@ def ask(policy, task, items: list, gen) -> list:
         text = policy.tokenizer.decode([x for x in answer if x not in policy.eos])
         rows.append(SimpleNamespace(prompt=prompt, answer=answer, reward=task.reward(text, item)))
     return rows
-
-
-def imitate(policy, task, steps: int, gen):
-    """Learn imperfect demonstrations: some answers must be right, or RL has nothing to find."""
-    optimizer = torch.optim.Adam(policy.model.parameters(), 6e-3)
-    for number in range(steps):
-        optimizer.param_groups[0]["lr"] = 6e-3 * (1 - number / steps)
-        optimizer.zero_grad()
-        for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
-            (prompt,) = task.encode(policy.tokenizer, [task.train[i]])
-            demo = policy.tokenizer(task.train[i].demo)["input_ids"] + policy.eos
-            # 400: about as many tokens as 32 demonstrations have
-            (-log_probs(policy, prompt, demo).sum() / 400).backward()
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        optimizer.step()
 
 
 def main(warm_steps: int = 700, steps: int = 60):
@@ -159,27 +153,45 @@ def main(warm_steps: int = 700, steps: int = 60):
     for number in range(1, steps + 1):
         picks = torch.randint(len(task.train), (PROMPTS,), generator=gen).tolist()
         rows = ask(policy, task, [task.train[i] for i in picks for _ in range(G)], gen)
+        # Four optimiser steps, each on two of the eight groups, in a random order.
         step(policy, optimizer, rows, torch.randperm(PROMPTS).view(MINIBATCHES, -1).tolist())
         if number % 10 == 0:
             text = tokenizer.decode(rows[0].prompt + rows[0].answer)
             print(f"step {number}: reward {fmean(row.reward for row in rows):.3f}   {text}")
 
 
-# ---------------- not part of GRPO: a baseline at every history (step's baseline=True)
+def imitate(policy, task, steps: int, gen):
+    """Learn imperfect demonstrations: some answers must be right, or RL has nothing to find."""
+    optimizer = torch.optim.Adam(policy.model.parameters(), 6e-3)
+    for number in range(steps):
+        optimizer.param_groups[0]["lr"] = 6e-3 * (1 - number / steps)
+        optimizer.zero_grad()
+        for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
+            (prompt,) = task.encode(policy.tokenizer, [task.train[i]])
+            demo = policy.tokenizer(task.train[i].demo)["input_ids"] + policy.eos
+            # 400: about as many tokens as 32 demonstrations have; most are as short as `so #86`
+            (-log_probs(policy, prompt, demo).sum() / 400).backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+
+
+# ---------------- not part of GRPO: a baseline at every prefix (step's baseline=True)
 
 
 def subtract_baseline(rows: list, G: int):
-    """From each push, subtract the mean push of the other answers with the same history.
+    """From each push, subtract the mean push of the other answers with the same prefix.
 
-    A history is the prompt and what the answer has said before the token. What the others earn
-    from there on says how good the history is; only what is better or worse than that speaks for
-    the token. A push holds its ratio r as a factor, so the others' pushes are divided by theirs
-    and the mean b is multiplied by that of this token: over what pi_old samples, r b grad log pi
-    averages to 0, so it changes no expected update; b grad log pi does not. With ratios of 1 the
-    pushes .125, -.1, .25, -.125 on one shared token become .117, -.183, .283, -.217, which sum to
-    0: they cancel.
+    A token's prefix is the prompt and what the answer has said before it. What the other answers
+    of that prefix earn says how good the prefix is; what an answer earns beyond them says how good
+    its next token is. Where all of them take the same token, its pushes now sum to 0.
+
+    A push has its ratio r as a factor, so the others' pushes are divided by their ratios, and their
+    mean b is multiplied by the token's own. That is because r b grad log pi averages to 0 over what
+    pi_old samples, while b grad log pi alone would not. So the subtraction leaves the expected
+    update as it is, if b does not depend on the answer at hand. In GRPO it does a little, because
+    that answer's reward is a part of the others' group mean (losses.prefix_baseline).
     """
-    compared = []
+    corrected = []
     for i, row in enumerate(rows):
         push = list(row.push)
         for t in range(len(push)):
@@ -187,8 +199,8 @@ def subtract_baseline(rows: list, G: int):
             others = [x for x in group if len(x.push) > t and x.answer[:t] == row.answer[:t]]
             if others:
                 push[t] -= row.ratio[t] * fmean(x.push[t] / x.ratio[t] for x in others)
-        compared.append(push)
-    for row, push in zip(rows, compared, strict=True):
+        corrected.append(push)
+    for row, push in zip(rows, corrected, strict=True):
         row.push = push
 
 
