@@ -24,9 +24,10 @@ advantages sum to 0 and one number divides them all. Under grpo they do not, bec
 each by the answer's own length, so short answers push harder. (By default both losses also divide A
 by the group's standard deviation. That changes all four alike, so the table leaves it out.)
 
-What is left on "so" is a symptom. It points up in one batch and down in the next, so by itself it
-is noise. But the same division by T_i also weighs answers unequally where the policy has a choice,
-and there it can change which answers win (C18 in claims/).
+What is left on "so" is a symptom. By itself it is noise, because on average every token that could
+stand there gets the same push, and then none becomes likelier than another. But the same division
+by T_i also weighs answers unequally where the policy has a choice that matters, and there it can
+change which answers win (C18 in claims/).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
 paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and a baseline that makes the
