@@ -92,7 +92,6 @@ class Config:
     model: str = "scratch"  # scratch, or a directory or hub id of a causal LM
     layers: int = 1  # layers of the scratch model
     width: int = 64  # hidden size of the scratch model, a multiple of 8
-    reference: bool = True  # whether to keep the start policy, too: for a KL term and kl_start
     repair_references: int = 1  # answers shown beside a wrong one (ibpo)
 
     # The warm start: supervised steps before RL, so that there is something to reward.
@@ -137,7 +136,7 @@ def run(config: Config):
     # Where every answer is wrong, all rewards are equal and RL has nothing to compare. So a policy
     # begins with supervised steps; or, with --resume, after the steps that are done.
     done = begin(policy, optimizer, task, method, config)
-    reference = load_reference(config, task)  # the policy that RL starts from, for a KL term
+    reference = load_start(config, task) if method.hyper.get("kl") else None
     batches = prompt_batches(task, config)
 
     todo = range(done + 1, config.steps + 1)
@@ -158,7 +157,8 @@ def run(config: Config):
             trace(policy, updates, config)
         due = step % config.eval_every == 0 or step == config.steps
         if due:
-            metrics |= evaluate(policy, task, config) | divergence(reference, scored, config)
+            metrics |= evaluate(policy, task, config)
+            metrics |= divergence(scored, reference or load_start(config, task), config)
         record(metrics, config)
         if due:
             save_batch(policy, scored, config)
@@ -687,7 +687,7 @@ GSM8K = {
     "prompts": 16,
     "max_tokens": 512,
     "minibatches": 1,
-    "micro_rows": 8,
+    "micro_rows": 4,
     "lr": 1e-6,
     "eval_samples": 1,
     "threads": 0,
@@ -751,12 +751,9 @@ def bind_flags(config: Config) -> Method:
     """The method that --method and --hyper name."""
     try:
         hyper = dict(text.partition("=")[::2] for text in config.hyper.split())
-        method = bind(config.method, hyper)
+        return bind(config.method, hyper)
     except ValueError as error:
         raise UserError(f"--hyper {config.hyper!r}: {error}") from error
-    if method.hyper.get("kl") and not config.reference:
-        raise UserError("--hyper kl needs the start policy: leave out --no-reference")
-    return method
 
 
 def rng(*key) -> torch.Generator:
@@ -866,12 +863,9 @@ def load_policy(config: Config, task, path: str) -> Policy:
     return policy
 
 
-def load_reference(config: Config, task) -> Policy | None:
-    """The policy that RL starts from. A KL term and kl_start are measured from it."""
-    if not config.reference:
-        return None
-    start = f"{config.out}/start" if config.warm_steps else config.model
-    return load_policy(config, task, start)
+def load_start(config: Config, task) -> Policy:
+    """The policy that RL started from: what a KL term and kl_start are measured from."""
+    return load_policy(config, task, f"{config.out}/start" if config.warm_steps else config.model)
 
 
 def use_fast(policy: Policy, task, config: Config):
@@ -930,10 +924,8 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 # more to log, and to print
 
 
-def divergence(reference: Policy | None, scored: Scored, config: Config) -> dict[str, float]:
+def divergence(scored: Scored, reference: Policy, config: Config) -> dict[str, float]:
     """kl_start: KL(policy || reference) a token, in nats, by k3; of the policy before its step."""
-    if not reference:
-        return {}
     ref, _ = log_probs_in_pieces(reference, scored.answers, config)
     kl = k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()
     return {"kl_start": kl.item()}

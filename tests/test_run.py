@@ -282,7 +282,6 @@ MISTAKES = """
 --hyper eps_low=-1: must be at least 0
 --hyper alpha=1.5 --method ar-lopti: alpha must lie between 0 and 1
 --hyper ratio=sum --method dfpo-min: "geometric" or "product"
---hyper kl=0.1 --no-reference: leave out --no-reference
 --track wandb: pip install wandb
 """
 
@@ -303,12 +302,12 @@ DEFAULTS = """
 layers 1, width 64, warm_steps 700, warm_rows 64, warm_lr 0.006, steps 60, prompts 32, group_size 8,
 max_tokens 26, temperature 1.0, repair_references 1, epochs 1, minibatches 4, micro_rows 64,
 lr 0.001, grad_clip 1.0, eval_every 20, eval_items 200, eval_samples 4, seed 0, threads 1,
-task arithmetic, method grpo, model scratch, schedule linear, prefix_baseline False, reference True,
+task arithmetic, method grpo, model scratch, schedule linear, prefix_baseline False,
 fast False, trace False, hyper , scale , data , track , out x, resume
 """
 PRESET = """
 task gsm8k, model Qwen/Qwen2.5-0.5B-Instruct, warm_steps 0, steps 200, prompts 16, max_tokens 512,
-minibatches 1, micro_rows 8, lr 1e-06, eval_samples 1, threads 0, fast True
+minibatches 1, micro_rows 4, lr 1e-06, eval_samples 1, threads 0, fast True
 """
 
 
@@ -321,8 +320,8 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
 
     assert parsed("") == read(DEFAULTS)
     assert parsed("--task gsm8k") == read(DEFAULTS) | read(PRESET)
-    given = read("lr 1.0, fast False, micro_rows 3, reference False, prefix_baseline True")
-    flags = "--lr 1 --fast false --micro-rows 3 --no-reference --prefix-baseline --task gsm8k"
+    given = read("lr 1.0, fast False, micro_rows 3, prefix_baseline True")
+    flags = "--lr 1 --fast false --micro-rows 3 --prefix-baseline --task gsm8k"
     assert parsed(flags) == read(DEFAULTS) | read(PRESET) | given
 
 

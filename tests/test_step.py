@@ -187,7 +187,7 @@ def make_step(policy, config, method, reference=None):
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     updates = train.learn(policy, optimizer, scored, method, config)
     metrics = train.diagnose(policy, scored, updates, method, config)
-    return metrics | train.divergence(reference, scored, config)
+    return metrics | train.divergence(scored, reference, config) if reference else metrics
 
 
 # grpo is the second method, so it comes without the baseline. With one update a batch is learnt
