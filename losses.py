@@ -1,9 +1,9 @@
 """Group-relative policy-gradient losses, one short function each. `python losses.py` lists them.
 
 Four answers to one prompt, `37+48=`. R is the reward, given at the end only, and A = R - mean(R)
-the advantage. T_i is the length of an answer, and L = 5 the longest that is allowed. For this table
-a token is a whole line of the sum, such as `7+8=15`. The last two columns are how hard two losses
-push the token "so":
+the advantage. T_i is the length of an answer, and L = 5 the longest that is allowed. (A token of
+this table is a whole line of the sum, such as `7+8=15`, and the end is not counted.) The last two
+columns are how hard two losses push the token "so" in the first update, when all ratios are 1:
 
     answer                                   R    A    T_i   reinforce     grpo
                                                                A / L      A / T_i
@@ -17,22 +17,27 @@ A *push* is what a loss does to a token: c = -N dLoss/dlogp, where logp is the t
 log-probability and N the number of answers. It is row.push of toy/plain.py. A positive push makes
 the token likelier.
 
-All four answers begin with "so". So their pushes move the same probability, and only the sum of the
-pushes counts. Right and wrong answers began with "so" alike, so "so" cannot explain which of them
-won, and the sum should be 0: the pushes should *cancel*. Under reinforce they do, because the
-advantages sum to 0 and one number divides them all. Under grpo they do not, because grpo divides
-each by the answer's own length, so short answers push harder. (By default both losses also divide A
-by the group's standard deviation. That changes all four alike, so the table leaves it out.)
+All four answers begin with "so". Hence their pushes move the same probability, and only the sum of
+the pushes counts. Right and wrong answers have begun with it, therefore this token cannot explain
+which of them won. Its pushes should sum to 0: they should *cancel*. Under reinforce they do,
+because the advantages sum to 0 and one number divides them all. Under grpo they do not, because
+grpo divides each by the answer's own length, and short answers push harder. (By default both losses
+also divide A by the group's standard deviation. That changes all four alike, and the table leaves
+it out.)
 
 What is left on "so" is a symptom. By itself it is noise, because on average every token that could
 stand there gets the same push, and then none becomes likelier than another. But the same division
-by T_i also weighs answers unequally where the policy has a choice that matters, and there it can
-change which answers win (C18 in claims/).
+by T_i also weighs answers unequally at tokens that do matter, because right and wrong answers part
+there, and so it can change which answers win (claim C18).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
-paper on cancellation (DFPO, arXiv 2604.13088), the table METHODS, and a baseline that makes the
-pushes of any loss cancel. Below the ruled line stand the losses of neighbouring papers, and what
-measures a batch.
+paper on cancellation, and the table METHODS. Below the ruled line stand a baseline that makes the
+pushes of any loss cancel, the losses of neighbouring papers, and what measures a batch.
+
+What the comments refer to: DFPO is the paper on cancellation, arXiv 2604.13088, which we could not
+get and know from notes of others. TRL and verl are trainers that people use. (P): a paper or a
+trainer's source states it. (S): we know it second-hand. (D): derived here. (C18) and the like are
+claims: `python verify.py --explain C18` shows the proof.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from torch import Tensor
 
 @dataclass(eq=False)  # == would compare tensors
 class Batch:
-    """What a loss needs to know. N rows = prompts x group_size, T columns = longest answer.
+    """What a loss needs to know. N rows = prompts x group_size, T columns = the longest answer's.
 
     Raises ValueError for a tensor of another shape than logp's, and for rows that are not whole
     groups of at least 2.
@@ -64,12 +69,13 @@ class Batch:
 
     def __post_init__(self):
         check_batch(self)
-        # Losses mask what they have multiplied. But 0 * nan is nan, so none may hide in here.
+        # Losses multiply first and mask then. What comes back through the mask is a gradient of 0,
+        # and that times a nan on padding would be nan.
         self.adv = self.adv.masked_fill(~self.mask, 0.0)
 
 
 def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
-    """The pushes c = -N dLoss/dlogp, detached. (D)
+    """The pushes c = -N dLoss/dlogp, detached. (train.py reads them off logp.grad.) (D)
 
     logp must be the tensor that the loss was computed from; the graph is kept.
     scalar, (N, T) -> (N, T).
@@ -86,13 +92,13 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     """Compare every answer with its group: A_i = R_i - mean(R), divided by a scale.
 
     scale     divides by                    source
-    "std"     the group's std + 1e-4        GRPO sec. 4.1.2 (P; 1e-4 and N - 1 are TRL's)
+    "std"     the group's std + 1e-4        GRPO sec. 4.1.2 (P); G - 1 and 1e-4 as in TRL
     "mean"    nothing                       Dr. GRPO (P)
     "batch"   the std of all rewards + 1e-4   TRL (P)
     "maxrl"   the group's mean              MaxRL 2602.02710 (S)
 
-    C29 says what each of them ascends. A group whose rewards are all equal gets exactly 0; so does
-    one whose mean "maxrl" cannot divide by, because a reward is below 0 or all are 0.
+    C29 says which objective each of them ascends. A group whose rewards are all equal gets exactly
+    0; so does one whose mean "maxrl" cannot divide by, because a reward is below 0 or all are 0.
     (N,) floats -> (N,). Raises ValueError for what is not whole groups of floats, or for another
     scale.
     """
@@ -117,7 +123,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
 
 def token_ratio(batch: Batch) -> Tensor:
     """r_{i,t} = pi_theta / pi_old of every taken token, 1 on padding. (N, T)."""
-    # Masked before exp: afterwards a padded inf would still turn the gradient into 0 * inf = nan.
+    # Masked before exp. After it, an inf on padding would come back as a gradient of 0 * inf = nan.
     return (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).exp()
 
 
@@ -147,12 +153,12 @@ def lengths(batch: Batch) -> Tensor:
 
 
 def seq_mean(x: Tensor, batch: Batch) -> Tensor:
-    """x / T: (1/N) sum_i (1/T_i) sum_t x_{i,t}. GRPO's average (P), which has a bias (C8, C18)."""
+    """x / T_i: (1/N) sum_i (1/T_i) sum_t x_{i,t}. GRPO's average (P), which has a bias (C18)."""
     return (x.masked_fill(~batch.mask, 0.0).sum(1) / lengths(batch)).mean()
 
 
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
-    """x / L: (1/(N L)) sum_i sum_t x_{i,t}. One divisor for all; Dr. GRPO's (P), up to the L."""
+    """x / L: (1/(N L)) sum_i sum_t x_{i,t}. One divisor. Dr. GRPO's (P) but for the constant L."""
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
@@ -177,14 +183,13 @@ def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("
 # They differ in what weighs A, in whether a clip stops a push, and in the divisor. A docstring has
 #
 #     J              what is maximised, so the loss is -J. It says what a token adds, and after the
-#                    slash by what it is divided: by T, L or the number of tokens, as in the three
-#                    averages above
+#                    slash by what that is divided: by T_i, L or the number of tokens, as in the
+#                    three averages above
 #     Shared token   whether pushes cancel on a token that the whole group shares, like "so"
-#     Source         P: the paper states it. S: we know it second-hand. D: derived here.
-#                    claims/README.md lists where a loss is not quite its paper's
+#     Source         claims/README.md lists where a loss is not quite its paper's
 #
 # r is a token's ratio, s an answer's; clip(r) keeps r between 1 - eps_low and 1 + eps_high; sg[x]
-# is x without its gradient. (C8) is a claim: `python verify.py --explain C8` shows its proof.
+# is x without its gradient.
 
 
 def reinforce(batch: Batch) -> Tensor:
@@ -207,7 +212,7 @@ def grpo(
 ) -> Tensor:
     """PPO's clipped surrogate, averaged per answer.
 
-    J = (min(r A, clip(r) A) - kl k3) / T.
+    J = (min(r A, clip(r) A) - kl k3) / T_i. k3 estimates the KL to a reference policy.
     Shared token: sum A_i/T_i is left while all ratios are 1 (C8). Above the clip range only losers
     push, below it only winners (C6).
     Source: GRPO Eq. 3-4 (P; its kl is 0.04, its eps is not printed, 0.2 is PPO's). Two additions of
@@ -237,8 +242,8 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     Source: DAPO Eq. 8, 10-12 (P; where a group is not mixed it samples another prompt, and here
     the group is left out).
     """
-    # A group with equal rewards has only advantages of 0. It pushes nothing, so it only counts in
-    # the divisor, and there it is masked.
+    # A group with equal rewards pushes nothing, because all its advantages are 0. It would only
+    # enlarge the divisor, so it is masked there.
     groups = (batch.adv != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (groups, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
@@ -249,8 +254,8 @@ def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     """PPO's surrogate once per answer, on the geometric ratio.
 
     J = min(s A, clip(s) A), once per answer, then the mean over answers.
-    Shared token: s_i is a mean over T_i tokens, so a token moves it by s_i/T_i, and sum A_i s_i/T_i
-    is left (C4, C8).
+    Shared token: s_i is a geometric mean of T_i ratios, so ds_i/dlogp is s_i/T_i, and
+    sum A_i s_i/T_i is left (C4, C8).
     Source: GSPO Eq. 5-7 (P). ScaleRL (2510.13786, P) found 4e-3/5e-3 to work better.
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
@@ -272,7 +277,7 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     """GRPO with one divisor, and with a clip blind to the sign of A: there is no min.
 
     J = clip(r) A / L.
-    Shared token: cancels at any ratio (C7).
+    Shared token: cancels at any ratio, because outside the clip range nobody pushes it (C7).
     Source: DFPO's "GRPO-fix", of which only the purpose is known (S); this reading is ours (D).
     """
     ratio = token_ratio(batch)  # 1 on padding
@@ -283,8 +288,9 @@ def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group. DFPO Eq. 17 (S). Detached.
 
     Pushes fail to cancel where answers have unequal weights, so all answers of a group get the
-    smallest one. Then pushes also cancel on every part of the group whose advantages sum to 0 (C9).
-    The price is a bias, which can favour one of two equal choices.
+    smallest one. Then pushes cancel not only over the group, but over every part of it whose
+    advantages sum to 0 (C9). The price is a bias, because these are not the ratios that would make
+    up for sampling from pi_old; it can favour one of two equal choices.
     (groups, G), (groups, G) -> (groups, G). adv is not read, but adv_orthogonal needs it.
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
@@ -333,28 +339,30 @@ def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
     return -budget_mean((w * batch.adv * batch.logp).masked_fill(outside, 0.0), batch)
 
 
-# ---------------- a method = losses + the scale of the advantage (+ a credit rule, for neighbours)
+# ---------------- a method is a loss and the scale of its advantage
 
 
 @dataclass
 class Method:
     """What METHODS names, and train.py --method takes."""
 
-    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; only Lopti has two
+    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one, but for Lopti
     formula: str = ""  # J, as in the docstrings
-    cancels: str = ""  # when pushes on a token that the whole group shares cancel
+    cancels: str = ""  # when pushes on a token that the whole group shares cancel; a comma is "and"
     scale: str = "std"  # of group_advantages
-    clips: Callable[[Batch], Tensor] = token_ratio  # which ratio it clips: train.clip_share
-    # Below the ruled line some papers give the tokens of an answer advantages of their own:
-    credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T), once a rollout
-    needs_scores: bool = False  # whether credit reads OldPolicy.scores
-    repair: Callable[..., Tensor] | None = None  # beside credit: wrong answers are corrected first
-    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters: `bind`
+    # Not needed for the losses above. What is clipped, for a metric; all hyperparameters, which
+    # `bind` fills in; and for papers below the ruled line, which give tokens advantages of their
+    # own: credit is (N, T) adv, OldPolicy -> (N, T), and repair corrects wrong answers before it.
+    clips: Callable[[Batch], Tensor] = token_ratio
+    hyper: dict[str, object] = field(default_factory=dict)
+    credit: Callable[..., Tensor] | None = None
+    needs_scores: bool = False
+    repair: Callable[..., Tensor] | None = None
 
 
 METHODS: dict[str, Method] = {
     "reinforce": Method((reinforce,), "A log pi / L", "at any ratio"),
-    "grpo": Method((grpo,), "min(r A, clip(r) A) / T", "equal lengths, inside the clip"),
+    "grpo": Method((grpo,), "min(r A, clip(r) A) / T_i", "equal lengths, inside the clip"),
     "dr-grpo": Method((dr_grpo,), "min(r A, clip(r) A) / L", "inside the clip", scale="mean"),
     "dapo": Method((dapo,), "min(r A, clip(r) A) / tokens of mixed groups", "inside the clip"),
     "gspo": Method(
@@ -514,7 +522,7 @@ def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tenso
 def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
 
-    J = (4/tau) sigmoid(tau (r - 1)) A / T, tau by the sign of A. SAPO 2511.20347 (S:
+    J = (4/tau) sigmoid(tau (r - 1)) A / T_i, tau by the sign of A. SAPO 2511.20347 (S:
     as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
     Shared token: sum A_i/T_i is left at ratios of 1 (C8); elsewhere a little more, by the two taus.
     """
@@ -740,9 +748,11 @@ METHODS |= {
         (recentred,), "sg[mean_j s_i s_j (A_i - A_j)] log pi / L", "at any ratio", scale="mean"
     ),
     "balanced": Method(
-        (balanced,), "min(r A, clip(r) A) / tokens of that sign", "equal mean T, inside the clip"
+        (balanced,),
+        "min(r A, clip(r) A) / tokens of that sign",
+        "equal mean T_i, inside the clip",
     ),
-    "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T", "equal lengths, ratios of 1"),
+    "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T_i", "equal lengths, ratios of 1"),
     "dppo": Method(
         (dppo,), "r A / tokens, 0 where p left p_old the way A says", _INSIDE, scale="mean"
     ),
@@ -930,15 +940,16 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
 
 LEGEND = """\
 J is what a method maximises, so its loss is -J. J says what a token adds, and after the slash by
-what that is divided: L, the longest answer allowed, is one divisor for all; T is the answer's own
-length; tokens is the number of tokens in the batch.
+what that is divided: L, the longest answer allowed, is one divisor for all; T_i is the answer's
+own length; tokens is the number of tokens in the batch.
 
 A     reward - group mean; where the table says std, also divided by the group's deviation
 r, s  r = pi / pi_old of a token; s: its geometric mean over the answer (recentred: the product)
 clip  clip(r): r, but at least 1 - eps_low and at most 1 + eps_high
 sg    stop-gradient: what is in brackets counts as a constant
 
-The last column says when the pushes on a token that the whole group shares cancel.
+The last column says when the pushes on a token that the whole group shares cancel. A comma there is
+an "and".
 """
 
 if __name__ == "__main__":

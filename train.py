@@ -14,10 +14,14 @@ a step happens:
     config -> main -> 1. sample -> 2. score -> 3. learn -> diagnose -> evaluate
 
 Read toy/plain.py first, which is the same algorithm one answer at a time, then the upper half of
-losses.py. Against toy/plain.py this file adds batches, with padding and a cache of what the model
-has read; all losses; a learning rate that falls to 0; and ratios that start at exactly 1. What the
-lecture calls and does not define stands below the ruled line: warm start, memory, neighbouring
-papers, loading, files. A default run needs train.py, losses.py and toy/arithmetic.py alone.
+losses.py. Compared with toy/plain.py, this file has batches, with padding and with a cache of what
+the model has read; all losses in place of one; more answers a step; and a learning rate that falls.
+What the lecture calls and does not define stands below the ruled line: warm start, memory,
+neighbouring papers, loading, files. A default run needs train.py, losses.py and toy/arithmetic.py
+alone.
+
+A *step* begins with a rollout, which is a batch of sampled answers. It makes several *updates* of
+the weights from it.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ class Config:
 
     # Which loss.
     method: Literal[tuple(METHODS)] = "grpo"  # a method of losses.py
-    hyper: str = ""  # hyperparameters: 'eps_high=0.3 kl=0.04'; a wrong name lists all
+    hyper: str = ""  # hyperparameters: 'eps_high=0.3 kl=0.04'; an unknown name prints the list
     scale: Literal[("", *SCALES)] = ""  # of A, see group_advantages; empty: the method's
     prefix_baseline: bool = False  # a leave-one-out baseline at every prefix (losses.py)
 
@@ -76,12 +80,12 @@ class Config:
     steps: int = 60  # rollout batches; 0: only the warm start
     prompts: int = 32  # prompts per rollout batch
     group_size: int = 8  # G, answers per prompt
-    max_tokens: int = 26  # L, the longest answer in tokens
+    max_tokens: int = 26  # L, the most tokens that an answer may have
     temperature: float = 1.0  # sampling temperature, also inside every log-prob
 
     # What it learns from them.
     epochs: int = 1  # how often a rollout batch is gone through
-    minibatches: int = 4  # optimiser steps per epoch, each on whole groups
+    minibatches: int = 4  # updates per epoch, each on whole groups
     lr: float = 1e-3  # learning rate of AdamW
     schedule: Literal["constant", "linear"] = "linear"  # learning rate over the run
     grad_clip: float = 1.0  # largest gradient norm
@@ -104,7 +108,7 @@ class Config:
     eval_items: int = 200  # held-out problems per evaluation
     eval_samples: int = 4  # k of pass@k: samples per held-out problem
     seed: int = 0  # seed of everything random
-    micro_rows: int = 64  # answers in the model at once: changes the memory, not the result
+    micro_rows: int = 64  # answers in the model at once, as memory allows; not the result
     threads: int = 1  # CPU threads, 0: all; a tiny model gains nothing from more than one
     fast: bool = False  # llm/fast.py's generate and log_probs: the same numbers, sooner
     trace: bool = False  # print the first group that can learn, token by token
@@ -130,12 +134,13 @@ def main(argv: list[str] | None = None):
 
 
 def run(config: Config):
-    method, task = bind_flags(config), load_task(config)
+    method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
     optimizer = adamw(policy.model, config.lr)
-    # Where every answer is wrong, all rewards are equal and RL has nothing to compare. So a policy
-    # begins with supervised steps; or, with --resume, after the steps that are done.
-    done = begin(policy, optimizer, task, method, config)
+    # Where every answer is wrong, all rewards are equal and RL has nothing to compare. So first
+    # come supervised steps. Or, with --resume, what was saved: then some steps are done already.
+    done = warm_start_or_resume(policy, optimizer, task, method, config)
+    # The policy that RL started from, which a KL term compares with.
     reference = load_start(config, task) if method.hyper.get("kl") else None
     batches = prompt_batches(task, config)
 
@@ -144,11 +149,11 @@ def run(config: Config):
         start = time.perf_counter()
         # 1. G answers to each prompt, and a reward for each.
         answers = sample(policy, task, batches[step - 1], step, config)
-        # 2. What stays fixed while the policy learns: its log-probs now, and the advantages.
+        # 2. What stays fixed while the policy learns: the log-probs before it, and the advantages.
         scored = score(policy, answers, method, config, reference)
         if method.credit:  # some neighbouring papers give each token an advantage of its own
             scored = reshape_credit(policy, task, scored, method, config)
-        # 3. Per minibatch: loss -> how hard it pushes each token -> gradient -> weights.
+        # 3. Per minibatch: log-probs now -> loss -> gradient -> weights.
         updates = learn(policy, optimizer, scored, method, config)
         metrics = diagnose(policy, scored, updates, method, config)
         metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - start)
@@ -168,13 +173,15 @@ def run(config: Config):
 
 
 # -------------------------------------------------------------------------------------------------
-# 1. sample: G answers to each prompt, rewarded at their end. N answers in all, T = the longest one
+# 1. sample: G answers to each prompt, rewarded at their end
 #
-# A step hands on three records. Each holds the one before it:
+# A step makes three kinds of records, and each holds the one before it:
 #
 #     Answers   what was said, and what it earned
 #     Scored    answers, and as a Batch what a loss knows of them: log-probs and advantages
-#     Update    a minibatch, which is a Scored of fewer answers, and what a step made of it
+#     Update    a minibatch, which is a Scored of fewer answers, and what an update made of it
+#
+# Shapes: N answers in all, T columns, as many as the longest of them has tokens.
 
 
 @dataclass
@@ -185,7 +192,7 @@ class Policy:
     tokenizer: object
     eos: Tensor  # (E,) the ids that end an answer, on the model's device
     sampler: Callable  # `generate` below; with --fast its twin in llm/fast.py
-    scorer: Callable  # `log_probs` below; with --fast its twin in llm/fast.py
+    scorer: Callable  # `log_probs` below, which gives no reward; with --fast its twin there
     bf16: bool = False  # whether the model computes in bf16: on a GPU that can
 
     def autocast(self) -> torch.autocast:
@@ -246,7 +253,7 @@ def generate(
     Greedy answers have log-probs at temperature 1.
     """
     n, device = len(prompts), prompts.device
-    if temperature:  # each row has random numbers of its own, so it never depends on other rows
+    if temperature:  # each row has random numbers of its own, and draws the same beside any others
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     # Shorter prompts are padded on the left, so that all rows continue in one column. Positions
     # are counted from a row's own first token; those of padding are never looked at:
@@ -269,9 +276,10 @@ def generate(
         cache = out.past_key_values
         logp = (out.logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (N, V)
         token = draw(logp, uniform[:, t, None]) if temperature else logp.argmax(-1)  # (N,)
-        # An EOS counts, and what follows it does not. So the mask is made from `alive` before this
-        # token may end its row. A row that has ended is computed on, unseen, until all have:
-        #     token  a . _      alive before it, which is its mask  1 1 0
+        # An EOS counts, and what follows it does not. So a token's mask is `alive` as it was before
+        # this token could end its row:
+        #     token  a . _      mask  1 1 0      with . for EOS and _ for what comes after it
+        # A row that has ended still goes through the model, until all have, but nothing sees it.
         tokens.append(token.masked_fill(~alive, 0))
         mask.append(alive)
         logps.append(logp.gather(1, token[:, None]).squeeze(1).masked_fill(~alive, 0.0))
@@ -285,7 +293,7 @@ def generate(
 def draw(logp: Tensor, uniform: Tensor) -> Tensor:
     """Sample: the first token whose cumulative probability exceeds a uniform number.
 
-    By hand, because torch.multinomial would let rows share random numbers.
+    By hand, because in torch.multinomial the rows share random numbers.
     (n, V) log-probs, (n, 1) numbers -> (n,) tokens.
     """
     cdf = logp.double().exp().cumsum(-1)  # (n, V); fp32 sums of a large vocabulary are too coarse
@@ -305,7 +313,7 @@ class Scored:
     batch: Batch  # its logp_old is that of the policy that sampled, for good
     advantages: Tensor  # (N,) A_i
     nodes: Tensor  # (N, T) equal where two answers of a group agree up to and including a token
-    metrics: dict  # what is known of the step's metrics
+    metrics: dict  # entropy, max_logp_gap: for the log
 
     def of(self, rows: Tensor) -> Scored:
         """The same of some rows, which are whole groups."""
@@ -339,7 +347,7 @@ def score(
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
-    # Where answers agree so far, for --prefix-baseline and for the metric `decided`.
+    # Which answers have the same prefix, for --prefix-baseline and for the metric `decided`.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     metrics = {"entropy": (entropy.sum() / mask.sum()).item(), "max_logp_gap": gap}
     return Scored(answers, batch, advantages, nodes, metrics)
@@ -369,14 +377,14 @@ def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Ten
 
 
 # -------------------------------------------------------------------------------------------------
-# 3. learn: several optimiser steps on one rollout batch
+# 3. learn: several updates from one rollout batch
 
 
 @dataclass(eq=False)
 class Update:
-    """What an optimiser step did."""
+    """What an update of the weights did."""
 
-    minibatch: Scored  # the n answers that it learnt from; batch.logp is that just before the step
+    minibatch: Scored  # the n answers that it learnt from; batch.logp is that just before it
     push: Tensor  # (n, T) how hard the loss pushed each token
     loss: float
     grad_norm: float
@@ -405,6 +413,9 @@ def learn(
 
     By default 4 times, on 64 of 256 answers each. From the second on the weights have moved, so
     ratios are no longer 1, although these answers are learnt from for the first time.
+
+    toy/plain.py finds the pushes by hand, and makes a loss of them. Here a loss of losses.py is
+    given, and backward finds its pushes on the way to the weights.
     """
     step, updates = scored.answers.step, []
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
@@ -413,19 +424,17 @@ def learn(
 
     for loss_fn, minibatch in minibatches(scored, method, config):
         logp = log_probs_now(policy, minibatch, first=not updates, config=config)  # (n, T)
-        logp.retain_grad()  # backward is to leave dLoss/dlogp here
+        logp.retain_grad()  # backward shall leave dLoss/dlogp here
         batch = replace(minibatch.batch, logp=logp)
         loss = loss_fn(batch)
-        if config.prefix_baseline:
+        if config.prefix_baseline:  # a loss whose pushes are this one's minus the baseline
             loss = prefix_baseline(loss, batch, minibatch.nodes)
         optimizer.zero_grad()
         loss.backward()
-        if logp.is_leaf:  # the exception, for memory: the gradient has yet to reach the weights
+        if logp.is_leaf:  # only above --micro-rows: backward has come as far as logp, see below
             backward_in_pieces(policy, minibatch.answers, logp.grad, config)
 
-        # The loss is a function of the (n, T) log-probs. Its derivative by each of them says how
-        # hard it pushed that token: c = -n dLoss/dlogp. A positive push makes a token likelier.
-        push = -len(logp) * logp.grad  # (n, T)
+        push = -len(logp) * logp.grad  # (n, T) c = -n dLoss/dlogp: positive makes a token likelier
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
         check_finite(loss.item(), norm, step)
         if push.any():  # else nothing is learnt, and momentum alone must not move the weights
@@ -438,13 +447,13 @@ def learn(
 def log_probs_now(policy: Policy, minibatch: Scored, first: bool, config: Config) -> Tensor:
     """How probable the answers of a minibatch are now, to be differentiated. (n, T)."""
     old = minibatch.batch.logp_old
-    if len(old) > config.micro_rows:  # for memory, see below the ruled line
+    if len(old) > config.micro_rows:  # more than fit into memory: see below the ruled line
         return leaf_log_probs(policy, minibatch, first, config)
     logp, _ = policy.scorer(policy, minibatch.answers, config.temperature)
     if first:
-        # Nothing has been learnt since `score`, so these should be the old numbers. But this pass
-        # rounds differently, because other answers stand beside these. So we reuse the old numbers,
-        # and r is exactly 1. The bracket is 0: it has no value, but the gradient of the new pass.
+        # Nothing has been learnt since `score`, so these should be the old numbers, and r exactly
+        # 1. But this pass rounds differently, because other answers stand beside these. So we take
+        # the old numbers. The bracket adds 0 to them, and brings the gradient of this pass along.
         logp = old + (logp - logp.detach())
     return logp
 
@@ -459,7 +468,7 @@ def diagnose(
 ) -> dict:
     """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
 
-    `decided` says whether --prefix-baseline would lower the noise: see losses.decided.
+    Where `decided` is above `break_even`, --prefix-baseline would lower the noise (losses.decided).
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
@@ -487,7 +496,7 @@ def diagnose(
 
 @torch.no_grad()
 def evaluate(policy: Policy, task, config: Config) -> dict:
-    """Mean reward of greedy and of sampled answers to held-out problems, and three to read.
+    """Mean reward of greedy and of sampled answers to held-out problems, and three examples.
 
     pass@k is the share of problems with a sample of reward 1. Every evaluation has the same random
     numbers, so a policy that does not move scores the same.
@@ -508,7 +517,7 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
     }
     texts = [text for answers in sampled for text in answers.texts]
     copies = [item for item in items for _ in range(k)]
-    metrics |= task.shares(copies, texts)  # the toy's: how answers open, and how they go on
+    metrics |= task.shares(copies, texts)  # a task's own; the toy's say how answers open and go on
     return metrics | {"examples": examples(sampled[0], k)}
 
 
@@ -747,8 +756,8 @@ def check(config: Config):
         raise UserError(f"--out {config.out} exists; choose another, or --resume it")
 
 
-def bind_flags(config: Config) -> Method:
-    """The method that --method and --hyper name."""
+def choose_method(config: Config) -> Method:
+    """The method that --method names, with the hyperparameters of --hyper filled in."""
     try:
         hyper = dict(text.partition("=")[::2] for text in config.hyper.split())
         return bind(config.method, hyper)
@@ -997,7 +1006,7 @@ def check_finite(loss: float, norm: float, step: int):
 #               model/         the policy at the end
 
 
-def begin(policy: Policy, optimizer, task, method: Method, config: Config) -> int:
+def warm_start_or_resume(policy: Policy, optimizer, task, method: Method, config: Config) -> int:
     """The directory of a run, the warm start and the first evaluation; or what --resume goes on
     from. Returns how many steps are done."""
     folder = Path(config.out)

@@ -91,7 +91,7 @@ def train_all(options: Options, shared: list[str]) -> list[Path]:
         folder = Path(options.out, re.sub(r"[^\w.=]+", "-", f"{method} s{seed}"))
         flags = [*shared, "--method", *shlex.split(method), "--seed", str(seed)]
         config = train.parse(flags)
-        train.bind_flags(config)  # mistakes end here, before anything runs
+        train.choose_method(config)  # mistakes end here, before anything runs
         check_same(folder, asdict(config))
         folders.append(folder)
         if not is_finished(folder):

@@ -35,7 +35,7 @@ from toy.arithmetic import Arithmetic
 G = 8  # answers to a prompt: one group
 PROMPTS, MINIBATCHES = 8, 4  # of a step
 TOKENS = 26  # the longest answer
-EPS = 0.2  # GRPO's clip
+EPS = 0.2  # the clip range: PPO's; GRPO's paper prints none
 
 
 def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
@@ -51,20 +51,21 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
     for row, A in zip(rows, compared, strict=True):
         row.A, row.old_logp = A, log_probs(policy, row.prompt, row.answer).detach()
     for groups in minibatches:
-        part = [row for g in groups for row in rows[g * G : g * G + G]]
-        for row in part:
+        minibatch = [row for g in groups for row in rows[g * G : g * G + G]]
+        for row in minibatch:
             row.logp = log_probs(policy, row.prompt, row.answer)  # (T_i,), with a gradient
             row.ratio = (row.logp.detach() - row.old_logp).exp().tolist()
             row.push = [slope(row.A, r) / len(row.answer) for r in row.ratio]
         if baseline:  # not GRPO's: see the end of this file
-            subtract_baseline(part, G)
-        # A loss whose gradient is minus the sum of push * grad log pi. Its value means nothing.
-        loss = -sum(torch.tensor(row.push) @ row.logp for row in part) / len(part)
+            subtract_baseline(minibatch, G)
+        # Its gradient is minus the mean over answers of the sum of push * grad log pi. Its value
+        # means nothing.
+        loss = -sum(torch.tensor(row.push) @ row.logp for row in minibatch) / len(minibatch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         # If no token is pushed, the step is left out: Adam's momentum would still move the weights.
-        if any(any(row.push) for row in part):
+        if any(any(row.push) for row in minibatch):
             optimizer.step()
 
 
@@ -83,7 +84,7 @@ def advantages(rewards: list[float], G: int) -> list[float]:
     compared = []
     for start in range(0, len(rewards), G):
         group = rewards[start : start + G]
-        if max(group) == min(group):  # R - mean may be 1e-17 here, which / 1e-4 is not quite 0
+        if max(group) == min(group):  # rounding may leave R - mean at 1e-17, which is not quite 0
             compared += [0.0] * G
         else:
             compared += [(reward - fmean(group)) / (stdev(group) + 1e-4) for reward in group]
@@ -92,8 +93,8 @@ def advantages(rewards: list[float], G: int) -> list[float]:
 
 def log_probs(policy, prompt: list[int], answer: list[int], temperature: float = 1.0):
     """log pi of the answer's tokens. (T_i,)."""
-    every = all_log_probs(policy, prompt, answer, temperature)  # (T_i, V)
-    return every[range(len(answer)), answer]  # at each place the column of the token taken there
+    table = all_log_probs(policy, prompt, answer, temperature)  # (T_i, V)
+    return table[range(len(answer)), answer]  # of row t the column answer[t]
 
 
 def all_log_probs(policy, prompt: list[int], answer: list[int], temperature: float):
@@ -117,8 +118,9 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
             if temperature:
-                # Sample: the first id whose cumulative probability exceeds a random number. Its
-                # place is the number of ids before it. (By hand, so that train.py draws the same.)
+                # Sample: the first id whose cumulative probability exceeds a random number. The
+                # ids before it are those with at most that, so their count is the id. (By hand,
+                # because train.py must draw the same, and there rows share no random numbers.)
                 cumulative = (logits / temperature).double().softmax(-1).cumsum(-1)
                 number = uniform[i, len(answer)] * cumulative[-1]
                 answer.append(int((cumulative <= number).sum()))
@@ -153,8 +155,9 @@ def main(warm_steps: int = 700, steps: int = 60):
     for number in range(1, steps + 1):
         picks = torch.randint(len(task.train), (PROMPTS,), generator=gen).tolist()
         rows = ask(policy, task, [task.train[i] for i in picks for _ in range(G)], gen)
-        # Four optimiser steps, each on two of the eight groups, in a random order.
-        step(policy, optimizer, rows, torch.randperm(PROMPTS).view(MINIBATCHES, -1).tolist())
+        # A random order of the groups, cut into one part for each optimiser step.
+        order = torch.randperm(PROMPTS, generator=gen).view(MINIBATCHES, -1)
+        step(policy, optimizer, rows, order.tolist())
         if number % 10 == 0:
             text = tokenizer.decode(rows[0].prompt + rows[0].answer)
             print(f"step {number}: reward {fmean(row.reward for row in rows):.3f}   {text}")
@@ -169,7 +172,8 @@ def imitate(policy, task, steps: int, gen):
         for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
             (prompt,) = task.encode(policy.tokenizer, [task.train[i]])
             demo = policy.tokenizer(task.train[i].demo)["input_ids"] + policy.eos
-            # 400: about as many tokens as 32 demonstrations have; most are as short as `so #86`
+            # 400: about as many tokens as 32 demonstrations have. Most are a guess of 7 tokens, as
+            # `so #86` and its end, and some are worked out, in 23.
             (-log_probs(policy, prompt, demo).sum() / 400).backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
@@ -179,26 +183,29 @@ def imitate(policy, task, steps: int, gen):
 
 
 def subtract_baseline(rows: list, G: int):
-    """From each push, subtract the mean push of the other answers with the same prefix.
+    """Compare each answer with those of the same prefix: the prompt and the tokens before.
 
-    A token's prefix is the prompt and what the answer has said before it. What the other answers
-    of that prefix earn says how good the prefix is; what an answer earns beyond them says how good
-    its next token is. Where all of them take the same token, its pushes now sum to 0.
+        push -> push - r b,    b: the mean of push / r over the other answers of that prefix
 
-    A push has its ratio r as a factor, so the others' pushes are divided by their ratios, and their
-    mean b is multiplied by the token's own. That is because r b grad log pi averages to 0 over what
-    pi_old samples, while b grad log pi alone would not. So the subtraction leaves the expected
-    update as it is, if b does not depend on the answer at hand. In GRPO it does a little, because
-    that answer's reward is a part of the others' group mean (losses.prefix_baseline).
+    b says what such answers get from here on, whatever they say next. So what is left of a push is
+    due to the next token. If all answers of the prefix take the same token, nothing is due to it:
+    pushes of .05 and .05 become 0 and 0, and in general they sum to 0. An answer without others
+    keeps its push.
+
+    Why r b, and not b: over what pi_old samples, r b grad log pi averages to 0, because the sum
+    over tokens of pi_old (pi / pi_old) grad log pi is the gradient of a sum of probabilities, which
+    is 1. So if b does not depend on the answer at hand, the expected update stays as it is. In GRPO
+    b does depend on it a little, because its reward is in the group's mean; see
+    losses.prefix_baseline. A token that the min has stopped is pushed again, by - r b.
     """
     corrected = []
     for i, row in enumerate(rows):
-        push = list(row.push)
+        start, push = i - i % G, list(row.push)
+        others = [other for other in rows[start : start + G] if other is not row]
         for t in range(len(push)):
-            group = [other for other in rows[i - i % G :][:G] if other is not row]
-            others = [x for x in group if len(x.push) > t and x.answer[:t] == row.answer[:t]]
-            if others:
-                push[t] -= row.ratio[t] * fmean(x.push[t] / x.ratio[t] for x in others)
+            same = [x for x in others if len(x.push) > t and x.answer[:t] == row.answer[:t]]
+            if same:
+                push[t] -= row.ratio[t] * fmean(x.push[t] / x.ratio[t] for x in same)
         corrected.append(push)
     for row, push in zip(rows, corrected, strict=True):
         row.push = push
