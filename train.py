@@ -1058,7 +1058,7 @@ def record(metrics: dict, config: Config):
         shown += ("greedy", "sampled")
         keys = [key for key in metrics if key in shown or key.startswith("pass@")]
         tqdm.write(f"step {metrics['step']}: {'  '.join(f'{k} {metrics[k]:.3f}' for k in keys)}")
-        tqdm.write(f"    {metrics['examples'][0]}")
+        tqdm.write(f"    {metrics['examples'][-1]}")
 
 
 def summarize(folder: Path):
