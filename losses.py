@@ -18,17 +18,17 @@ log-probability and N the number of answers. It is row.push of toy/plain.py. A p
 the token likelier.
 
 All four answers begin with "so". Hence their pushes move the same probability, and only the sum of
-the pushes counts. Right and wrong answers have begun with it, therefore this token cannot explain
-which of them won. Its pushes should sum to 0: they should *cancel*. Under reinforce they do,
-because the advantages sum to 0 and one number divides them all. Under grpo they do not, because
-grpo divides each by the answer's own length, and short answers push harder. (By default both losses
-also divide A by the group's standard deviation. That changes all four alike, and the table leaves
-it out.)
+the pushes counts. And hence "so" cannot explain which of the four won. Its pushes should sum to 0:
+they should *cancel*. Under reinforce they do, because the advantages sum to 0 and one number
+divides them all. Under grpo they do not, because grpo divides each by the answer's own length, and
+short answers push harder. (By default both losses also divide A by the group's standard deviation.
+That changes all four alike, and the table leaves it out.)
 
-What is left on "so" is a symptom. By itself it is noise, because on average every token that could
-stand there gets the same push, and then none becomes likelier than another. But the same division
-by T_i also weighs answers unequally at tokens that do matter, because right and wrong answers part
-there, and so it can change which answers win (claim C18).
+What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm", which mean nothing.
+So in another group all answers begin with "ok", and "ok" gets such a push. Probabilities sum to 1,
+so over many groups these pushes undo each other: by itself, what is left is noise. But the division
+by T_i also weighs answers unequally at the tokens where right and wrong answers differ. There it
+can change which answers win (claim C18).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
 paper on cancellation, and the table METHODS. Below the ruled line stand a baseline that makes the
@@ -69,18 +69,8 @@ class Batch:
 
     def __post_init__(self):
         check_batch(self)
-        # Losses multiply first and mask then. What comes back through the mask is a gradient of 0,
-        # and that times a nan on padding would be nan.
+        # A nan here on padding would be the gradient of adv * logp there, whatever masks it later.
         self.adv = self.adv.masked_fill(~self.mask, 0.0)
-
-
-def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
-    """The pushes c = -N dLoss/dlogp, detached. (train.py reads them off logp.grad.) (D)
-
-    logp must be the tensor that the loss was computed from; the graph is kept.
-    scalar, (N, T) -> (N, T).
-    """
-    return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
 
 
 # ---------------- parts: advantages, ratios, averages, the clip
@@ -91,14 +81,14 @@ SCALES = ("std", "mean", "batch", "maxrl")
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Tensor:
     """Compare every answer with its group: A_i = R_i - mean(R), divided by a scale.
 
-    scale     divides by                    source
-    "std"     the group's std + 1e-4        GRPO sec. 4.1.2 (P); G - 1 and 1e-4 as in TRL
-    "mean"    nothing                       Dr. GRPO (P)
+    scale     divides by                      source
+    "std"     the group's std + 1e-4          GRPO sec. 4.1.2 (P)
+    "mean"    nothing                         Dr. GRPO (P)
     "batch"   the std of all rewards + 1e-4   TRL (P)
-    "maxrl"   the group's mean              MaxRL 2602.02710 (S)
+    "maxrl"   the group's mean                MaxRL 2602.02710 (S)
 
-    C29 says which objective each of them ascends. A group whose rewards are all equal gets exactly
-    0; so does one whose mean "maxrl" cannot divide by, because a reward is below 0 or all are 0.
+    A std divides by G - 1, and 1e-4 is added, as in TRL. C29 says which objective each of them ascends. A group whose rewards are all equal gets exactly
+    0. Under "maxrl" so does a group with a reward below 0.
     (N,) floats -> (N,). Raises ValueError for what is not whole groups of floats, or for another
     scale.
     """
@@ -110,7 +100,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     groups = rewards.view(-1, group_size)  # (groups, G)
     mean, low = groups.mean(1, keepdim=True), groups.amin(1, keepdim=True)  # (groups, 1)
     adv = groups - mean  # (groups, G)
-    # Where all rewards are equal, adv is 0 but for rounding, which a tiny std would make large.
+    # Where all rewards are equal, adv is 0 except for rounding, which a tiny std would make large.
     silent = groups.amax(1, keepdim=True) == low
     if scale == "std":
         adv = adv / (groups.std(1, keepdim=True) + 1e-4)
@@ -123,7 +113,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
 
 def token_ratio(batch: Batch) -> Tensor:
     """r_{i,t} = pi_theta / pi_old of every taken token, 1 on padding. (N, T)."""
-    # Masked before exp. After it, an inf on padding would come back as a gradient of 0 * inf = nan.
+    # If it were masked after exp, an inf on padding would come back as a gradient of 0 * inf = nan.
     return (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).exp()
 
 
@@ -158,7 +148,7 @@ def seq_mean(x: Tensor, batch: Batch) -> Tensor:
 
 
 def budget_mean(x: Tensor, batch: Batch) -> Tensor:
-    """x / L: (1/(N L)) sum_i sum_t x_{i,t}. One divisor. Dr. GRPO's (P) but for the constant L."""
+    """x / L: (1/(N L)) sum_i sum_t x_{i,t}. One divisor. Dr. GRPO's sum (P), divided by L."""
     return x.masked_fill(~batch.mask, 0.0).sum() / (len(x) * batch.max_tokens)
 
 
@@ -183,8 +173,10 @@ def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("
 # They differ in what weighs A, in whether a clip stops a push, and in the divisor. A docstring has
 #
 #     J              what is maximised, so the loss is -J. It says what a token adds, and after the
-#                    slash by what that is divided: by T_i, L or the number of tokens, as in the
-#                    three averages above
+#                    slash how the sum is averaged:
+#                        x / T_i       seq_mean      each answer by its own length
+#                        x / L         budget_mean   one divisor
+#                        x / tokens    token_mean    one divisor
 #     Shared token   whether pushes cancel on a token that the whole group shares, like "so"
 #     Source         claims/README.md lists where a loss is not quite its paper's
 #
@@ -197,7 +189,7 @@ def reinforce(batch: Batch) -> Tensor:
 
     J = A log pi / L.
     Shared token: cancels at any ratio, because the ratio does not matter.
-    Source: Williams 1992, with the group's mean as in Dr. GRPO (P).
+    Source: Williams 1992 (P). METHODS gives it GRPO's advantage.
     """
     return -budget_mean(batch.adv * batch.logp, batch)
 
@@ -216,7 +208,7 @@ def grpo(
     Shared token: sum A_i/T_i is left while all ratios are 1 (C8). Above the clip range only losers
     push, below it only winners (C6).
     Source: GRPO Eq. 3-4 (P; its kl is 0.04, its eps is not printed, 0.2 is PPO's). Two additions of
-    trainers, off by default: kl_ratio, see k3; dual, see `clipped`.
+    trainers, off by default: kl_ratio weighs k3 by r; dual, see `clipped`.
     """
     surrogate = clipped(batch, eps_low, eps_high, dual)
     if kl:
@@ -284,13 +276,16 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
 
 
+# ---------------- DFPO: two repairs of a group's weights w, and a loss with each
+
+
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     """w~_i = min_j w_j: one weight for the whole group. DFPO Eq. 17 (S). Detached.
 
     Pushes fail to cancel where answers have unequal weights, so all answers of a group get the
-    smallest one. Then pushes cancel not only over the group, but over every part of it whose
-    advantages sum to 0 (C9). The price is a bias, because these are not the ratios that would make
-    up for sampling from pi_old; it can favour one of two equal choices.
+    smallest one: 0.5 and 2 become 0.5 and 0.5. Then pushes cancel over the group, and over all
+    answers that share a longer prefix if their advantages sum to 0 (C9). The price is a bias: an
+    answer's own ratio is what makes up for having been sampled from pi_old (C16).
     (groups, G), (groups, G) -> (groups, G). adv is not read, but adv_orthogonal needs it.
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
@@ -314,8 +309,8 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
     J = sg[the group's smallest s] A log pi / L. With eps (ours), tokens whose ratio is outside
     1 +- eps have no push.
     Shared token: cancels at any ratio, on every zero-sum part of the group, too (C9).
-    Source: DFPO Eq. 17. The transform is known second-hand (S); that it weighs A log pi, the
-    divisor and the geometric s are ours (D).
+    Source: DFPO Eq. 17. Known second-hand (S): the transform. Ours (D): that it weighs A log pi,
+    the divisor, the geometric s.
     """
     return _dfpo(min_replace, batch, ratio, eps)
 
@@ -332,9 +327,9 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
 
 def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
     """The loss of both: per group, weights from sequence ratios and advantages."""
-    groups = (-1, batch.group_size)  # (groups, G)
-    s, A = sequence_ratio(batch, ratio).view(groups), trajectory_advantage(batch).view(groups)
-    w = transform(s, A).reshape(-1, 1)  # (N, 1)
+    s, A = sequence_ratio(batch, ratio), trajectory_advantage(batch)  # (N,), (N,)
+    G = batch.group_size
+    w = transform(s.view(-1, G), A.view(-1, G)).reshape(-1, 1)  # (N, 1)
     outside = (token_ratio(batch) - 1).abs() > eps  # (N, T)
     return -budget_mean((w * batch.adv * batch.logp).masked_fill(outside, 0.0), batch)
 
@@ -346,18 +341,16 @@ def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
 class Method:
     """What METHODS names, and train.py --method takes."""
 
-    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one, but for Lopti
+    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one, except for Lopti
     formula: str = ""  # J, as in the docstrings
     cancels: str = ""  # when pushes on a token that the whole group shares cancel; a comma is "and"
     scale: str = "std"  # of group_advantages
-    # Not needed for the losses above. What is clipped, for a metric; all hyperparameters, which
-    # `bind` fills in; and for papers below the ruled line, which give tokens advantages of their
-    # own: credit is (N, T) adv, OldPolicy -> (N, T), and repair corrects wrong answers before it.
-    clips: Callable[[Batch], Tensor] = token_ratio
-    hyper: dict[str, object] = field(default_factory=dict)
-    credit: Callable[..., Tensor] | None = None
-    needs_scores: bool = False
-    repair: Callable[..., Tensor] | None = None
+    clips: Callable[[Batch], Tensor] = token_ratio  # which ratio, for the metric clip_share
+    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters, by `bind`
+    # Only for papers below the ruled line, in which tokens get advantages of their own:
+    credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T) adv
+    needs_scores: bool = False  # whether credit reads OldPolicy.scores
+    repair: Callable[..., Tensor] | None = None  # rewards after wrong answers were corrected
 
 
 METHODS: dict[str, Method] = {
@@ -384,6 +377,18 @@ METHODS: dict[str, Method] = {
 # What people seldom use: a baseline at every prefix, a KL term, the losses of neighbouring papers;
 # and what measures a batch. Each stands by itself.
 # =================================================================================================
+
+
+# ---------------- the push
+
+
+def token_coefficients(loss: Tensor, logp: Tensor) -> Tensor:
+    """The pushes c = -N dLoss/dlogp, detached. train.py reads them off logp.grad. (D)
+
+    logp must be the tensor that the loss was computed from; the graph is kept.
+    scalar, (N, T) -> (N, T).
+    """
+    return -len(logp) * torch.autograd.grad(loss, logp, retain_graph=True)[0]
 
 
 # ---------------- a baseline at every prefix

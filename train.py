@@ -8,10 +8,13 @@
 A policy answers prompts, several times each. Only whole answers are rewarded, and an answer is
 compared with the others to its prompt. A loss of losses.py says what that means for every token.
 
-One step is: sample, score, learn. The upper half of this file is the lecture, in the order in which
-a step happens:
+The upper half of this file is the lecture:
 
-    config -> main -> 1. sample -> 2. score -> 3. learn -> diagnose -> evaluate
+    config, main
+    1. sample      G answers to each prompt, and their rewards
+    2. score       what stays fixed from here: how probable the answers were, how they compare
+    3. learn       several updates of the weights
+    diagnose, evaluate
 
 Read toy/plain.py first, which is the same algorithm one answer at a time, then the upper half of
 losses.py. Compared with toy/plain.py, this file has batches, with padding and with a cache of what
@@ -20,8 +23,8 @@ What the lecture calls and does not define stands below the ruled line: warm sta
 neighbouring papers, loading, files. A default run needs train.py, losses.py and toy/arithmetic.py
 alone.
 
-A *step* begins with a rollout, which is a batch of sampled answers. It makes several *updates* of
-the weights from it.
+A *step* is all three: it samples a batch of answers, the rollout, and makes several *updates* from
+it.
 """
 
 from __future__ import annotations
@@ -96,7 +99,6 @@ class Config:
     model: str = "scratch"  # scratch, or a directory or hub id of a causal LM
     layers: int = 1  # layers of the scratch model
     width: int = 64  # hidden size of the scratch model, a multiple of 8
-    repair_references: int = 1  # answers shown beside a wrong one (ibpo)
 
     # The warm start: supervised steps before RL, so that there is something to reward.
     warm_steps: int = 700  # supervised steps on the task's demonstrations; 0: none
@@ -108,9 +110,10 @@ class Config:
     eval_items: int = 200  # held-out problems per evaluation
     eval_samples: int = 4  # k of pass@k: samples per held-out problem
     seed: int = 0  # seed of everything random
-    micro_rows: int = 64  # answers in the model at once, as memory allows; not the result
+    micro_rows: int = 64  # answers in the model at once: changes the memory, not the result
     threads: int = 1  # CPU threads, 0: all; a tiny model gains nothing from more than one
     fast: bool = False  # llm/fast.py's generate and log_probs: the same numbers, sooner
+    repair_references: int = 1  # ibpo: answers shown beside a wrong one that is to be corrected
     trace: bool = False  # print the first group that can learn, token by token
     track: Literal["", "trackio", "wandb"] = ""  # send the metrics there, too
     out: str = ""  # the run directory; empty: runs/TASK-METHOD-sSEED-TIME
@@ -179,20 +182,20 @@ def run(config: Config):
 #
 #     Answers   what was said, and what it earned
 #     Scored    answers, and as a Batch what a loss knows of them: log-probs and advantages
-#     Update    a minibatch, which is a Scored of fewer answers, and what an update made of it
+#     Update    a minibatch, which is a Scored of fewer answers, and what was learnt from it
 #
 # Shapes: N answers in all, T columns, as many as the longest of them has tokens.
 
 
 @dataclass
 class Policy:
-    """A causal LM with fp32 weights, in eval mode for good: dropout would change every ratio."""
+    """A causal LM with fp32 weights, always in eval mode: dropout would change every ratio."""
 
     model: torch.nn.Module
     tokenizer: object
     eos: Tensor  # (E,) the ids that end an answer, on the model's device
     sampler: Callable  # `generate` below; with --fast its twin in llm/fast.py
-    scorer: Callable  # `log_probs` below, which gives no reward; with --fast its twin there
+    scorer: Callable  # `log_probs` below; with --fast its twin in llm/fast.py
     bf16: bool = False  # whether the model computes in bf16: on a GPU that can
 
     def autocast(self) -> torch.autocast:
@@ -216,7 +219,7 @@ class Answers:
     prompts: Tensor  # (N, W) ids; -1 is padding, on the left, so that all answers begin in line
     tokens: Tensor  # (N, T) ids
     mask: Tensor  # (N, T) bool, True up to and including the first EOS
-    logp: Tensor  # (N, T) log pi of the tokens, as the sampler saw them
+    logp: Tensor  # (N, T) log pi of the tokens, as the sampler computed them
     rewards: Tensor  # (N,) floats; 1 = correct
     step: int = 0
 
@@ -253,7 +256,7 @@ def generate(
     Greedy answers have log-probs at temperature 1.
     """
     n, device = len(prompts), prompts.device
-    if temperature:  # each row has random numbers of its own, and draws the same beside any others
+    if temperature:  # each row has random numbers of its own: it draws the same in any company
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     # Shorter prompts are padded on the left, so that all rows continue in one column. Positions
     # are counted from a row's own first token; those of padding are never looked at:
@@ -310,13 +313,15 @@ class Scored:
     """What learning needs to know about N answers, or about the n answers of a minibatch."""
 
     answers: Answers
-    batch: Batch  # its logp_old is that of the policy that sampled, for good
+    batch: Batch  # its logp_old always is that of the policy that sampled
     advantages: Tensor  # (N,) A_i
-    nodes: Tensor  # (N, T) equal where two answers of a group agree up to and including a token
-    metrics: dict  # entropy, max_logp_gap: for the log
+    # (N, T) places in the tree of a group's answers, as numbers. Two answers have the same number
+    # while they have said the same, this token included: so 7 and so 8 have nodes 0 1 and 0 3.
+    nodes: Tensor
+    metrics: dict  # of the whole rollout, for the log: entropy, max_logp_gap
 
     def of(self, rows: Tensor) -> Scored:
-        """The same of some rows, which are whole groups."""
+        """These rows only, which are whole groups."""
         answers, batch = take(self.answers, rows), take(self.batch, rows)  # these rows of each
         return Scored(answers, batch, self.advantages[rows], self.nodes[rows], self.metrics)
 
@@ -347,7 +352,7 @@ def score(
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
-    # Which answers have the same prefix, for --prefix-baseline and for the metric `decided`.
+    # For --prefix-baseline, which compares a token with those after the same node.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     metrics = {"entropy": (entropy.sum() / mask.sum()).item(), "max_logp_gap": gap}
     return Scored(answers, batch, advantages, nodes, metrics)
@@ -382,9 +387,9 @@ def log_probs(policy: Policy, answers: Answers, temperature: float) -> tuple[Ten
 
 @dataclass(eq=False)
 class Update:
-    """What an update of the weights did."""
+    """A minibatch, and what was learnt from it."""
 
-    minibatch: Scored  # the n answers that it learnt from; batch.logp is that just before it
+    minibatch: Scored  # n answers; their batch.logp is that just before the update
     push: Tensor  # (n, T) how hard the loss pushed each token
     loss: float
     grad_norm: float
@@ -431,7 +436,7 @@ def learn(
             loss = prefix_baseline(loss, batch, minibatch.nodes)
         optimizer.zero_grad()
         loss.backward()
-        if logp.is_leaf:  # only above --micro-rows: backward has come as far as logp, see below
+        if len(logp) > config.micro_rows:  # too many for one pass: backward has stopped at logp
             backward_in_pieces(policy, minibatch.answers, logp.grad, config)
 
         push = -len(logp) * logp.grad  # (n, T) c = -n dLoss/dlogp: positive makes a token likelier
@@ -447,13 +452,13 @@ def learn(
 def log_probs_now(policy: Policy, minibatch: Scored, first: bool, config: Config) -> Tensor:
     """How probable the answers of a minibatch are now, to be differentiated. (n, T)."""
     old = minibatch.batch.logp_old
-    if len(old) > config.micro_rows:  # more than fit into memory: see below the ruled line
-        return leaf_log_probs(policy, minibatch, first, config)
+    if len(old) > config.micro_rows:  # too many for one pass: see below the ruled line
+        return log_probs_no_graph(policy, minibatch, first, config)
     logp, _ = policy.scorer(policy, minibatch.answers, config.temperature)
     if first:
         # Nothing has been learnt since `score`, so these should be the old numbers, and r exactly
-        # 1. But this pass rounds differently, because other answers stand beside these. So we take
-        # the old numbers. The bracket adds 0 to them, and brings the gradient of this pass along.
+        # 1. But every pass rounds a little differently. So we take the old numbers. The bracket
+        # adds 0 to them, and brings the gradient of this pass along.
         logp = old + (logp - logp.detach())
     return logp
 
@@ -468,7 +473,7 @@ def diagnose(
 ) -> dict:
     """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
 
-    Where `decided` is above `break_even`, --prefix-baseline would lower the noise (losses.decided).
+    losses.decided adds three numbers: would --prefix-baseline lower the noise?
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
@@ -517,7 +522,7 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
     }
     texts = [text for answers in sampled for text in answers.texts]
     copies = [item for item in items for _ in range(k)]
-    metrics |= task.shares(copies, texts)  # a task's own; the toy's say how answers open and go on
+    metrics |= task.shares(copies, texts)  # a task's own; the toy's: which answers begin with "so"
     return metrics | {"examples": examples(sampled[0], k)}
 
 
@@ -614,7 +619,7 @@ def take(record, rows: Tensor):
     return replace(record, **taken)
 
 
-def leaf_log_probs(policy: Policy, minibatch: Scored, first: bool, config: Config) -> Tensor:
+def log_probs_no_graph(policy: Policy, minibatch: Scored, first: bool, config: Config) -> Tensor:
     """The log-probs of a minibatch that is too large for one pass: numbers without a graph. (n, T).
 
     A loss may compare all answers of a group, and what the model keeps of them for the backward

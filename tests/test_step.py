@@ -232,7 +232,7 @@ def test_the_plain_algorithm_makes_the_trainers_step(start, first_rows, monkeypa
     make_step(ours, train.Config(**COMMON, **own), losses.bind("grpo", {}))
     order = sum([torch.randperm(4, generator=gen).view(4, -1).tolist() for _ in range(3)], [])
     adam = naive.adam(theirs.model, 0.05)
-    plain.step(theirs, adam, copy.deepcopy(first_rows), order, baseline, G)
+    plain.learn(theirs, adam, copy.deepcopy(first_rows), order, baseline, G)
     assert not torch.equal(weights(ours), weights(start[0]))
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-9)
 

@@ -4,7 +4,7 @@
 
 To the prompt `37+48=` the answer `so 7+8=15,30+40=70,#85` is right: it earns 1, because the number
 behind its last # is 85. A wrong answer earns 0. An answer begins with "so", "ok" or "hm", which
-mean nothing. It is a list of tokens, here of characters.
+mean nothing. A token is a character, and the end of an answer is a token, too.
 
 GRPO maximises, as a mean over answers,
 
@@ -15,11 +15,13 @@ much likelier it is now than when it was sampled. clip(r) keeps r between 1 - EP
 paper's KL term is left out; train.py has it, off by default.)
 
 The gradient of r A is r A grad log pi, because dr = r dlog pi. So GRPO comes down to one number for
-each token, its *push*: r A / T, or 0 where the min has chosen the clipped side, which is constant.
-A positive push makes the token likelier. If 4 of 8 answers are right, a right one has A = .94, and
-with r = 1.1 each of its 23 tokens, the end token included, has a push of 1.1 * .94 / 23 = .045.
+each token, its *push*: r A / T. It is 0 where the min has chosen the clipped side, which is
+constant: for winners (A > 0) above 1 + EPS, and for losers below 1 - EPS. A positive push makes the
+token likelier. If 4 of 8 answers are right, a right one has A = .94, and with r = 1.1 each of its
+23 tokens has a push of 1.1 * .94 / 23 = .045.
 
-Begin with `step`. train.py makes the same step faster, and with any loss.
+A *step* samples answers, and then makes several *updates* of the weights from them. Begin with
+`learn`, which makes the updates. train.py does the same faster, and with any loss.
 """
 
 from __future__ import annotations
@@ -33,22 +35,21 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from toy.arithmetic import Arithmetic
 
 G = 8  # answers to a prompt: one group
-PROMPTS, MINIBATCHES = 8, 4  # of a step
+PROMPTS, UPDATES = 8, 4  # of a step
 TOKENS = 26  # the longest answer
 EPS = 0.2  # the clip range: PPO's; GRPO's paper prints none
 
 
-def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
+def learn(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=False, G=G):
     """Learn from sampled answers. A row has a prompt, an answer and a reward.
 
     The first G rows are a group, that is the answers to one prompt; the next G rows are another.
-    minibatches: for each optimiser step the numbers of the groups that it learns from. A row gains
-    `A` and `old_logp`, which stay, and in each optimiser step `logp`, `ratio` and `push`.
+    minibatches: for each update the numbers of the groups that it learns from. A row gains `A` and
+    `old_logp`, which stay, and in each update `logp`, `ratio` and `push`.
     """
     # Before learning: how an answer compares with its group, and how probable its tokens were.
     # Only the end of an answer is rewarded, so all its tokens have the same advantage A.
-    compared = advantages([row.reward for row in rows], G)
-    for row, A in zip(rows, compared, strict=True):
+    for row, A in zip(rows, advantages([row.reward for row in rows], G), strict=True):
         row.A, row.old_logp = A, log_probs(policy, row.prompt, row.answer).detach()
     for groups in minibatches:
         minibatch = [row for g in groups for row in rows[g * G : g * G + G]]
@@ -58,22 +59,21 @@ def step(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=F
             row.push = [slope(row.A, r) / len(row.answer) for r in row.ratio]
         if baseline:  # not GRPO's: see the end of this file
             subtract_baseline(minibatch, G)
-        # Its gradient is minus the mean over answers of the sum of push * grad log pi. Its value
-        # means nothing.
+        # This loss has the right gradient: minus the mean over answers of the sum over tokens of
+        # push * grad log pi. Its value means nothing.
         loss = -sum(torch.tensor(row.push) @ row.logp for row in minibatch) / len(minibatch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        # If no token is pushed, the step is left out: Adam's momentum would still move the weights.
+        # If no token is pushed, there is no update: Adam's momentum would still move the weights.
         if any(any(row.push) for row in minibatch):
             optimizer.step()
 
 
 def slope(A: float, r: float) -> float:
-    """The slope of min(r A, clip(r) A) in log pi: r A, or 0 on the clipped side.
+    """A push times T: the slope of min(r A, clip(r) A) in log pi.
 
-    The min stops winners (A > 0) above 1 + EPS, and losers below 1 - EPS. With A = 1 the slopes at
-    r = .9, 1.1 and 1.3 are .9, 1.1 and 0.
+    With A = 1 the slopes at r = .9, 1.1 and 1.3 are .9, 1.1 and 0.
     """
     stopped = r > 1 + EPS if A > 0 else r < 1 - EPS
     return 0.0 if stopped else r * A
@@ -119,8 +119,9 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
             if temperature:
                 # Sample: the first id whose cumulative probability exceeds a random number. The
-                # ids before it are those with at most that, so their count is the id. (By hand,
-                # because train.py must draw the same, and there rows share no random numbers.)
+                # ids before it are those with at most that, so their count is the id. (Not by
+                # torch.multinomial: train.py draws the same answers in a batch, so each answer
+                # needs random numbers of its own.)
                 cumulative = (logits / temperature).double().softmax(-1).cumsum(-1)
                 number = uniform[i, len(answer)] * cumulative[-1]
                 answer.append(int((cumulative <= number).sum()))
@@ -155,16 +156,19 @@ def main(warm_steps: int = 700, steps: int = 60):
     for number in range(1, steps + 1):
         picks = torch.randint(len(task.train), (PROMPTS,), generator=gen).tolist()
         rows = ask(policy, task, [task.train[i] for i in picks for _ in range(G)], gen)
-        # A random order of the groups, cut into one part for each optimiser step.
-        order = torch.randperm(PROMPTS, generator=gen).view(MINIBATCHES, -1)
-        step(policy, optimizer, rows, order.tolist())
+        # A random order of the groups, cut into one part for each update.
+        order = torch.randperm(PROMPTS, generator=gen).view(UPDATES, -1)
+        learn(policy, optimizer, rows, order.tolist())
         if number % 10 == 0:
             text = tokenizer.decode(rows[0].prompt + rows[0].answer)
             print(f"step {number}: reward {fmean(row.reward for row in rows):.3f}   {text}")
 
 
 def imitate(policy, task, steps: int, gen):
-    """Learn imperfect demonstrations: some answers must be right, or RL has nothing to find."""
+    """Before RL: learn from demonstrations, so that some answers are right and RL can compare.
+
+    Most of them guess, as `so #86` does, and are usually wrong; some work it out and are right.
+    """
     optimizer = torch.optim.Adam(policy.model.parameters(), 6e-3)
     for number in range(steps):
         optimizer.param_groups[0]["lr"] = 6e-3 * (1 - number / steps)
@@ -172,14 +176,13 @@ def imitate(policy, task, steps: int, gen):
         for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
             (prompt,) = task.encode(policy.tokenizer, [task.train[i]])
             demo = policy.tokenizer(task.train[i].demo)["input_ids"] + policy.eos
-            # 400: about as many tokens as 32 demonstrations have. Most are a guess of 7 tokens, as
-            # `so #86` and its end, and some are worked out, in 23.
+            # 400: about as many tokens as 32 demonstrations have, of 7 if guessed, else of 23
             (-log_probs(policy, prompt, demo).sum() / 400).backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
 
 
-# ---------------- not part of GRPO: a baseline at every prefix (step's baseline=True)
+# ---------------- not part of GRPO: a baseline at every prefix (learn's baseline=True)
 
 
 def subtract_baseline(rows: list, G: int):
@@ -187,16 +190,19 @@ def subtract_baseline(rows: list, G: int):
 
         push -> push - r b,    b: the mean of push / r over the other answers of that prefix
 
-    b says what such answers get from here on, whatever they say next. So what is left of a push is
-    due to the next token. If all answers of the prefix take the same token, nothing is due to it:
-    pushes of .05 and .05 become 0 and 0, and in general they sum to 0. An answer without others
-    keeps its push.
+    b says what answers of this prefix get, whichever token they take here. So what is left of a
+    push is due to the token. Where all answers of the prefix take the same token, nothing is due to
+    it, and what is left sums to 0: with r = 1, pushes of .05 and -.02 become .07 and -.07. An
+    answer without others keeps its push.
 
-    Why r b, and not b: over what pi_old samples, r b grad log pi averages to 0, because the sum
-    over tokens of pi_old (pi / pi_old) grad log pi is the gradient of a sum of probabilities, which
-    is 1. So if b does not depend on the answer at hand, the expected update stays as it is. In GRPO
-    b does depend on it a little, because its reward is in the group's mean; see
-    losses.prefix_baseline. A token that the min has stopped is pushed again, by - r b.
+    Why r b, and not b: if pi_old samples the token, r b grad log pi is 0 on average, because
+
+        sum over tokens of pi_old (pi / pi_old) grad log pi = sum of grad pi = grad 1 = 0
+
+    So the expected update stays as it is, if b does not depend on the answer at hand. In GRPO it
+    does a little, because that answer's reward is in the group's mean; the comments of
+    losses.prefix_baseline say what follows. A token that the min has stopped is pushed again, by
+    - r b.
     """
     corrected = []
     for i, row in enumerate(rows):
