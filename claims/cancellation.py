@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Draw, claim, coefficients
+from claims.evidence import Draw, claim, pushes_of
 from claims.formulas import DFPO, UNCLIPPED, shares_in
 
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
@@ -30,7 +30,7 @@ def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, 
     the average, (K, G) both, and the measured sum of the coefficients, (K,)."""
     adv = draw.adv if adv is None else adv
     batch = draw.batch(spread, adv=adv)
-    c = coefficients(getattr(losses, name)(batch, **hyper), batch)
+    c = pushes_of(getattr(losses, name)(batch, **hyper), batch)
     rho = draw.at_shared(draw.log_ratio(spread).exp())
     return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
 
@@ -70,7 +70,7 @@ def c4(name, draws, evidence):
             continue
         batch = draw.batch(0.6)
         evidence.equal(geometric, losses.sequence_ratio(batch))
-        c = coefficients(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
+        c = pushes_of(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
         evidence.equal(draw.at_shared(product * draw.adv).sum(1), draw.at_shared(c).sum(1))
 
 
@@ -191,7 +191,7 @@ def c11(name, draws, evidence):
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
         batch = draw.batch(spread)
-        c = coefficients(getattr(losses, name)(batch), batch)
+        c = pushes_of(getattr(losses, name)(batch), batch)
         plain = torch.where(draw.mask, draw.rows(draw.adv) / draw.max_tokens, 0)
         if spread:
             evidence.record_left((c - plain)[draw.mask])

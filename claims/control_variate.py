@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 
 import losses
 from claims.choice import off_policy_batch
-from claims.evidence import TOLERANCE, Draw, ascent, claim, coefficients
+from claims.evidence import TOLERANCE, Draw, ascent, claim, pushes_of
 from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy, World
 
@@ -88,7 +88,7 @@ def c22(name, draws, evidence):
         loss = -(k * batch.logp)[draw.mask].sum() / draw.N
         compared = losses.prefix_baseline(loss, batch, draw.nodes)
         evidence.equal(loss, compared, what="the loss's value")
-        c = coefficients(compared, batch)
+        c = pushes_of(compared, batch)
         visitors = Counter()  # of each history
         for (p, y), at in draw.tree.items():
             visitors[p, y[:-1]] += len(at)
@@ -207,7 +207,7 @@ def c25(name, draws, evidence):
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
             continue
         evidence.equal(unbiased, update, what="the expected update")
-        left = G * coefficients(loss, batch).mean()  # each group counts as it is probable
+        left = G * pushes_of(loss, batch).mean()  # each group counts as it is probable
         evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
 
 
@@ -224,7 +224,7 @@ def pushes(groups: Groups, logp: Tensor, logp_old: Tensor, b: float | None) -> t
     batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, groups.G, width)
     loss = losses.grpo(batch, **UNCLIPPED)
     both = loss, losses.prefix_baseline(loss, batch, groups.nodes)
-    c = [coefficients(x, batch).view(-1, groups.G, width) for x in both]
+    c = [pushes_of(x, batch).view(-1, groups.G, width) for x in both]
     return groups.probabilities(logp_old), *c
 
 

@@ -141,7 +141,7 @@ def ascent(loss: Tensor, variable: Tensor) -> Tensor:
     return -torch.autograd.grad(loss, variable, retain_graph=True)[0]
 
 
-def coefficients(loss: Tensor, batch) -> Tensor:
+def pushes_of(loss: Tensor, batch) -> Tensor:
     """c = -N dLoss/dlogp. (N, T)."""
     return len(batch.logp) * ascent(loss, batch.logp)
 
