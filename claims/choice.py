@@ -91,8 +91,7 @@ def c18(name, draws, evidence):
     Source: what a tax costs (D)
 
     Measured: three ways of four kinds of answers with random lengths, G = 2 to 4: with the std and
-    rewards 0 and 1, and with the mean scale and random rewards. "left": how far the std turns the
-    pushes if rewards are graded (C29c).
+    rewards 0 and 1, then undivided and graded. "left": how far the std turns the latter (C29c).
     """
     for scale in ("std", "mean"):
         for world in random_worlds(draws, binary=scale == "std"):

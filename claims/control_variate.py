@@ -258,16 +258,15 @@ def predict_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float)
 
 @claim("C27", "prefix_baseline", only_if="c/r is iid over the n visitors", extremes=False)
 def c27(name, draws, evidence):
-    """At a history with n visitors `prefix_baseline` changes the noise per visitor by
-    (V S + |g|^2)/(n-1) - mu^2 S - 2 mu k. At a token that earns nothing it multiplies the noise by
-    (1 - t) n/(n-1), t = mu^2/(mu^2 + V), which pays only if t is above 1/n.
+    """At a token that earns nothing `prefix_baseline` multiplies the noise of n visitors by
+    (1 - t) n/(n-1), which pays only if t is above 1/n. Here t = mu^2/(mu^2 + V), mu and V being the
+    mean and the variance of c/r at the history. A token that earns something has a longer law.
 
-    Source: the law of the noise (D, ours); mu, V: mean and variance of x = c/r at the history;
-    S = E|s|^2, g = E[x s], k = E[(x - mu) |s|^2], s = r grad log pi
+    Source: the law of the noise (D, ours)
 
-    Measured: the noise of a choice over all groups of 2 to 5 visitors that go two or three ways and
-    end in random rewards and lengths, off-policy, with grpo unclipped. "left": the error of the
-    short law where the token earns something. The table is on-policy, with rewards 0 and 1.
+    Measured: both laws for a choice over all groups of 2 to 5 visitors with random rewards and
+    lengths, off-policy, with grpo unclipped. "left": the short law's error where the token earns
+    something. The table is on-policy, with rewards 0 and 1.
     """
     for j, draw in enumerate(draws[::2]):
         ways, n, b = 2 + j % 2, 2 + j // 2 % 4, float(draw.randn(1))
@@ -338,12 +337,11 @@ def c27b(name, draws, evidence):
     counts 1 - p. Then a baseline at every history lowers the noise of tokens that earn nothing
     about where decided is above break_even. If all tokens count alike, that may be wrong.
 
-    Source: t of C27, averaged over histories, is rho^2 = Var(E[R|h])/Var(R) if b = E[R] (D, ours)
+    Source: C27's t, averaged over histories, is rho^2 if b = E[R] (D, ours)
 
-    Measured: its three numbers on random trees, against loops, with and without log-probs. Then,
-    over all groups of 8 in worlds of luck, whether it is within .015 of rho^2, and whether the
-    noise of a token that earns nothing falls, with the group's mean, at an equal expected push.
-    "left": how far `decided` is from rho^2 if all tokens count alike.
+    Measured: its three numbers on random trees, against loops. Then, over all groups of 8 in worlds
+    of luck, whether it is within .015 of rho^2, and whether noise falls at an equal expected push,
+    with the group's mean. "left": its distance from rho^2 if all tokens count alike.
     """
     for draw in draws:
         R, logp = draw.randn(draw.N), draw.logp.detach()
@@ -392,8 +390,8 @@ def c28(name, draws, evidence):
     Source: a bound on C27's t (D, ours)
 
     Measured: t over all groups of 2 to 4 answers with random rewards and lengths (w = 1/T, b = E R)
-    is within the bound; it is the bound for rewards 0 and 1, right with chance M/(M+m) and then
-    with the weight M, else m. The table has these. "left": how t changes with b.
+    is within the bound. It is the bound for the table's worlds: right with chance M/(M+m) and the
+    weight M, else wrong with m. "left": how t changes with b.
     """
     even = torch.zeros(2, 2, dtype=torch.float64)  # logits of two ways, now and before
 
