@@ -16,7 +16,7 @@ from claims.formulas import UNCLIPPED, formula_of, shares_in
 from toy.policy import Policy
 from toy.worlds import Toy
 
-SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
+SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo")
 
 
 @claim("Q1", *SURROGATES, only_if="the ratios are exactly 1")
@@ -41,8 +41,7 @@ def q1(name, draws, evidence):
         _, unclipped = formula_of(name, batch, **UNCLIPPED)
         for c in (one, other):
             evidence.equal(unclipped, c)
-        A = draw.adv.clamp(min=0) if name == "pos_only" else draw.adv
-        terms = shares_in(name, draw) * torch.tensor(draw.T) * A
+        terms = shares_in(name, draw) * torch.tensor(draw.T) * draw.adv
         evidence.equal(-terms.mean(), loss_fn(batch))
 
 
