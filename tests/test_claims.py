@@ -177,7 +177,11 @@ FURTHER = {
             lambda right, R, G, scale: right(R.abs() if scale == "maxrl" else R, G, scale),
         ),
     ],
-    "M6": [("nthr_random", lambda right, adv, old, **hyper: adv)],
+    "M6": [
+        ("nthr_random", lambda right, adv, old, **hyper: adv),
+        ("nthr", lambda right, *x, **hyper: right(*x, **hyper) + 1e-6 * (hyper.get("eta") != 0)),
+        ("nthr", lambda right, adv, old, **hyper: right(adv, old, **hyper) + 1e-6 * (adv > 0)),
+    ],
     "C4": [
         (
             "sequence_ratio",
