@@ -233,7 +233,14 @@ FURTHER = {
     "C28": [("prefix_baseline", of_many_rewards)],
     "C29a": scaled(*losses.SCALES),
     "C29b": [(objective, "pass_at", lambda right, k, G: [k * x for x in right(k, G)])],
-    "C30": [nudged(2), nudged(3)],
+    "C30": [
+        nudged(2),
+        nudged(3),
+        (
+            "group_advantages",  # pairs alone
+            lambda right, R, G, scale: right(R, G, scale) + (scale == "std") * (G == 2) * (R == 1),
+        ),
+    ],
     "N4": [
         (
             neighbours,
