@@ -68,11 +68,6 @@ TABLES = {  # claims with a table of their own: title, head
         "teaches nothing",
         ["", *(f"p = {p}" for p in objective.CHANCES)],
     ),
-    "C30": (
-        "The crumb: .1 surely, or rarely 1 with chance .45: the share above which the better way "
-        "grows",
-        ["divided by", *(f"G = {G}" for G in (2, 4, 8, 16))],
-    ),
     "C30b": (
         "The largest gain in J that the std refuses, G = 8, by the weight of the format and by how "
         "often the usual way is right",

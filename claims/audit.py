@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import losses
-from claims.evidence import NOTICEABLE, claim, coefficients
+from claims.evidence import NOTICEABLE, claim, pushes_of
 from claims.formulas import every_loss, fitting
 
 REGIMES = (
@@ -55,7 +55,7 @@ def audit(name, draws, evidence):
         for draw in draws:
             if draw.equal_lengths == equal_lengths:
                 batch = draw.batch(spread, offset)
-                left += draw.left_shared(coefficients(loss(batch, **fitting(loss)), batch))
+                left += draw.left_shared(pushes_of(loss(batch, **fitting(loss)), batch))
         cells.append(sum(left) / max(1, len(left)))
         if what == "0":
             evidence.equal([0] * len(left), left)

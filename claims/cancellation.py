@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Draw, claim, coefficients
-from claims.formulas import DFPO, UNCLIPPED, average_of, shares_in
+from claims.evidence import Draw, claim, pushes_of
+from claims.formulas import DFPO, UNCLIPPED, shares_in
 
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
@@ -30,7 +30,7 @@ def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, 
     the average, (K, G) both, and the measured sum of the coefficients, (K,)."""
     adv = draw.adv if adv is None else adv
     batch = draw.batch(spread, adv=adv)
-    c = coefficients(getattr(losses, name)(batch, **hyper), batch)
+    c = pushes_of(getattr(losses, name)(batch, **hyper), batch)
     rho = draw.at_shared(draw.log_ratio(spread).exp())
     return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
 
@@ -70,7 +70,7 @@ def c4(name, draws, evidence):
             continue
         batch = draw.batch(0.6)
         evidence.equal(geometric, losses.sequence_ratio(batch))
-        c = coefficients(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
+        c = pushes_of(-(losses.sequence_ratio(batch, "product") * draw.adv).mean(), batch)
         evidence.equal(draw.at_shared(product * draw.adv).sum(1), draw.at_shared(c).sum(1))
 
 
@@ -81,19 +81,15 @@ def c6(name, draws, evidence):
 
     Source: DFPO (words P, formula D)
 
-    Measured: the sum of the coefficients at ratios inside and outside the range; of grpo where
-    answers are equally long (C8).
+    Measured: the sum of the coefficients at ratios inside and outside the range. Of grpo each A is
+    divided by its T_i (C8).
     """
     hyper = losses.defaults(getattr(losses, name))
-    low, high = 1 - hyper["eps_low"], 1 + hyper["eps_high"]
     for draw in draws:
-        if name == "grpo" and not draw.equal_lengths:
-            continue
         rho, A, measured = push_shared(name, draw, 0.6)
-        P = A.clamp(min=0).sum(1)
-        rho = rho[:, 0]
-        outside = torch.where(rho > high, -rho * P, torch.where(rho < low, rho * P, 0))
-        evidence.equal(outside, measured)
+        acting = torch.where(rho > 1 + hyper["eps_high"], A.clamp(max=0), A)
+        acting = torch.where(rho < 1 - hyper["eps_low"], A.clamp(min=0), acting)
+        evidence.equal((rho * acting).sum(1), measured)
 
 
 @claim("C7", "grpo_symmetric", "cispo", only_if="the min is dropped")
@@ -116,26 +112,22 @@ def c7(name, draws, evidence):
             evidence.record_left(push_shared("dr_grpo", draw, 0.6, **bounds)[2])
 
 
-@claim(
-    "C8",
-    "grpo",
-    "gspo",
-    *FACTORISED,
-    only_if="all T_i are equal, or the normaliser is a common factor",
-)
+@claim("C8", "grpo", "gspo", only_if="all T_i are equal, or the normaliser is a common factor")
 def c8(name, draws, evidence):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
 
-    Source: the normalisers of GRPO, GSPO, Dr. GRPO and DAPO (D)
+    Source: the normalisers of GRPO and GSPO (D)
 
-    Measured: the sum on-policy, and at token ratios inside the clip range.
+    Measured: the sum on-policy, and 0 where answers are equally long. "left": the sum where they
+    are not. C6 has it off-policy, C2 the common factors.
     """
-    for draw, spread in itertools.product(draws, (0.0,) if name == "gspo" else (0.0, 0.15)):
-        rho, A, measured = push_shared(name, draw, spread)
-        predicted = (A if name == "reinforce" else rho * A).sum(1)
-        evidence.equal(predicted, measured)
-        if average_of(name) == "answer" and not draw.equal_lengths:
-            evidence.record_left(predicted)
+    for draw in draws:
+        _, A, measured = push_shared(name, draw, 0.0)
+        evidence.equal(A.sum(1), measured)
+        if draw.equal_lengths:
+            evidence.equal(0 * measured, measured)
+        else:
+            evidence.record_left(measured)
 
 
 def two_zero_sum_parts(draw: Draw) -> tuple[Tensor, Tensor]:
@@ -199,7 +191,7 @@ def c11(name, draws, evidence):
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
         batch = draw.batch(spread)
-        c = coefficients(getattr(losses, name)(batch), batch)
+        c = pushes_of(getattr(losses, name)(batch), batch)
         plain = torch.where(draw.mask, draw.rows(draw.adv) / draw.max_tokens, 0)
         if spread:
             evidence.record_left((c - plain)[draw.mask])

@@ -3,8 +3,8 @@
 A history is the prompt and what an answer has said so far. The visitors of a history are the
 answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
 with that of the others. C22 says when this moves no expected update, C27 what it does to the noise,
-and C28 why that is little at a token that the whole group shares. C21 and C24 are about weights
-that cancel and have no bias off-policy, and C25 about a sampler that is not the trainer.
+and C28 why that is little at a token that the whole group shares. C21 is about weights that cancel
+and have no bias off-policy, and C25 about a sampler that is not the trainer.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each history has logits of its own. What holds for their gradients holds for every
@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 
 import losses
 from claims.choice import off_policy_batch
-from claims.evidence import TOLERANCE, Draw, ascent, claim, coefficients
+from claims.evidence import TOLERANCE, Draw, ascent, claim, pushes_of
 from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy, World
 
@@ -88,7 +88,7 @@ def c22(name, draws, evidence):
         loss = -(k * batch.logp)[draw.mask].sum() / draw.N
         compared = losses.prefix_baseline(loss, batch, draw.nodes)
         evidence.equal(loss, compared, what="the loss's value")
-        c = coefficients(compared, batch)
+        c = pushes_of(compared, batch)
         visitors = Counter()  # of each history
         for (p, y), at in draw.tree.items():
             visitors[p, y[:-1]] += len(at)
@@ -106,32 +106,6 @@ def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) 
     return [ascent(x, toy.policy.W) for x in (loss, compared)]
 
 
-def baselines(toy: Toy, x: Tensor) -> dict[str, Tensor]:
-    """Five functions of the other answers and of the own history: means of the others' x at tokens
-    with the same key, and a random one. (N, T) -> (N, T) each."""
-    mask, way, place = toy.groups.mask, toy.groups.way[:, None], torch.arange(2)
-    keys = {
-        "history": place * (1 + way),
-        "state": place * (way == 2),  # of an environment that knows only whether 2 has been said
-        "position": place + 0 * way,
-        "constant": 0 * place * way,
-    }
-    found = {}
-    for name, key in keys.items():
-        at = one_hot(key.view(-1, toy.groups.G, 2)).double()  # (groups, G, T, keys)
-
-        def sum_others(y: Tensor, at=at) -> Tensor:
-            own = (y.view(at.shape[:3])[..., None] * at).sum(2, keepdim=True)
-            return ((own.sum(1, keepdim=True) - own) * at).sum(3).view(y.shape)
-
-        found[name] = sum_others(x * mask) / sum_others(mask.double()).clamp(min=1)
-    generator = torch.Generator().manual_seed(0)
-    of_answer, of_history = torch.randn(2, 7, generator=generator, dtype=torch.float64)
-    own = of_answer[toy.groups.picks]
-    others = own.view(-1, toy.groups.G).prod(1).repeat_interleave(toy.groups.G) / own
-    return found | {"random": others[:, None] * of_history[keys["history"]]}
-
-
 @claim(
     "C22b",
     *OWN,
@@ -141,32 +115,23 @@ def baselines(toy: Toy, x: Tensor) -> dict[str, Tensor]:
 )
 def c22b(name, draws, evidence):
     """`prefix_baseline` does not move the expected update of a loss that judges each answer alone,
-    with A_i = R_i - b and a fixed b. Nor does any other function of the *other* answers.
+    with A_i = R_i - b and a fixed b.
 
     Source: E_old[r grad log pi(a|h)] = 0, as for every baseline (Williams 1992); D for c after the
     clip; setting: C22
 
-    Measured: what five baselines add to the update over all groups of 2, 3 and 4 answers of 12
-    toys, on- and off-policy: the mean c/r of others with the same history (this is what
-    `prefix_baseline` takes away), state, position, of all, and a random number. "left": by how much
-    `prefix_baseline` moves the update of methods that look at the group.
+    Measured: the update with it and without, over all groups of 2, 3 and 4 answers of 12 toys,
+    on-policy and off-policy. "left": by how much it moves the update of methods that look at the
+    group.
     """
     loss_fn = getattr(losses, name)
     loss_fn = partial(loss_fn, **fitting(loss_fn))
     for off_policy, toy in itertools.product((False, True), toys_of(draws)):
         before, after = expected_updates(loss_fn, toy, off_policy, "exact")
-        batch = toy.batch(off_policy, scale="exact")
-        odds = toy.groups.probabilities(batch.logp_old).repeat_interleave(batch.group_size)[:, None]
-        r = (batch.logp - batch.logp_old).exp()
-        x = coefficients(loss_fn(batch), batch) / r.detach() / odds  # adv carries the odds
-        moves = []
-        for m in baselines(toy, x).values():
-            moves.append(ascent(-(odds * r * m)[batch.mask].sum() / len(r), toy.policy.W))
-        evidence.equal(moves[0], before - after, what="what prefix_baseline takes away")
         if name in OWN:
-            evidence.equal(torch.zeros(5, 3, 3), torch.stack(moves), what="a change")
+            evidence.equal(before, after)
         else:
-            evidence.record_left(moves[0].norm() / before.norm())
+            evidence.record_left((after - before).norm() / before.norm())
 
 
 def leak(toy: Toy, off_policy: bool) -> Tensor:
@@ -213,56 +178,6 @@ def c22c(name, draws, evidence):
             evidence.record_left((after - before - predicted).norm() / predicted.norm())
 
 
-# ---------------- C24: cancelling without bias, off-policy
-
-
-def unbiased_pair_rules(p: Tensor, q: Tensor) -> Tensor:
-    """All beta(y, z) and b of C24, with alpha(y, z) = beta(z, y). (solutions, K^2 + 1)."""
-    K = len(p)
-    scores = torch.eye(K, dtype=torch.float64) - p  # (answers, K), grad log pi
-    unknowns = torch.eye(K * K + 1, dtype=torch.float64)
-    beta, b = unknowns[:, :-1].view(-1, K, K), unknowns[:, -1, None, None]
-    # The expected update where the reward is 1 for an answer z and 0 for the others.
-    differences = scores[None] - scores[:, None]  # (y, z, K)
-    updates = torch.einsum("uyz,y,z,yzk->uzk", beta, q, q, differences) - b * p[:, None] * scores
-    diagonal = beta.diagonal(dim1=1, dim2=2)  # pairs of equal answers, which have no say
-    equations = torch.cat([updates.flatten(1), diagonal], 1).T  # all must be 0
-    return torch.linalg.svd(equations).Vh[torch.linalg.matrix_rank(equations) :]
-
-
-@claim(
-    "C24",
-    "recentred",
-    only_if="a choice has three answers or more, and theta does not depend on the batch",
-    extremes=False,
-)
-def c24(name, draws, evidence):
-    """Off-policy a weight of the own answer times (R - group mean) cannot both cancel and be
-    unbiased. Of the rules that compare two answers at a time, only recentred's product can.
-
-    Source: a trilemma (D, ours)
-
-    Measured: each pair's coefficient against the one solution of the linear system, for choices of
-    2, 3, 4 and 6 answers. "left": how far two of one answer's factors u_y u_z, which an own weight
-    would have to be equal to, lie apart.
-    """
-    for draw, K in itertools.product(draws[::4], (2, 3, 4, 6)):
-        logits, R = draw.randn(2, K), draw.randn(K)
-        rules = unbiased_pair_rules(*logits.softmax(1))
-        evidence.equal(1, len(rules), what="solutions")
-        beta = (rules[0, :-1] / rules[0, -1]).view(K, K)
-        pairs = torch.cartesian_prod(torch.arange(K), torch.arange(K))  # (groups, 2): y, z
-        answers = pairs.flatten()
-        logp, logp_old = logits.log_softmax(1)[:, answers, None]
-        adv = losses.group_advantages(R[answers], 2, "mean")[:, None]
-        batch = losses.Batch(logp.requires_grad_(), logp_old, adv, adv == adv, 2, 1)
-        measured = coefficients(losses.recentred(batch), batch)[::2, 0]
-        y, z = pairs.T
-        evidence.equal((beta[z, y] * R[y] - beta[y, z] * R[z]) / 2, measured, what="a pair")
-        if K > 2:
-            evidence.record_left(beta[0, 1] - beta[0, 2])
-
-
 # ---------------- C25: a sampler that is not the trainer
 
 
@@ -292,7 +207,7 @@ def c25(name, draws, evidence):
             evidence.record_left((update - unbiased).norm() / unbiased.norm())
             continue
         evidence.equal(unbiased, update, what="the expected update")
-        left = G * coefficients(loss, batch).mean()  # each group counts as it is probable
+        left = G * pushes_of(loss, batch).mean()  # each group counts as it is probable
         evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
 
 
@@ -309,7 +224,7 @@ def pushes(groups: Groups, logp: Tensor, logp_old: Tensor, b: float | None) -> t
     batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, groups.G, width)
     loss = losses.grpo(batch, **UNCLIPPED)
     both = loss, losses.prefix_baseline(loss, batch, groups.nodes)
-    c = [coefficients(x, batch).view(-1, groups.G, width) for x in both]
+    c = [pushes_of(x, batch).view(-1, groups.G, width) for x in both]
     return groups.probabilities(logp_old), *c
 
 
@@ -343,16 +258,15 @@ def predict_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float)
 
 @claim("C27", "prefix_baseline", only_if="c/r is iid over the n visitors", extremes=False)
 def c27(name, draws, evidence):
-    """At a history with n visitors `prefix_baseline` changes the noise per visitor by
-    (V S + |g|^2)/(n-1) - mu^2 S - 2 mu k. At a token that earns nothing it multiplies the noise by
-    (1 - t) n/(n-1), t = mu^2/(mu^2 + V), which pays only if t is above 1/n.
+    """At a token that earns nothing `prefix_baseline` multiplies the noise of n visitors by
+    (1 - t) n/(n-1), which pays only if t is above 1/n. Here t = mu^2/(mu^2 + V), mu and V being the
+    mean and the variance of c/r at the history. A token that earns something has a longer law.
 
-    Source: the law of the noise (D, ours); mu, V: mean and variance of x = c/r at the history;
-    S = E|s|^2, g = E[x s], k = E[(x - mu) |s|^2], s = r grad log pi
+    Source: the law of the noise (D, ours)
 
-    Measured: the noise of a choice over all groups of 2 to 5 visitors that go two or three ways and
-    end in random rewards and lengths, off-policy, with grpo unclipped. "left": the error of the
-    short law where the token earns something. The table is on-policy, with rewards 0 and 1.
+    Measured: both laws for a choice over all groups of 2 to 5 visitors with random rewards and
+    lengths, off-policy, with grpo unclipped. "left": the short law's error where the token earns
+    something. The table is on-policy, with rewards 0 and 1.
     """
     for j, draw in enumerate(draws[::2]):
         ways, n, b = 2 + j % 2, 2 + j // 2 % 4, float(draw.randn(1))
@@ -423,12 +337,11 @@ def c27b(name, draws, evidence):
     counts 1 - p. Then a baseline at every history lowers the noise of tokens that earn nothing
     about where decided is above break_even. If all tokens count alike, that may be wrong.
 
-    Source: t of C27, averaged over histories, is rho^2 = Var(E[R|h])/Var(R) if b = E[R] (D, ours)
+    Source: C27's t, averaged over histories, is rho^2 if b = E[R] (D, ours)
 
-    Measured: its three numbers on random trees, against loops, with and without log-probs. Then,
-    over all groups of 8 in worlds of luck, whether it is within .015 of rho^2, and whether the
-    noise of a token that earns nothing falls, with the group's mean, at an equal expected push.
-    "left": how far `decided` is from rho^2 if all tokens count alike.
+    Measured: its three numbers on random trees, against loops. Then, over all groups of 8 in worlds
+    of luck, whether it is within .015 of rho^2, and whether noise falls at an equal expected push,
+    with the group's mean. "left": its distance from rho^2 if all tokens count alike.
     """
     for draw in draws:
         R, logp = draw.randn(draw.N), draw.logp.detach()
@@ -477,8 +390,8 @@ def c28(name, draws, evidence):
     Source: a bound on C27's t (D, ours)
 
     Measured: t over all groups of 2 to 4 answers with random rewards and lengths (w = 1/T, b = E R)
-    is within the bound; it is the bound for rewards 0 and 1, right with chance M/(M+m) and then
-    with the weight M, else m. The table has these. "left": how t changes with b.
+    is within the bound. It is the bound for the table's worlds: right with chance M/(M+m) and the
+    weight M, else wrong with m. "left": how t changes with b.
     """
     even = torch.zeros(2, 2, dtype=torch.float64)  # logits of two ways, now and before
 

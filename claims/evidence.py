@@ -141,7 +141,7 @@ def ascent(loss: Tensor, variable: Tensor) -> Tensor:
     return -torch.autograd.grad(loss, variable, retain_graph=True)[0]
 
 
-def coefficients(loss: Tensor, batch) -> Tensor:
+def pushes_of(loss: Tensor, batch) -> Tensor:
     """c = -N dLoss/dlogp. (N, T)."""
     return len(batch.logp) * ascent(loss, batch.logp)
 
@@ -168,13 +168,13 @@ class Draw:
     below `vocabulary`; `tokens` has those of `ids` in their place.
     """
 
-    def __init__(self, seed: int, index: int, group_size: int | None = None, kind: str = ""):
+    def __init__(self, seed: int, index: int, kind: str = ""):
         size, index, common, longest, self.size = EXTREMES.get(kind, (0, index, 2, 0, 1.0))
-        rng = random.Random(f"{seed} {index} {group_size}{kind}")
+        rng = random.Random(f"{seed} {index} {kind or None}")
         self.kind = kind
         self.seed = rng.getrandbits(40)
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.G = group_size or size or 2 + 7 * index % 15  # 2 to 16, all of them in 15 draws
+        self.G = size or 2 + 7 * index % 15  # 2 to 16, all of them in 15 draws
         self.equal_lengths = index % 3 == 0
         self.max_tokens = rng.randint(8, 12) + longest
         self.vocabulary = rng.randint(3, 5)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Draw, Readout, claim, coefficients
+from claims.evidence import Draw, Readout, claim, pushes_of
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
@@ -298,7 +298,7 @@ def m1(name, draws, evidence):
         batch = draw.batch(spread, adv=adv)
         loss = loss_fn(batch, **hyper)
         value, c = formula_of(name, batch, **hyper)
-        evidence.equal(c, coefficients(loss, batch), what="a token's coefficient")
+        evidence.equal(c, pushes_of(loss, batch), what="a token's coefficient")
         evidence.equal(value, loss, what="the loss's value")
 
 
@@ -318,7 +318,7 @@ def m2(name, draws, evidence):
         equal = draw.batch(0.6, adv=0 * draw.adv)
         for batch in (empty, equal):
             loss = getattr(losses, name)(batch)
-            evidence.equal(torch.zeros(draw.mask.shape), coefficients(loss, batch))
+            evidence.equal(torch.zeros(draw.mask.shape), pushes_of(loss, batch))
             evidence.equal(0, loss)
 
 

@@ -15,7 +15,7 @@ import itertools
 import torch
 
 import losses
-from claims.evidence import claim, coefficients
+from claims.evidence import claim, pushes_of
 from claims.formulas import formula_of
 
 
@@ -75,4 +75,4 @@ def i3(name, draws, evidence):
         for reading, m in masks.items():
             batch = draw.batch(0.6, adv=losses.ibpo(adv, old, reading))
             predicted = torch.where(m | ~draw.rows(repaired), grpo, 0)
-            evidence.equal(predicted, coefficients(losses.grpo(batch), batch))
+            evidence.equal(predicted, pushes_of(losses.grpo(batch), batch))

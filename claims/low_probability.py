@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 import losses
-from claims.evidence import claim, coefficients
+from claims.evidence import claim, pushes_of
 from claims.formulas import formula_of
 
 
@@ -55,5 +55,5 @@ def a4(name, draws, evidence):
         _, joint = formula_of("token_grpo", batch)
         improbable = at_eta.exp() < eta
         kept = improbable if name == "lopti_low" else ~improbable
-        part = coefficients(getattr(losses, name)(batch, eta=eta), batch)
+        part = pushes_of(getattr(losses, name)(batch, eta=eta), batch)
         evidence.equal(torch.where(draw.mask & kept, joint, 0), part)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from statistics import fmean, stdev
 
 import torch
-from torch import Tensor
 
 import losses
 from claims.choice import binary_world, factor, measure_push
@@ -22,13 +19,12 @@ from claims.evidence import ascent, claim
 from toy.worlds import Outcome, World
 
 EPS = 1e-4  # what group_advantages adds to the std
-LARGE = 2.0**40  # times rewards: then EPS is nothing
 RARE = 1e-13  # a share that is as good as none
 
 # ---------------- C29a: rewards 0 and 1
 
 
-@claim("C29a", "group_advantages", "pos_only", extremes=False)
+@claim("C29a", "group_advantages", extremes=False)
 def c29a(name, draws, evidence):
     """With rewards 0 and 1 the expected update is K(p) grad p, so it climbs the integral of K. K is
     what being right is worth, E[A(right) - A(wrong)] over the siblings.
@@ -39,15 +35,12 @@ def c29a(name, draws, evidence):
     Measured: the push on two noisy ways, G = 2 to 6 and 8. For "batch": two groups that answer one
     question. The table has the formula's K.
     """
-    loss = "pos_only" if name == "pos_only" else "reinforce"
     for (k, draw), scale in itertools.product(enumerate(draws[:6]), ("mean", "std", "maxrl")):
         q, share = tuple(draw.randn(2).sigmoid().tolist()), float(draw.randn(1).sigmoid())
         world = binary_world((2, 3, 4, 5, 6, 8)[k], q, share)
         p = share * q[0] + (1 - share) * q[1]
-        K = factor(world.G, p, scale) * (1 - p if name == "pos_only" else 1)
-        evidence.equal(K * share * (1 - share) * (q[0] - q[1]), measure_push(loss, world, scale)[0])
-    if name == "pos_only":
-        return
+        predicted = factor(world.G, p, scale) * share * (1 - share) * (q[0] - q[1])
+        evidence.equal(predicted, measure_push("reinforce", world, scale)[0])
     for G, p in itertools.product((2, 3), (0.1, 0.6)):
         K = 0.0
         for rewards in itertools.product((0.0, 1.0), repeat=2 * G):
@@ -66,27 +59,22 @@ CHANCES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 # ---------------- C29b: the price of cancelling
 
 
-def pass_at(k: int, G: int) -> list[Fraction]:
+def pass_at(k: int, G: int) -> list[float]:
     """c_m for m = 1 to G - 1 right answers in a group: the zero-sum rule that trains pass@k."""
     ways = [(math.comb(G - 1 - k, m - 1), math.comb(G - 2, m - 1)) for m in range(1, G)]
-    return [Fraction(k * some, (G - 1) * all_) for some, all_ in ways]
+    return [k / (G - 1) * some / all_ for some, all_ in ways]
 
 
-def expand(beta: list[Fraction]) -> list[Fraction]:
-    """The coefficients of sum_j beta_j C(n, j) p^j (1-p)^(n-j), lowest power first."""
-    n, K = len(beta) - 1, [Fraction(0)] * len(beta)
-    for j, power in itertools.combinations_with_replacement(range(n + 1), 2):
-        sign = (-1) ** (power - j)
-        K[power] += sign * math.comb(n, j) * math.comb(n - j, power - j) * beta[j]
-    return K
-
-
-def train_with(c: list[Fraction]) -> list[Fraction]:
-    """K of the rule that gives (G - m) c_m to right and -m c_m to wrong answers, if m are right."""
+def measure_K(name: str, c: list[float], p: float) -> float:
+    """Of the rule that gives (G - m) c_m to right and -m c_m to wrong answers, if m are right."""
     G = len(c) + 1
-    right = [*((G - m) * c[m - 1] for m in range(1, G)), 0]  # by right siblings
-    wrong = [0, *(-m * c[m - 1] for m in range(1, G))]
-    return expand([a - b for a, b in zip(right, wrong, strict=True)])
+    world = binary_world(G, (1.0, 0.0), p)
+    logits = world.logits()
+    batch = world.expected_batch(logits, "mean")  # 1 - m/G and -m/G
+    right = world.rewards.view(-1, G).sum(1).long()  # (groups,)
+    factors = G * torch.tensor([0.0, *c, 0.0], dtype=torch.float64)[right]
+    batch = replace(batch, adv=batch.adv * factors.repeat_interleave(G)[:, None])
+    return float(ascent(getattr(losses, name)(batch), logits)[0]) / (p * (1 - p))
 
 
 @claim("C29b", "reinforce", extremes=False)
@@ -97,34 +85,28 @@ def c29b(name, draws, evidence):
     Source: the price of cancelling (D; we know of no other text that says "never"). Estimators of
     pass@k: PKPO 2505.15201, MaxPO 2606.06080 (S, abstracts)
 
-    Measured: G = 2 to 6 in exact fractions; then each rule as the advantages of a Batch.
+    Measured: at G = 2 to 6 and G chances p, K of the rule for each pass@k; and of a random rule the
+    difference of order G - 1 over evenly spaced p, which is 0 for a polynomial of a lower degree.
+    "left": this difference for the K of pass@G.
     """
     for G in range(2, 7):
-        c = [Fraction(float(x)).limit_denominator(99) for x in draws[G % len(draws)].randn(G - 1)]
-        K = train_with(c)
-        evidence.equal(True, K == [(G - 1) * x for x in expand(c)] + [0])
-        for k in range(1, G + 1):
-            of_pass = expand([Fraction(k)] + [Fraction(0)] * (k - 1)) + [0] * (G - k)
-            evidence.equal(k < G, of_pass[G - 1] == 0, what=f"pass@{k} at G = {G}")
-            if k == G:
-                continue
-            c = pass_at(k, G)
-            evidence.equal(True, train_with(c) == of_pass, what=f"pass@{k} at G = {G}")
-            p = 0.3
-            world = binary_world(G, (1.0, 0.0), p)
-            logits = world.logits()
-            batch = world.expected_batch(logits, "mean")
-            m = world.rewards.view(-1, G).sum(1).long()  # (groups,)
-            factors = torch.tensor([0, *map(float, c), 0], dtype=torch.float64)[m]
-            adv = batch.adv * (G * factors).repeat_interleave(G)[:, None]
-            push = ascent(getattr(losses, name)(replace(batch, adv=adv)), logits)[0]
-            evidence.equal(k * (1 - p) ** (k - 1) * p * (1 - p), push)
+        chances = [k / (G + 1) for k in range(1, G + 1)]
+
+        def difference(K: list[float], G=G) -> float:
+            return sum((-1) ** j * math.comb(G - 1, j) * x for j, x in enumerate(K))
+
+        for k in range(1, G):
+            K = [measure_K(name, pass_at(k, G), p) for p in chances]
+            evidence.equal([k * (1 - p) ** (k - 1) for p in chances], K, what=f"pass@{k}")
+        c = draws[G % len(draws)].randn(G - 1).tolist()
+        evidence.equal(0, difference([measure_K(name, c, p) for p in chances]), what="the degree")
+        evidence.record_left(difference([G * (1 - p) ** (G - 1) for p in chances]))
 
 
 # ---------------- C29c: rewards of three levels
 
 
-def compare(x: float, others: Iterable[float], scale: str) -> float:
+def compare(x: float, others: tuple[float, ...], scale: str) -> float:
     """The advantage of the reward x among its siblings', in plain numbers."""
     group = [x, *others]
     if max(group) == min(group):
@@ -133,14 +115,10 @@ def compare(x: float, others: Iterable[float], scale: str) -> float:
     return (x - mean) / {"mean": 1.0, "std": stdev(group) + EPS, "maxrl": mean}[scale]
 
 
-def winners(x: float, others: Iterable[float], scale: str) -> float:
-    return max(0.0, compare(x, others, scale))
-
-
-def cycle(rule: Callable[..., float], levels: Sequence[float], S: tuple, scale: str) -> float:
+def cycle(levels: list[float], S: tuple[float, ...], scale: str) -> float:
     """D(x,y|S) + D(y,z|S) + D(z,x|S) with D(x,y|S) = A(x; y,S) - A(y; x,S)."""
     pairs = zip(levels, [*levels[1:], levels[0]], strict=True)
-    return sum(rule(a, (b, *S), scale) - rule(b, (a, *S), scale) for a, b in pairs)
+    return sum(compare(a, (b, *S), scale) - compare(b, (a, *S), scale) for a, b in pairs)
 
 
 def curl(loss: str, world: World, scale: str) -> float:
@@ -157,7 +135,7 @@ def curl(loss: str, world: World, scale: str) -> float:
     return total
 
 
-@claim("C29c", "reinforce", "pos_only", extremes=False)
+@claim("C29c", "reinforce", extremes=False)
 def c29c(name, draws, evidence):
     """For sure rewards a rule climbs something for every policy exactly if A is a score of the
     group minus a function of the siblings. R minus the mean is that. Divided by the group's std it
@@ -166,12 +144,10 @@ def c29c(name, draws, evidence):
     Source: what a group's update ascends (D; we know of no other text that says so of the std).
     2510.13651 and, for G = 2, 2502.18548 (S, abstracts)
 
-    Measured: the curl of the expected update on three ways, and what an orbit conserves at G = 2.
-    "left": the curl over (G-1) pi_1 pi_2 pi_3, where there is one.
+    Measured: the curl of the expected update on three ways, for G = 2 to 4 and three scales: 0 for
+    the mean scale alone. "left": the curl over (G-1) pi_1 pi_2 pi_3 for the others.
     """
-    scales, rule = ("mean", "std", "maxrl"), compare
-    if name == "pos_only":
-        scales, rule = ("mean",), winners
+    scales = ("mean", "std", "maxrl")
     for scale, (k, draw) in itertools.product(scales, enumerate(draws[:3])):
         G, levels = 2 + k, sorted(draw.randn(3).sigmoid().tolist())
         pi = draw.randn(3).softmax(0).tolist()
@@ -179,23 +155,12 @@ def c29c(name, draws, evidence):
         mean = 0.0  # of the cycle, over G - 2 siblings
         for S in itertools.product(range(3), repeat=G - 2):
             chance = math.prod(pi[s] for s in S)
-            mean += chance * cycle(rule, levels, tuple(levels[s] for s in S), scale)
+            mean += chance * cycle(levels, tuple(levels[s] for s in S), scale)
         evidence.equal((G - 1) * math.prod(pi) * mean, curl(name, world, scale))
-        if scale != "mean" or rule == winners and G > 2:
+        if scale == "mean":
+            evidence.equal(0, mean)
+        else:
             evidence.record_left(mean)
-    if name == "pos_only":
-        return
-    ways = [[(1.0, 0.7)], [(0.4, 1.0), (0.6, 0.5)], [(0.72, 0.75), (0.28, 0.1)]]
-    M = [
-        [sum(p * q * compare(x, (y,), "std") for p, x in a for q, y in b) for b in ways]
-        for a in ways
-    ]
-    centre = [M[1][2], M[2][0], M[0][1]]
-    pi = draws[0].randn(3).softmax(0).tolist()
-    world = World(2, [Outcome(way, p, x, 1) for way in range(3) for p, x in ways[way]], pi)
-    push = measure_push(name, world, "std")
-    evidence.equal([True] * 3, [a > 0 for a in centre])
-    evidence.equal(0, sum(a / p * v for a, p, v in zip(centre, pi, push, strict=True)))
 
 
 # ---------------- C29d: the median rule
@@ -225,65 +190,28 @@ def c29d(name, draws, evidence):
 
 # ---------------- C30: the crumb
 
-
-def by_counts(G: int, levels: Sequence[float]) -> Callable[..., Tensor]:
-    """E[A | R = x] for each level x, as a function of the levels' chances: the std's A by how many
-    of the G - 1 siblings have each level."""
-    x = torch.tensor(levels, dtype=torch.float64)  # (levels,)
-    some = torch.cartesian_prod(*[torch.arange(G)] * (len(x) - 1))
-    some = some[some.sum(1) < G]
-    others = torch.cat([some, G - 1 - some.sum(1, keepdim=True)], 1).double()  # (S, levels)
-    group = others[:, None] + torch.eye(len(x))  # (S, own level, levels)
-    mean = (group * x).sum(-1, keepdim=True) / G
-    std = ((group * (x - mean) ** 2).sum(-1) / (G - 1)).sqrt()
-    A = ((x - mean[..., 0]) / (std + EPS)).masked_fill(group.amax(-1) == G, 0.0)
-    orders = math.lgamma(G) - torch.lgamma(others + 1).sum(1)
-
-    def expect(chances: Tensor) -> Tensor:
-        return (orders + torch.xlogy(others, chances).sum(1)).exp() @ A
-
-    return expect
+STD = {4: 0.2411, 8: 0.0795, 16: 0.0338}  # by G: the share from which the rare way grows
+OWN_STD = 0.1190  # the same for a format that weighs .5, ways right with .3 and .9, and G = 8
 
 
-def escape(favour: Callable[[float], float]) -> float:
-    """The share from which a rare way grows: where favour is 0. 0: from any; 1: from none."""
-    low, high = 1e-12, 1 - 1e-12
-    if favour(low) > 0 or favour(high) < 0:
-        return float(favour(high) < 0)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if favour(middle) > 0 else (middle, high)
-    return low
-
-
-def crumb(G: int, share: float) -> World:
+def push_rare(name: str, G: int, share: float, scale: str) -> float:
     """The usual way earns .1 surely. A rare one earns 1 with chance .45, and else nothing."""
     rare = [Outcome(1, 0.45, 1.0, 1), Outcome(1, 0.55, 0.0, 1)]
-    return World(G, [Outcome(0, 1.0, 0.1, 1), *rare], [1 - share, share])
+    world = World(G, [Outcome(0, 1.0, 0.1, 1), *rare], [1 - share, share])
+    return float(measure_push(name, world, scale)[1]) / (share * (1 - share))
 
 
-def crumb_threshold(G: int) -> float:
-    expect = by_counts(G, (0.1, 1.0, 0.0))
-    usual, rare = (torch.tensor(x, dtype=torch.float64) for x in ([1, 0, 0], [0, 0.45, 0.55]))
-    return escape(lambda s: float((rare - usual) @ expect((1 - s) * usual + s * rare)))
+def push_by_parts(
+    name: str, G: int, share: float, weight: float, usual: float, rare: float
+) -> float:
+    """On the rare way, if format and correctness are each divided by their own std, and added.
 
-
-def own_std(G: int, q: tuple[float, float], weight: float, share: float) -> float:
-    """What favours the rare way if format and correctness are each divided by their own std and
-    added, over share (1 - share), by C29a. The usual way has the format, the rare one has not.
-
-    q: the chances of the usual and the rare way to be right.
+    The usual way has the format, the rare one has not; then the chances to be right. A loss is
+    linear in A, so the parts may be pushed one by one.
     """
-    right = factor(G, (1 - share) * q[0] + share * q[1], "std")
-    return right * (q[1] - q[0]) - weight * factor(G, 1 - share, "std")
-
-
-def measure_own_std(G: int, q: tuple[float, float], weight: float, share: float) -> float:
-    """A loss is linear in A, so the components may be pushed one by one."""
-    parts = [(weight, (0.0, 1.0)), (1.0, q[::-1])]  # chances of the rare and of the usual way
+    parts = (weight, (0.0, 1.0)), (1.0, (rare, usual))  # chances of the rare and the usual way
     worlds = [(w, binary_world(G, chances, share)) for w, chances in parts]
-    push = sum(w * measure_push("reinforce", world, "std")[0] for w, world in worlds)
-    return float(push) / (share * (1 - share))
+    return sum(w * float(measure_push(name, world, "std")[0]) for w, world in worlds)
 
 
 @claim("C30", "reinforce", extremes=False)
@@ -294,30 +222,32 @@ def c30(name, draws, evidence):
 
     Source: the crumb (D). Each part's own std: GDPO 2601.05242 (S, abstract)
 
-    Measured: the push on the rare way, which is 0 at the std's threshold, with the mean scale, and
-    with each part's own std. The batch's std of identical prompts is that of a larger group (C29a).
+    Measured: the push on the rare way with the mean scale; with the std, just below and just above
+    .2411, .0795 and .0338 at G = 4, 8 and 16 (at G = 2 it never grows); with each part's own std,
+    where it always grows, but only from .1190 on if the format weighs .5, and the ways are right
+    with chance .3 and .9.
     """
-    rows: dict[str, list[float]] = {}
-    for G in (2, 4, 8, 16):
-        found = {
-            "std": crumb_threshold(G),
-            "batch's std, 32 groups of this prompt": crumb_threshold(32 * G),
-            "each part's own std": escape(lambda share, G=G: own_std(G, (0, 0.45), 0.1, share)),
-        }
-        for row, share in found.items():
-            rows.setdefault(row, []).append(share)
-        if found["std"] < 1:
-            evidence.equal(0, measure_push(name, crumb(G, found["std"]), "std")[1])
-        for share in (RARE, 0.5):
-            mean = measure_push(name, crumb(G, share), "mean")[1] / (share * (1 - share))
-            evidence.equal((1 - 1 / G) * (0.45 - 0.1), mean)
-            for case in ((0.0, 0.45), 0.1), ((0.3, 0.9), 0.5):
-                evidence.equal(own_std(G, *case, share), measure_own_std(G, *case, share))
-    refused = escape(lambda share: own_std(8, (0.3, 0.9), 0.5, share))
-    for row, shares in rows.items():
-        evidence.rows.append([row, *("never" if s == 1 else f"{s:.4f}" for s in shares)])
-    last = "the same; format weighs .5, right .3 and .9"
-    evidence.rows.append([last, "", "", f"{refused:.4f}", ""])
+    for G, share in itertools.product((2, 4, 8, 16), (RARE, 0.5, 0.99)):
+        evidence.equal((1 - 1 / G) * (0.45 - 0.1), push_rare(name, G, share, "mean"))
+        evidence.equal(True, push_by_parts(name, G, share, 0.1, 0.0, 0.45) > 0, what="own std")
+        if G == 2:
+            evidence.equal(True, push_rare(name, G, share, "std") < 0, what="pairs")
+    for side in (-5e-5, 5e-5):
+        for G, share in STD.items():
+            grows = push_rare(name, G, share + side, "std") > 0
+            evidence.equal(side > 0, grows, what=f"whether it grows at G = {G}")
+        grows = push_by_parts(name, 8, OWN_STD + side, 0.5, 0.3, 0.9) > 0
+        evidence.equal(side > 0, grows, what="whether it grows with each part's own std")
+
+
+def advantage_among(usual: list[tuple[float, float]], R: float) -> float:
+    """The std's mean advantage of the reward R among 7 answers of a way that earns two rewards,
+    each (chance, reward)."""
+    (p, low), (q, high) = usual
+    groups = (
+        (math.comb(7, j) * p ** (7 - j) * q**j, (low,) * (7 - j) + (high,) * j) for j in range(8)
+    )
+    return sum(chance * compare(R, others, "std") for chance, others in groups)
 
 
 @claim("C30b", "reinforce", extremes=False)
@@ -327,18 +257,20 @@ def c30b(name, draws, evidence):
 
     Source: the crumb (D)
 
-    Measured: at G = 8 and a share of 1e-13 the push is 0 where the gain is that of the table. The
-    usual way has the format, and is right with chance q0. The rare one never has it.
+    Measured: at G = 8 and a share of 1e-13, the push on a rare way without the format that is
+    always or never right; the usual way has it, and is right with chance q0. Between the two the
+    push is linear, so it is 0 at a chance q1, and the table has q1 - q0 - the format's weight.
     """
     for weight in (0.1, 0.2, 0.5):
         row = []
         for q0 in (0.0, 0.05, 0.1, 0.2, 0.3):
-            usual = torch.tensor([0, 0, 1 - q0, q0], dtype=torch.float64)
-            wrong, right, *_ = by_counts(8, (0.0, 1.0, weight, 1 + weight))(usual).tolist()
-            q1 = wrong / (wrong - right)  # the rare way's chance to be right
-            outcomes = [Outcome(0, 1 - q0, weight, 1), Outcome(0, q0, 1 + weight, 1)]
-            outcomes += [Outcome(1, q1, 1.0, 1), Outcome(1, 1 - q1, 0.0, 1)]
-            world = World(8, outcomes, [1 - RARE, RARE])
-            evidence.equal(0, measure_push(name, world, "std")[1] / RARE)
-            row.append(max(0.0, q1 - q0 - weight))  # 0: what it refuses would lose
+            usual, pushes = [(1 - q0, weight), (q0, 1 + weight)], []
+            outcomes = [Outcome(0, *end, 1) for end in usual]
+            for R in (0.0, 1.0):
+                world = World(8, [*outcomes, Outcome(1, 1.0, R, 1)], [1 - RARE, RARE])
+                pushes.append(float(measure_push(name, world, "std")[1]) / RARE)
+                evidence.equal(advantage_among(usual, R), pushes[-1])
+            wrong, right = pushes
+            row.append(max(0.0, wrong / (wrong - right) - q0 - weight))  # 0: it would lose
+        evidence.equal(weight < 0.5, max(row) > 0, what="whether it refuses a gain")
         evidence.rows.append([f"weight {weight}", *row])

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 
 import losses
-from claims.evidence import ascent, claim, coefficients
+from claims.evidence import ascent, claim, pushes_of
 from claims.formulas import UNCLIPPED, formula_of, shares_in
 from toy.policy import Policy
 from toy.worlds import Toy
 
-SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", "pos_only")
+SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo")
 
 
 @claim("Q1", *SURROGATES, only_if="the ratios are exactly 1")
@@ -34,15 +34,14 @@ def q1(name, draws, evidence):
     loss_fn = getattr(losses, name)
     for draw, spread in itertools.product(draws, (0.0, 0.6)):
         batch = draw.batch(spread)
-        one, other = (coefficients(loss_fn(batch, **eps), batch) for eps in (narrow, wide))
+        one, other = (pushes_of(loss_fn(batch, **eps), batch) for eps in (narrow, wide))
         if spread:
             evidence.record_left((one - other)[draw.mask] / draw.size)
             continue
         _, unclipped = formula_of(name, batch, **UNCLIPPED)
         for c in (one, other):
             evidence.equal(unclipped, c)
-        A = draw.adv.clamp(min=0) if name == "pos_only" else draw.adv
-        terms = shares_in(name, draw) * torch.tensor(draw.T) * A
+        terms = shares_in(name, draw) * torch.tensor(draw.T) * draw.adv
         evidence.equal(-terms.mean(), loss_fn(batch))
 
 
@@ -66,7 +65,7 @@ def q4(name, draws, evidence):
         batch = losses.Batch(rows, old.expand(2, 5), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
         terms = losses.k3(batch)[0]
         if has_ratio:  # A is 0: nothing but the KL term is left, with 1/T_i = 1/5
-            slopes = -5 * coefficients(losses.grpo(batch, kl=1.0, kl_ratio=True), batch)[0]
+            slopes = -5 * pushes_of(losses.grpo(batch, kl=1.0, kl_ratio=True), batch)[0]
             terms = slopes.detach() * logp  # with this gradient; the value is tested by M1
         term = (old.exp() * terms).sum()
         forward = (logp.exp() * (logp - ref)).sum()

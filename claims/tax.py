@@ -32,8 +32,8 @@ def c15(name, draws, evidence):
 
     Source: learning tax (D); TEMPO (2509.18314) had the tree's nodes and this credit before
 
-    Measured: learning_tax against a loop over nodes for random coefficients ("left": its value),
-    and 0 for constant w; prefix_nodes against a dictionary of prefixes.
+    Measured: learning_tax against a loop over nodes for random coefficients ("left": its value);
+    prefix_nodes against a dictionary of prefixes.
     """
     for draw in draws:
         if name == "prefix_nodes":
@@ -54,8 +54,6 @@ def c15(name, draws, evidence):
         whole = taxes / sizes if sizes else 0
         evidence.equal(whole, losses.learning_tax(c, draw.adv, draw.nodes, draw.mask))
         evidence.record_left(whole)
-        for constant in (0 * c, draw.fill((2 + draw.noise) * draw.rows(draw.adv))):
-            evidence.equal(0, losses.learning_tax(constant, draw.adv, draw.nodes, draw.mask))
 
 
 # ---------------- C16: the price
