@@ -87,10 +87,10 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     "batch"   the std of all rewards + 1e-4   TRL (P)
     "maxrl"   the group's mean                MaxRL 2602.02710 (S)
 
-    A std divides by G - 1, and 1e-4 is added, as in TRL. C29 says which objective each of them ascends. A group whose rewards are all equal gets exactly
-    0. Under "maxrl" so does a group with a reward below 0.
-    (N,) floats -> (N,). Raises ValueError for what is not whole groups of floats, or for another
-    scale.
+    A std divides by G - 1, and has 1e-4 added, as in TRL. C29 says which objective each scale
+    ascends. A group whose rewards are all equal gets exactly 0; under "maxrl" so does a group with
+    a reward below 0. (N,) floats -> (N,). Raises ValueError for what is not whole groups of floats,
+    or for another scale.
     """
     check_groups(len(rewards), group_size)
     if rewards.dim() != 1 or not rewards.is_floating_point():
