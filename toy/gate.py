@@ -23,7 +23,7 @@ from torch import Tensor
 
 import losses
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.tax import ADAM, CANCELLED, EXACT, PLAIN, ROWS, Row, train
+from toy.tax import ADAM, BOTH, EXACT, PLAIN, ROWS, Row, train
 from toy.worlds import Groups, Outcome
 
 G, BATCHES = 4, 120
@@ -31,13 +31,13 @@ START = (0.0, math.log(0.001 / 0.999))  # the logits of the good tokens
 RATES = 10 ** torch.linspace(0.25, 3.25, 21, dtype=torch.float64)
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 0.75, 1, 2, 3, 10], dtype=torch.float64)
 
-OF_TAX = ("grpo", EXACT, CANCELLED, "dr-grpo", "gspo", "cispo", "dfpo-min")
+OF_TAX = ("grpo", EXACT, BOTH, "dr-grpo", "gspo", "cispo", "dfpo-min")
 METHODS = {name: ROWS[name] for name in OF_TAX} | {
     "grpo-symmetric": Row(losses.grpo_symmetric),
     "reinforce": Row(losses.reinforce),
     "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),
 }
-LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture, and with Adam
+LINES = (EXACT, BOTH, "grpo-symmetric")  # of the picture, and with Adam
 
 
 def make_groups() -> Groups:
