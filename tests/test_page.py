@@ -302,11 +302,13 @@ def test_guesses_are_judged_and_sentences_have_the_numbers_of_their_homes(articl
 # weight is r, 1 or 0 (but for sapo). Those of "lengths" are toy.tax's, with SIZE = 0.8 and one
 # update a batch; the pulls of "crumb" are those of toy.crumb's enumerated groups.
 SHOWN = {
-    "identity": """only on: 0.20 0.20 0.40 0.20 +0.100 −0.100 +0.200 −0.100 +0.100 0.000 +0.100 +0.100 −0.100 0.000 0.000 0.000
+    "identity": """\
+only on: 0.20 0.20 0.40 0.20 ▲1 +0.100 ▼2 −0.100 ▲3 +0.200 ▼4 −0.100 +0.100 0.000 +0.100 \
+▲1 +0.100 ▼2 −0.100 0.000 0.000 0.000
 identity-w2 0.45: 0.20 0.45 0.40 0.20 ▲1 +0.100 ▼2 −0.225 ▲3 +0.200 ▼4 −0.100 −0.025 0.000 −0.025 \
 ▲1 +0.100 ▼2 −0.225 −0.125 0.000 −0.125
-REINFORCE, answers 1: 0.20 0.20 0.20 0.20 ▲1 +0.100 ▲2 +0.100 ▼3 −0.100 ▼4 −0.100 0.000 0.000 0.000 \
-▲1 +0.100 ▲2 +0.100 +0.200 +0.200 0.000""",
+REINFORCE, answers 1: 0.20 0.20 0.20 0.20 ▲1 +0.100 ▲2 +0.100 ▼3 −0.100 ▼4 −0.100 0.000 0.000 \
+0.000 ▲1 +0.100 ▲2 +0.100 +0.200 +0.200 0.000""",
     "clip": """\
 only losers: 1.61 ▲1.00 ▼1.00 cancels ▲0.00 ▼1.61 left −1.610 ▲0.00 ▼0.00 no push \
 ▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 left −1.610 ▲0.00 ▼1.61 left −1.610 \
