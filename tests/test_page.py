@@ -227,7 +227,7 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
 # ---------------- what follows the tree
 
 PRESSES = """\
-down | only on | identity-w2 0.45 | REINFORCE, answers 1
+down | only on | identity-w2 0.45 | GRPO: 1/T | REINFORCE, answers 1
 only losers | r = 0.61 | clip-r + | r = 1
 half | the group's mean | 3: worse
 lengths-a 9 | lengths-b 18 | lengths-c 3 | lengths-d 20 | lengths-q 0.3
@@ -307,6 +307,8 @@ only on: 0.20 0.20 0.40 0.20 ▲1 +0.100 ▼2 −0.100 ▲3 +0.200 ▼4 −0.100
 ▲1 +0.100 ▼2 −0.100 0.000 0.000 0.000
 identity-w2 0.45: 0.20 0.45 0.40 0.20 ▲1 +0.100 ▼2 −0.225 ▲3 +0.200 ▼4 −0.100 −0.025 0.000 −0.025 \
 ▲1 +0.100 ▼2 −0.225 −0.125 0.000 −0.125
+GRPO: 1/T: 0.25 0.20 0.50 0.25 ▲1 +0.125 ▼2 −0.100 ▲3 +0.250 ▼4 −0.125 +0.150 0.000 +0.150 \
+▲1 +0.125 ▼2 −0.100 +0.025 0.000 +0.025
 REINFORCE, answers 1: 0.20 0.20 0.20 0.20 ▲1 +0.100 ▲2 +0.100 ▼3 −0.100 ▼4 −0.100 0.000 0.000 \
 0.000 ▲1 +0.100 ▲2 +0.100 +0.200 +0.200 0.000""",
     "clip": """\
