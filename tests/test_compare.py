@@ -10,6 +10,7 @@ from conftest import TINY, metrics, refused
 
 import train
 from experiments import compare
+from toy.figure import interval
 
 
 def make_run(folder: Path, rewards: list[float], **flags) -> Path:
@@ -35,7 +36,8 @@ def test_what_runs_come_to_by_hand(tmp_path):
 
 
 def test_tables_and_picture_have_students_interval_and_differences_paired_by_seed(tmp_path, capsys):
-    """Of 5 seeds: the 97.5 % quantile with 4 degrees of freedom is 2.776."""
+    """Of 5 seeds: the 97.5 % quantile with 4 degrees of freedom is 2.776, with 23 it is 2.0687."""
+    assert interval(range(24)) == pytest.approx((11.5, 2.0687 * 50**0.5 / 24**0.5), rel=1e-4)
     more, folders = [0.1, 0.11, 0.09, 0.08, 0.12, 0.5], []
     for seed in range(6):
         rewards = [seed / 10 + more[seed]] * 6

@@ -1,5 +1,6 @@
 """Whoever quotes a figure of toy/README.md finds its published numbers when they run it again."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,12 +46,12 @@ def test_tax_survives_adam_at_ordinary_rates_and_one_divisor_saves_it(monkeypatc
 def test_gate_grpos_min_costs_a_token_by_plain_ascent_and_with_adam_at_large_rates_only():
     best = {tax.EXACT: 0.401, tax.BOTH: 0.401, "grpo-symmetric": 0.5}
     rates = gate.RATES[[6, 11, 16, 20]]  # of the 21; the best of each row are among them
-    found = {name: gate.sweep(gate.METHODS[name], 2, rates) for name in best}
+    found = {name: gate.sweep(gate.METHODS[name], rates) for name in best}
     assert {name: float(x.max()) for name, x in found.items()} == pytest.approx(best, abs=1.1e-3)
     torch.testing.assert_close(found[tax.EXACT], found[tax.BOTH])  # at every rate
     rates = torch.tensor([0.03, 0.3, 3.0], dtype=torch.float64)
     for name, ends in {tax.EXACT: (0.473, 0.5, 0.4), "grpo-symmetric": (0.473, 0.5, 0.5)}.items():
-        found = gate.sweep(gate.METHODS[name], 2, rates, tax.ADAM)
+        found = gate.sweep(gate.METHODS[name], rates, tax.ADAM)
         assert found.tolist() == published(*ends), name
 
 
@@ -114,6 +115,12 @@ def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
         ("grpo at 0.7", 16): 1.22,
         ("ibpo at 0.7", 16): 2.01,
     }
+    seen, loss = [], ibpo.loss  # the logits that are learnt are those that were sampled from
+    monkeypatch.setattr(
+        ibpo, "loss", lambda *x: seen.append(float(x[0].detach().max())) or loss(*x)
+    )
+    ibpo.tokens_to_goal(ibpo.Method(False, 0.7), 4, 400, seed=0)
+    assert seen[0] == pytest.approx(math.log(0.63 / 0.37 * 9) / 0.7)
     costs = {key: ibpo.measure_cost(ibpo.METHODS[key[0]], key[1]) for key in published}
     # Another torch rounds otherwise, and a run that is sampled then takes another path.
     assert {key: sum(x) / 24 for key, x in costs.items()} == pytest.approx(published, rel=0.1)
@@ -133,6 +140,20 @@ def test_luck_a_baseline_at_every_history_pays_and_costs_what_is_published(monke
         without, with_baseline = luck.compare(luck.WORLDS[name], 8, "Adam")
         found = [float(without[-1].mean()), float((with_baseline - without)[-1].mean())]
         assert found == pytest.approx([share, gain], abs=0.005), name
+    # The best that can be reached counts the choice between easy and hard, where there is one.
+    (ends,) = luck.train(
+        tax.ROWS["grpo"], luck.WORLDS["luck is chosen"], 8, "Adam", torch.tensor([4.0]), 9, 0
+    )[-1]
+    assert 0.9 < ends.min() and ends.max() <= 1
+
+
+def test_luck_prints_what_is_learnt_after_5_and_after_20_batches(monkeypatch, capsys):
+    shares = torch.arange(1, 21)[:, None].expand(20, 3) / 100  # k hundredths after k batches
+    monkeypatch.setattr(luck, "compare", lambda *_: (shares, 2 * shares))
+    monkeypatch.setattr("sys.argv", ["luck"])
+    luck.main()
+    rows = " ".join(capsys.readouterr().out.split())
+    assert rows.count("0.050 +0.050 +- 0.000 0.200 +0.200 +- 0.000") == len(luck.CELLS)
 
 
 def pretend(monkeypatch, module, direct: int, scored, move) -> list:

@@ -50,8 +50,8 @@ def make_groups() -> Groups:
     return Groups(outcomes, G)
 
 
-def sweep(row: Row, M: int, rates: Tensor = RATES, optimizer=PLAIN) -> Tensor:
-    """The expected reward at the end of a run at each rate."""
+def sweep(row: Row, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tensor:
+    """The expected reward at the end of a run at each rate; M: updates on a batch."""
     path, _ = train(row, make_groups(), START, M, BATCHES, rates, optimizer)
     return 0.3 + 0.1 * path[-1].sigmoid().sum(1)
 
@@ -77,8 +77,8 @@ def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    plain = {name: sweep(row, 2) for name, row in METHODS.items()}
-    adam = {(name, M): sweep(METHODS[name], M, ADAM_RATES, ADAM) for M in (2, 8) for name in LINES}
+    plain = {name: sweep(row) for name, row in METHODS.items()}
+    adam = {(name, M): sweep(METHODS[name], ADAM_RATES, ADAM, M) for M in (2, 8) for name in LINES}
     print(f"Plain ascent: the best reward of {len(RATES)} learning rates\n")
     print_table({name: [f"{x.max():.3f}"] for name, x in plain.items()}, ["M = 2"])
     print("\nAdam, by its learning rate\n")
