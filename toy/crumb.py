@@ -181,19 +181,13 @@ def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, 
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    exact = {scale: train_exact(scale) for scale in SCALES}
-    sampled = {scale: train_sampled(scale) for scale in SCALES}
+    exact, sampled, rows = {}, {}, {}
+    for scale in SCALES:
+        exact[scale], sampled[scale] = train_exact(scale), train_sampled(scale)
+        found = (sampled[scale][-1] > 0.4).sum(1)
+        rows[scale] = [f"{J:.3f} ({n})" for J, n in zip(exact[scale][-1], found, strict=True)]
     print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.")
     print(f"In brackets: how many of {RUNS} sampled runs find it (J above 0.4)\n")
-    rows = {
-        scale: [
-            f"{J:.3f} ({found})"
-            for J, found in zip(
-                exact[scale][-1], (sampled[scale][-1] > 0.4).sum(1).tolist(), strict=True
-            )
-        ]
-        for scale in SCALES
-    }
     print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
     print("\nThe share below which the group's std drives the rare way out\n")
     print_table({"std": [f"{find_threshold(G):.4f}" for G in (4, 8, 16)]}, ["G = 4", "8", "16"])
