@@ -179,21 +179,17 @@ credit [0] 0.0000 tax [0.6] +0.1559 / 7+8=15 ▲1 0.1500×0.8659 [0.5] +0.1299 �
 0.0000 / 30+40=70 [0] 0.0000 / #75 [0] 0.0000 / ▼2 reward 0 A = −0.8659 T = 5 s = 0.4844 / #85 \
 [0.85] +0.2208 / ▲3 reward 1 A = +0.8659 T = 2 s = 0.5532 / 40+48=88 [−0.5] −0.1299 / 88-3=85 \
 [−0.5] −0.1299 / #84 [−0.5] −0.1299 / ▼4 reward 0 A = −0.8659 T = 4 s = 0.6000
-group 2: second | so cancels ▲1 0.1500×1.2246 [0.67] +0.1837 ●2 0.0000 [0] 0.0000 ●3 0.0000 [0] \
-0.0000 ▼4 0.1500×(−1.2246) [−0.67] −0.1837 sum of the pushes [0] 0.0000 credit [0] 0.0000 tax [0] \
-0.0000 / 7+8=15 ▲1 0.1500×1.2246 [0.67] +0.1837 ●2 0.0000 [0] 0.0000 sum of the pushes [0.67] \
-+0.1837 credit [0.67] +0.1837 tax [0] 0.0000 / 70+15=85 [1] +0.2755 / #85 [1] +0.2755 / ▲1 reward \
-2 A = +1.2246 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 \
-reward 1 A = 0.0000 T = 5 s = 0.4844 / #86 [0] 0.0000 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / \
-40+48=88 [−0.67] −0.1837 / 88-3=85 [−0.67] −0.1837 / #84 [−0.67] −0.1837 / ▼4 reward 0 A = \
-−1.2246 T = 4 s = 0.6000
-policy before the step | so cancels ▲1 0.2500×1.2246 [1] +0.3061 ●2 0.0000 [0] 0.0000 ●3 0.0000 \
-[0] 0.0000 ▼4 0.2500×(−1.2246) [−1] −0.3061 sum of the pushes [0] 0.0000 credit [0] 0.0000 tax \
-[0] 0.0000 / 7+8=15 ▲1 0.2500×1.2246 [1] +0.3061 ●2 0.0000 [0] 0.0000 sum of the pushes [1] \
-+0.3061 credit [1] +0.3061 tax [0] 0.0000 / 70+15=85 [1] +0.3061 / #85 [1] +0.3061 / ▲1 reward 2 \
-A = +1.2246 T = 4 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 reward 1 A = \
-0.0000 T = 5 / #86 [0] 0.0000 / ●3 reward 1 A = 0.0000 T = 2 / 40+48=88 [−1] −0.3061 / 88-3=85 \
-[−1] −0.3061 / #84 [−1] −0.3061 / ▼4 reward 0 A = −1.2246 T = 4"""
+group 2: second | so well cancels ▲1 0.1500×1.2246 [0.67] +0.1837 ●2 0.0000 [0] 0.0000 ●3 0.0000 \
+[0] 0.0000 ▼4 0.1500×(−1.2246) [−0.67] −0.1837 sum of the pushes [0] 0.0000 credit [0] 0.0000 tax \
+[0] 0.0000 / 70+15=85 [1] +0.2755 / #85 [1] +0.2755 / ▲1 reward 2 A = +1.2246 T = 4 s = 0.7348 / \
+carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 reward 1 A = 0.0000 T = 5 s = \
+0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 [−0.67] −0.1837 / #84 [−0.67] −0.1837 \
+/ ▼4 reward 0 A = −1.2246 T = 4 s = 0.6000
+policy before the step | so well cancels ▲1 0.2500×1.2246 [1] +0.3061 ●2 0.0000 [0] 0.0000 ●3 \
+0.0000 [0] 0.0000 ▼4 0.2500×(−1.2246) [−1] −0.3061 sum of the pushes [0] 0.0000 credit [0] 0.0000 \
+tax [0] 0.0000 / 70+15=85 [1] +0.3061 / #85 [1] +0.3061 / ▲1 reward 2 A = +1.2246 T = 4 / carry 1 \
+[0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 reward 1 A = 0.0000 T = 5 / ●3 reward 1 A \
+= 0.0000 T = 2 / 88-3=85 [−1] −0.3061 / #84 [−1] −0.3061 / ▼4 reward 0 A = −1.2246 T = 4"""
 
 
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
@@ -204,6 +200,9 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     # Two groups, as if they were a later batch of the run, and between them one of equal rewards.
     groups, saved = [tree.toy_group("unequal", won) for won in ("1010", "1111", "1100")], {}
     groups[0].texts[0][-1] = NASTY
+    groups[2].tokens[:, 1] = 99  # all share two tokens
+    for row in groups[2].texts:
+        row[1] = "well"
     for key in ("tokens", "mask", "rewards"):
         saved[key] = torch.cat([getattr(group, key) for group in groups])
     saved["rewards"][8:] = torch.tensor([2.0, 1.0, 1.0, 0.0])  # two have A = 0
