@@ -285,7 +285,7 @@ def test_guesses_are_judged_and_sentences_have_the_numbers_of_their_homes(articl
         "easy good way {} right other way {} hard good way {} other way {}".format(*easy, *hard),
         f"(95 %) {crumb.CRUMB} rare way (5 %) 1 with chance {crumb.RIGHT} 0",
         f"Exact for G = {crumb.G};",
-        "Lines: (1 − ρ²) n / (n − 1), and that over G / (G − 1).",
+        "Dashed: (1 − ρ²) n / (n − 1). Solid: that over G / (G − 1).",
         f"Only {lone}.",
     ]
     text = " ".join(re.sub("[─┬└│]", " ", tree.toy_page()).split())
