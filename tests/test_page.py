@@ -1,16 +1,13 @@
 """To whoever presses the article's buttons, on its own or in the notebook's frame: it draws what
 losses.py says, and its words and sentences fit its numbers."""
 
-import functools
 import html
-import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 import pytest
 import torch
@@ -18,231 +15,219 @@ import torch
 import losses
 import train
 from engines import defaults
-from toy import clips, tax, tree
-from toy.policy import pad
+from toy import clips, crumb, luck, tax, tree
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium, in which to press the page")
 NASTY = "<img src=x onerror=\"document.title='hacked'\">"
 # Presses one element after the other, and notes what is drawn after each. An element is the start
-# of a button's text, or the name of a control and what is chosen there.
+# of a button's text, or the name of a control and what is chosen there; "+" is an arrow key.
+CONTROL = r"(?:\w+-\w+|trainer|method|lengths|spread|moved|baseline|policy|group) "
 PRESS = """<script type="module">
   const all = (selector, of = document) => [...of.querySelectorAll(selector)];
   const texts = (selector, of) => all(selector, of).map(({ textContent }) => textContent);
-  const sign = (bar) => (bar.matches(".minus") ? -1 : 1);
+  const bySection = (f) =>
+    Object.fromEntries(all("section[id]").map((of) => [of.id, f(of).join(" ")]));
+  const long = (of) => Number(Number(of.style.getPropertyValue("--v")).toFixed(2));
+  const bar = (of) => `[${of.matches(".minus") ? "−" : ""}${long(of)}]`;
+  const last = (path) => `${path.className.baseVal} ${path.getAttribute("d").split(" ").at(-1)}`;
+  const runs = (of) => all("i", of).map((cell) => cell.className[0]).join("")
+    .replace(/(.)\\1*/g, (run) => run[0] + run.length);
   const wait = () => new Promise((done) => setTimeout(done, 50));
   while (!("ready" in document.body.dataset)) await wait();
   let stays;
   addEventListener("click", (event) => (stays = event.defaultPrevented));
   top.document.documentElement.dataset.seen = JSON.stringify(PRESSES.map(([name, value]) => {
     const [first, ...others] = document.getElementsByName(name);
-    if (!first) all("button, td a").find((button) => button.textContent.startsWith(name)).click();
+    const button = all("button, td a").find((of) => of.textContent.startsWith(name));
+    if (!first) { button.focus(); button.click(); }
     else if (others.length) [first, ...others].find((radio) => radio.value === value).click();
-    else { first.value = value; (first.onchange ?? first.oninput)(); }
+    else {
+      if (value === "+") first.stepUp();
+      else first.value = value;
+      (first.onchange ?? first.oninput)();
+    }
     return {
-      outputs: texts("#tree output"), labels: texts("#tree .line small"),
-      bars: all("#tree .track").map((bar) => sign(bar) * bar.style.getPropertyValue("--v")),
-      titles: all("#tree .card").map((card) => texts(".text", card)),
-      verdicts: all("#tree .card").map((card) => texts(".verdict", card).join()),
-      chips: texts("#tree .chip .text"), leaves: texts("#tree .leaf"),
+      tree: all("#tree .card, #tree .chip, #tree .leaf").map((of) => all("*", of)
+        .filter((part) => !part.firstElementChild)
+        .map((part) => (part.matches(".fill") ? bar(part.parentNode) : part.textContent))
+        .filter((text) => text.trim()).join(" ")),
       methods: texts("select[name=method] option"), lead: texts("#lead")[0],
       said: texts(".guess p:last-child:not([hidden])").map((text) => text.replace(/\\s+/g, " ")),
-      figures: Object.fromEntries(all("section[id]")
-        .map((of) => [of.id, texts("figure output", of)])),
-      at: all(".at")[0]?.getAttribute("d"),
-      lines: all(".panels polyline").map((line) => line.getAttribute("points").split(" ")),
-      strips: all(".strip").map((of) => all("i", of).map((cell) => cell.className[0]).join("")),
-      starts: all(".strip b").map((bar) => parseFloat(bar.style.left)),
-      curves: Object.fromEntries(all(".plot path[class]")
-        .map((path) => [`${path.closest("section").id} ${path.className.baseVal}`,
-          path.getAttribute("d").slice(1).split("L")])),
-      dot: all(".dot").map((dot) => `${dot.getAttribute("cx")} ${dot.getAttribute("cy")}`)[0],
-      cells: texts("section td"),
-      captions: texts("#trainer figcaption"), images: all("img").length,
+      figures: bySection((of) => texts("figure output, .card .who", of)),
+      drawn: bySection((of) => [...all(".plot path[class]", of).map(last),
+        ...all(".dot", of).map((dot) => dot.getAttribute("cy")),
+        ...all(".at", of).slice(0, 1).map((path) => path.getAttribute("d").slice(0, 7)),
+        ...all(".strip", of).map(runs),
+        ...all(".strip b", of).map((mark) => mark.style.left.slice(0, 5))]),
+      cells: texts("section td"), captions: texts("#trainer figcaption"),
+      images: all("img").length, unseen: all("input").filter((of) => !of.checkVisibility()).length,
       stays, top: Math.round(document.querySelector("#crumb")?.getBoundingClientRect().top),
-      focus: document.activeElement.textContent.slice(0, 2),
+      focus: document.activeElement.id || document.activeElement.textContent.slice(0, 2),
       beyond: document.documentElement.scrollWidth - innerWidth,
     };
   }));
 </script></html>"""
 
 
-def press(page: str, presses: list, folder: Path, width: int | None = None) -> list[dict]:
+def press(page: str, presses: list[str], folder: Path, width: int | None = None) -> dict:
     """What a browser shows after each press; in a frame of this width, as in the notebook's."""
-    page = page.replace("</html>", PRESS.replace("PRESSES", json.dumps(presses)))
+    pairs = [x.split(" ", 1) if re.match(CONTROL, x) else (x, "") for x in presses]
+    page = page.replace("</html>", PRESS.replace("PRESSES", json.dumps(pairs)))
     if width:
         page = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
     (folder / "page.html").write_text(page)
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=999000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", folder / "page.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
+    seen = json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
+    return dict(zip(presses, seen, strict=True))
 
 
-def number(text: str) -> float:
-    return float(text.replace("−", "-"))
+def sums(shown: dict) -> str:
+    """Of each card its first token, its verdict, and the sum, the credit and the tax."""
+    card = r"(\S+)( cancels| no push)? .* pushes \S+ (\S+) credit \S+ (\S+) tax \S+ (\S+)"
+    found = [re.fullmatch(card, text) for text in shown["tree"]]
+    return ", ".join("{}{} {} {} {}".format(*x.groups("")) for x in found if x)
 
 
-# ---------------- a group, written out here
-
-
-class Group:
-    """Answers as words, with the ratios of their tokens. All were sampled with probability 0.2."""
-
-    def __init__(self, paths: str, rewards: list[float], ratios: list[list[float]], L: int):
-        self.texts, self.ratios = [path.split("|") for path in paths.split()], ratios
-        words = [*itertools.chain(*self.texts)]
-        self.tokens, self.mask = pad([tuple(map(words.index, row)) for row in self.texts])
-        self.old = torch.full(self.mask.shape, 0.2).double().log()
-        moves = torch.tensor([*itertools.chain(*ratios)]).double().log()
-        self.logp = self.old + torch.zeros_like(self.old).masked_scatter(self.mask, moves)
-        self.rewards, self.L = torch.tensor(rewards).double(), L
-
-    def coefficients(self, loss, A, baseline: bool):
-        logp = self.logp.clone().requires_grad_()
-        batch = losses.Batch(logp, self.old, A[:, None].expand_as(logp), self.mask, 4, self.L)
-        value = loss(batch)
-        if baseline:
-            nodes = losses.prefix_nodes(self.tokens, self.mask, 4)
-            value = losses.prefix_baseline(value, batch, nodes)
-        return losses.token_coefficients(value, logp)
-
-
-def toy(lengths="unequal", won="1010", moved="1", spread="none", **_) -> Group:
-    """The group of the story, in one of its settings."""
-    paths = {
-        "equal": "so|7+8=15|70+15=85 so|7+8=15|30+40=70 so|37+40=77|77+8=85 so|40+48=88|88-3=85",
-        "unequal": "so|7+8=15|70+15=85 so|7+8=15|carry_1|30+40=70 so so|40+48=88|88-3=85",
-    }[lengths]
-    last = [("#85" if w == "1" else x) for w, x in zip(won, "#75 #75 #86 #84".split(), strict=True)]
-    paths = [f"{path}|{end}" for path, end in zip(paths.split(), last, strict=True)]
-    own = (1.5, 0.7, 0.85, 1.0) if spread == "wide" else (1,) * 4  # where an answer is alone
-    ratios = [
-        [float(moved) * (r if t >= shared else 1) for t in range(len(path.split("|")))]
-        for path, r, shared in zip(paths, own, (2, 2, 1, 1), strict=True)
-    ]
-    group = Group(" ".join(paths), [float(digit) for digit in won], ratios, 5)
-    group.texts = [[text.replace("_", " ") for text in row] for row in group.texts]
-    return group
-
-
-# Cards: their answers, first token and end. Tails: where an answer goes on alone.
-TOY = [((0, 1, 2, 3), 0, 1), ((0, 1), 1, 2)], (2, 2, 1, 1)
-RUN = [((0, 1, 2, 3), 0, 2)], (2, 2, 2, 2)
-
-
-def check(shown, group, loss, scale, baseline, digits, cards=TOY[0], tails=TOY[1]):
-    """The tree has the numbers of losses.py, and the right words around them. Returns the numbers,
-    from top to bottom. A card has its pushes, their sum, its credit and its tax."""
-    A = losses.group_advantages(group.rewards, 4, scale)
-    c, numbers, pushed, verdicts = group.coefficients(loss, A, baseline), [], [], []
-    for rows, place, _ in cards:
-        pushes, of = c[list(rows), place], A[list(rows)]
-        total, credit = pushes.sum(), (pushes / of).mean() * of.sum()
-        pushed += pushes.tolist()
-        numbers += [*pushes.tolist(), *map(float, (total, credit, total - credit))]
-        none, zero = not pushes.any(), abs(total) < 1e-9
-        verdicts.append("no push" if none else "cancels" if zero else "")
-    for row, start, text in zip(c.tolist(), tails, group.texts, strict=True):
-        numbers += row[start : len(text)]
-    shown_numbers, small = [*map(number, shown["outputs"])], 0.6 * 10**-digits
-    assert shown_numbers == pytest.approx(numbers, abs=small)
-    signs = ["+" if x > 0 else "−" if x < 0 else "0" for x in shown_numbers]
-    assert [text[0] for text in shown["outputs"]] == signs
-    # What the labels come to, such as "0.250×0.500".
-    labels = [eval(label.replace("−", "-").replace("×", "*")) for label in shown["labels"]]
-    assert labels == pytest.approx(pushed, abs=3 * small)
-    longest = max(map(abs, numbers)) or 1
-    assert [bar * longest for bar in shown["bars"]] == pytest.approx(numbers, abs=2 * small)
-    titles = [group.texts[rows[0]][begin:end] for rows, begin, end in cards]
-    assert (shown["titles"], shown["verdicts"]) == (titles, verdicts)
-    assert shown["chips"] == [x for row, n in zip(group.texts, tails, strict=True) for x in row[n:]]
-    moved, leaves = any(r != 1 for row in group.ratios for r in row), []
-    for i, row in enumerate(group.ratios):
-        leaf = f"{'▲' if A[i] > 0 else '▼'}{i + 1} reward {group.rewards[i]:g}"
-        leaf += f"A = {A[i]:+.{digits}f}T = {len(row)}".replace("-", "−")
-        leaves.append(leaf + f"s = {math.prod(row) ** (1 / len(row)):.{digits}f}" * moved)
-    assert shown["leaves"] == leaves
-    return numbers
+def read(table: str) -> dict[str, str]:
+    return dict(line.split(" | ") for line in table.splitlines())
 
 
 # ---------------- the tree
 
+# What is left after each press. A is 0.5 and -0.5 (after "▼4": 0.25 and -0.75), and lengths are 4,
+# 5, 2, 4, or all 4; so the first eleven follow by hand.
+STORY = """\
+1  | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+▼4 | so cancels 0.000 0.000 0.000, 7+8=15 −0.100 −0.100 0.000
+you changed | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+next: 2 | so cancels 0.000 0.000 0.000, 7+8=15 +0.200 +0.200 0.000
+next: 3 | so +0.034 0.000 +0.034, 7+8=15 +0.049 0.000 +0.049
+next: 4 | so −0.400 0.000 −0.400, 7+8=15 −0.200 0.000 −0.200
+next: 5 | so +0.150 0.000 +0.150, 7+8=15 +0.025 0.000 +0.025
+next: 6 | so cancels 0.000 0.000 0.000, 7+8=15 −0.067 0.000 −0.067
+▲1 | so cancels 0.000 0.000 0.000, 7+8=15 −0.283 −0.283 0.000
+next: 7 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+next: 8 | so no push 0.000 0.000 0.000, 7+8=15 no push 0.000 0.000 0.000
+method reinforce | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+method cispo | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+spread wide | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+moved 0.6 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+method gspo | so +0.158 0.000 +0.158, 7+8=15 +0.092 0.000 +0.092
+baseline on | so cancels 0.000 0.000 0.000, 7+8=15 +0.009 0.000 +0.009
+method dfpo-min | so cancels 0.000 0.000 0.000, 7+8=15 −0.006 0.000 −0.006"""
+# A group in full: labels, bars as parts of the longest, and numbers.
+GROUPS = """\
+next: 3 | so ▲1 0.306×0.500 [1] +0.153 ▼2 0.209×(−0.500) [−0.68] −0.105 ▲3 0.221×0.500 [0.72] \
++0.111 ▼4 0.250×(−0.500) [−0.82] −0.125 sum of the pushes [0.22] +0.034 credit [0] 0.000 tax \
+[0.22] +0.034 / 7+8=15 ▲1 0.306×0.500 [1] +0.153 ▼2 0.209×(−0.500) [−0.68] −0.105 sum of the \
+pushes [0.32] +0.049 credit [0] 0.000 tax [0.32] +0.049 / 70+15=85 [1] +0.153 / #85 [1] +0.153 / \
+▲1 reward 1 A = +0.500 T = 4 s = 1.225 / 30+40=70 [−0.68] −0.105 / #75 [−0.68] −0.105 / ▼2 reward \
+0 A = −0.500 T = 4 s = 0.837 / 37+40=77 [0.72] +0.111 / 77+8=85 [0.72] +0.111 / #85 [0.72] +0.111 \
+/ ▲3 reward 1 A = +0.500 T = 4 s = 0.885 / 40+48=88 [−0.82] −0.125 / 88-3=85 [−0.82] −0.125 / #84 \
+[−0.82] −0.125 / ▼4 reward 0 A = −0.500 T = 4 s = 1.000
+next: 6 | so cancels ▲1 0.125 − 0.008 [0.41] +0.117 ▼2 −0.100 − 0.083 [−0.65] −0.183 ▲3 0.250 − \
+(−0.033) [1] +0.283 ▼4 −0.125 − 0.092 [−0.76] −0.217 sum of the pushes [0] 0.000 credit [0] 0.000 \
+tax [0] 0.000 / 7+8=15 ▲1 0.125 − 0.008 [0.41] +0.117 ▼2 −0.100 − 0.083 [−0.65] −0.183 sum of the \
+pushes [−0.24] −0.067 credit [0] 0.000 tax [−0.24] −0.067 / 70+15=85 [0.79] +0.225 / #85 [0.44] \
++0.125 / ▲1 reward 1 A = +0.500 T = 4 / carry 1 [−0.79] −0.225 / 30+40=70 [−0.35] −0.100 / #75 \
+[−0.35] −0.100 / ▼2 reward 0 A = −0.500 T = 5 / #85 [1] +0.283 / ▲3 reward 1 A = +0.500 T = 2 / \
+40+48=88 [−0.76] −0.217 / 88-3=85 [−0.44] −0.125 / #84 [−0.44] −0.125 / ▼4 reward 0 A = −0.500 T \
+= 4
+method reinforce | so cancels ▲1 0.200×0.500 [1] +0.100 ▼2 0.200×(−0.500) [−1] −0.100 ▲3 \
+0.200×0.500 [1] +0.100 ▼4 0.200×(−0.500) [−1] −0.100 sum of the pushes [0] 0.000 credit [0] 0.000 \
+tax [0] 0.000 / 7+8=15 cancels ▲1 0.200×0.500 [1] +0.100 ▼2 0.200×(−0.500) [−1] −0.100 sum of the \
+pushes [0] 0.000 credit [0] 0.000 tax [0] 0.000 / 70+15=85 [1] +0.100 / #85 [1] +0.100 / ▲1 \
+reward 1 A = +0.500 T = 4 s = 1.600 / 30+40=70 [−1] −0.100 / #75 [−1] −0.100 / ▼2 reward 0 A = \
+−0.500 T = 4 s = 1.600 / 37+40=77 [1] +0.100 / 77+8=85 [1] +0.100 / #85 [1] +0.100 / ▲3 reward 1 \
+A = +0.500 T = 4 s = 1.600 / 40+48=88 [−1] −0.100 / 88-3=85 [−1] −0.100 / #84 [−1] −0.100 / ▼4 \
+reward 0 A = −0.500 T = 4 s = 1.600"""
 
-def test_the_story_and_every_method_show_what_losses_say(tmp_path):
+
+def test_the_story_and_the_controls_show_what_losses_say(tmp_path):
+    page, story = tree.toy_page(), read(STORY)
+    seen = press(page, [*story], tmp_path, 1200)
+    assert {key: sums(shown) for key, shown in seen.items()} == story
+    for key, text in read(GROUPS).items():
+        assert " / ".join(seen[key]["tree"]) == text
     names = [name for name, m in losses.METHODS.items() if len(m.passes) == 1 and not m.credit]
-    page, settings, presses = tree.toy_page(), [], [("1 ", "")]
-    begin = dict(method="reinforce", baseline="off", lengths="unequal", won="1010")
-    begin |= dict(moved="1", spread="none")
-    for step, values in enumerate(re.findall(r'<button value="([^"]*)"><b>\d', page), 1):
-        chosen = begin | dict(parse_qsl(html.unescape(values)))
-        won = chosen["won"]
-        leaf, won = ("▼4", won[:3] + "1") if step % 2 else ("▲1", "0" + won[1:])
-        settings += [chosen, chosen | {"won": won}, chosen]
-        presses += [(leaf, ""), ("you changed", ""), (f"next: {step + 1}", "")]
-    changes = [("lengths", "unequal"), ("spread", "wide")]
-    for moved, baseline in (("1.6", "off"), ("0.6", "on")):
-        changes += [("moved", moved), ("baseline", baseline), *(("method", name) for name in names)]
-    for change in changes:
-        settings.append(settings[-1] | dict([change]))
-    seen, tables = press(page, presses[:-1] + changes, tmp_path, 1200), []
-    assert seen[0]["methods"] == names
-    for shown, at in zip(seen, settings, strict=True):
-        loss = losses.METHODS[at["method"]].passes[0]
-        if at["method"] == "gspo":  # its own range is made for long answers
-            loss = functools.partial(loss, eps_low=0.2, eps_high=0.28)
-        tables.append(check(shown, toy(**at), loss, "mean", at["baseline"] == "on", 3))
-    # A button that has gone hands the keyboard on: "back" always, "next" at the end.
-    assert seen[2]["focus"] == "1 " and seen[21]["focus"] == "8 "
-    # What the story says: where "so" has a tax, and where 7+8=15, which answers 1 and 2 share, is
-    # pushed; and what step 6 says of its tax.
-    story = tables[:24:3]
-    assert [abs(x[6]) > 1e-3 for x in story] == [x in (2, 3, 4) for x in range(8)]
-    assert story[1][9] > 0 and [abs(x[9]) > 1e-3 for x in story[4:]] == [True, True, False, False]
-    assert f"from {story[4][11]:+.3f} to {story[5][11]:+.3f}".replace("-", "−") in page
-    assert (
-        f"ratio\n          of every token is {settings[9]['moved']}. GRPO's clip range ends at 1.2"
-        in page
-    )
+    assert seen["1 "]["methods"] == names
+    # The keyboard stays on a leaf; a button that has gone hands it on. And it comes to all inputs.
+    focus = [seen[key]["focus"] for key in ("▼4", "you changed", "next: 8")]
+    assert focus == ["▲4", "1 ", "8 "] and seen["1 "]["unseen"] == 0
+    before, after = (story[key].split()[-1] for key in ("next: 5", "next: 6"))
+    assert f"goes from {before} to {after}." in page
+
+
+RUN = """\
+policy after it | so cancels ▲1 0.1299 − 0.0087 [0.41] +0.1212 ▼2 −0.1039 − 0.0866 [−0.65] \
+−0.1905 ▲3 0.2598 − (−0.0346) [1] +0.2944 ▼4 −0.1299 − 0.0952 [−0.76] −0.2251 sum of the pushes \
+[0] 0.0000 credit [0] 0.0000 tax [0] 0.0000 / 7+8=15 ▲1 0.1299 − 0.0087 [0.41] +0.1212 ▼2 −0.1039 \
+− 0.0866 [−0.65] −0.1905 sum of the pushes [−0.24] −0.0693 credit [0] 0.0000 tax [−0.24] −0.0693 \
+/ 70+15=85 [0.66] +0.1948 / NASTY [0.66] +0.1948 / ▲1 reward 1 A = +0.8659 T = 4 s = 0.7348 / \
+carry 1 [−0.31] −0.0909 / 30+40=70 [0] 0.0000 / #75 [0] 0.0000 / ▼2 reward 0 A = −0.8659 T = 5 s \
+= 0.4844 / #85 [0.85] +0.2502 / ▲3 reward 1 A = +0.8659 T = 2 s = 0.5532 / 40+48=88 [−0.76] \
+−0.2251 / 88-3=85 [−0.44] −0.1299 / #84 [−0.44] −0.1299 / ▼4 reward 0 A = −0.8659 T = 4 s = \
+0.6000
+baseline off | so ▲1 0.1500×0.8659 [0.5] +0.1299 ▼2 0.1200×(−0.8659) [−0.4] −0.1039 ▲3 \
+0.3000×0.8659 [1] +0.2598 ▼4 0.1500×(−0.8659) [−0.5] −0.1299 sum of the pushes [0.6] +0.1559 \
+credit [0] 0.0000 tax [0.6] +0.1559 / 7+8=15 ▲1 0.1500×0.8659 [0.5] +0.1299 ▼2 0.1200×(−0.8659) \
+[−0.4] −0.1039 sum of the pushes [0.1] +0.0260 credit [0] 0.0000 tax [0.1] +0.0260 / 70+15=85 \
+[0.75] +0.1948 / NASTY [0.75] +0.1948 / ▲1 reward 1 A = +0.8659 T = 4 s = 0.7348 / carry 1 [0] \
+0.0000 / 30+40=70 [0] 0.0000 / #75 [0] 0.0000 / ▼2 reward 0 A = −0.8659 T = 5 s = 0.4844 / #85 \
+[0.85] +0.2208 / ▲3 reward 1 A = +0.8659 T = 2 s = 0.5532 / 40+48=88 [−0.5] −0.1299 / 88-3=85 \
+[−0.5] −0.1299 / #84 [−0.5] −0.1299 / ▼4 reward 0 A = −0.8659 T = 4 s = 0.6000
+group 2: second | so well cancels ▲1 0.1500×1.2246 [0.67] +0.1837 ●2 0.0000 [0] 0.0000 ●3 0.0000 \
+[0] 0.0000 ▼4 0.1500×(−1.2246) [−0.67] −0.1837 sum of the pushes [0] 0.0000 credit [0] 0.0000 tax \
+[0] 0.0000 / 70+15=85 [1] +0.2755 / #85 [1] +0.2755 / ▲1 reward 2 A = +1.2246 T = 4 s = 0.7348 / \
+carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 reward 1 A = 0.0000 T = 5 s = \
+0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 [−0.67] −0.1837 / #84 [−0.67] −0.1837 \
+/ ▼4 reward 0 A = −1.2246 T = 4 s = 0.6000
+policy before the step | so well cancels ▲1 0.2500×1.2246 [1] +0.3061 ●2 0.0000 [0] 0.0000 ●3 \
+0.0000 [0] 0.0000 ▼4 0.2500×(−1.2246) [−1] −0.3061 sum of the pushes [0] 0.0000 credit [0] 0.0000 \
+tax [0] 0.0000 / 70+15=85 [1] +0.3061 / #85 [1] +0.3061 / ▲1 reward 2 A = +1.2246 T = 4 / carry 1 \
+[0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 reward 1 A = 0.0000 T = 5 / ●3 reward 1 A \
+= 0.0000 T = 2 / 88-3=85 [−1] −0.3061 / #84 [−1] −0.3061 / ▼4 reward 0 A = −1.2246 T = 4"""
 
 
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     run = tmp_path / "run"
     flags = "--prefix-baseline --steps 1 --warm-steps 0 --width 16 --prompts 4 --eval-items 2"
-    train.main([*flags.split(), "--hyper", "eps_low=0.4 kl=0.04", "--out", str(run)])
+    train.main([*flags.split(), "--hyper", "eps_low=0.5 kl=0.04", "--out", str(run)])
     (path,) = run.glob("batches/*.pt")
     # Two groups, as if they were a later batch of the run, and between them one of equal rewards.
-    one = toy(moved="1.3", spread="wide")
-    ratios = [[0.5] * 4, [0.7] * 3, [1.5] * 5, [1.1] * 2]
-    two = Group("x|y|a|b x|y|c x|y|d|e|f x|y", [2.0, 1.0, 1.0, 0.5], ratios, 20)
-    one.texts[0][0], one.L = NASTY, 20
-    groups, saved = (one, one, two), torch.load(path)
-    for key, name in dict(tokens="tokens", mask="mask", logp_old="old", logp="logp").items():
-        saved[key] = torch.cat([getattr(group, name) for group in groups])
+    groups, saved = [tree.toy_group("unequal", won) for won in ("1010", "1111", "1100")], {}
+    groups[0].texts[0][-1] = NASTY
+    groups[2].tokens[:, 1] = 99  # all share two tokens
+    for row in groups[2].texts:
+        row[1] = "well"
+    for key in ("tokens", "mask", "rewards"):
+        saved[key] = torch.cat([getattr(group, key) for group in groups])
+    saved["rewards"][8:] = torch.tensor([2.0, 1.0, 1.0, 0.0])  # two have A = 0
+    saved["logp_old"] = torch.cat([group.old for group in groups])
+    saved["logp"] = torch.cat([group.logp[1] for group in groups])  # 0.6 where they share
     saved["pieces"] = [row for group in groups for row in group.texts]
-    saved["rewards"] = torch.cat([one.rewards, torch.ones(4), two.rewards])
-    saved |= dict(step=10, group_size=4, prompts=[NASTY, "dull", "second"], max_tokens=20)
+    saved |= dict(step=10, group_size=4, prompts=[NASTY, "dull", "second"], max_tokens=5)
+    assert saved.keys() <= torch.load(path).keys()
     torch.save(saved, path.with_name("step-000010.pt"))
     torch.save(saved | {"rewards": 1 - saved["rewards"]}, path)  # of an earlier step
     tree.main([str(run)])
-    presses = [("policy", "after it"), ("baseline", "off"), ("group", "2: second")]
-    presses.append(("policy", "before the step"))
-    seen = press((run / "tree.html").read_text(), presses, tmp_path)
-    loss = functools.partial(losses.grpo, eps_low=0.4)
-    check(seen[0], one, loss, "std", True, 4)
-    check(seen[1], one, loss, "std", False, 4)
-    check(seen[2], two, loss, "std", False, 4, *RUN)
-    two.ratios, two.logp = [[1.0] * len(row) for row in two.texts], two.old
-    check(seen[3], two, loss, "std", False, 4, *RUN)
-    assert {shown["images"] for shown in seen} == {0}
-    assert f"Groups of {run}, a run of grpo, at step 10." in seen[0]["lead"]
+    shown = read(RUN)
+    seen = press((run / "tree.html").read_text(), [*shown], tmp_path)
+    assert {key: " / ".join(of["tree"]) for key, of in seen.items()} == {
+        key: text.replace("NASTY", NASTY) for key, text in shown.items()
+    }
+    assert {of["images"] for of in seen.values()} == {0}
+    assert f"Groups of {run}, a run of grpo, at step 10." in seen["baseline off"]["lead"]
 
 
 # ---------------- what follows the tree
 
 PRESSES = """\
-down | only on | identity-w2 0.45 | REINFORCE, answers 1
-only losers | r = 0.61 | clip-r 1.24 | r = 1
+down | only on | identity-w2 0.45 | GRPO: 1/T | REINFORCE, answers 1
+only losers | r = 0.61 | clip-r + | r = 1
 half | the group's mean | 3: worse
 lengths-a 9 | lengths-b 18 | lengths-c 3 | lengths-d 20 | lengths-q 0.3
 it stays | a tree with | noise-n 5 | noise-G 4
@@ -262,10 +247,7 @@ def article(tmp_path_factory):
         patch.setattr(defaults, "ROWS", TRAINERS)
         patch.setattr(tree, "find_table", lambda command: [["a", "b"], [command, NASTY]])
         page = tree.toy_page()
-    control = re.compile(r"\w+-\w+ |trainer ")
-    pairs = [x.rsplit(" ", 1) if control.match(x) else (x, "") for x in PRESSES]
-    seen = press(page, pairs, tmp_path_factory.mktemp("article"), 390)
-    return dict(zip(PRESSES, seen, strict=True))
+    return press(page, PRESSES, tmp_path_factory.mktemp("article"), 390)
 
 
 def test_the_page_needs_no_network_and_fits_a_phone(article):
@@ -274,31 +256,39 @@ def test_the_page_needs_no_network_and_fits_a_phone(article):
 
 
 def test_guesses_are_judged_and_sentences_have_the_numbers_of_their_homes(article):
-    said = article[PRESSES[-1]]["said"]
+    said = article["std"]["said"]
     assert [text.split(".")[0] for text in said] == "No Yes Yes No Yes Yes Yes".split()
     # Each answer shows its setting, and has the numbers of its figure.
-    keys = ["down", "only on", "only losers", "half", "it stays", "to the crumb"]
-    sections = [None, "identity", "clip", "lengths", "noise", "crumb"]
-    for key, section, answer in zip(keys, sections, said[:6], strict=True):
-        shown = article[key]["figures"][section] if section else article[key]["outputs"]
-        assert [x for x in re.findall(r"\d\.\d\d+", answer) if x not in str(shown)] == [], key
+    keys = ["only on", "only losers", "half", "it stays", "to the crumb"]
+    for section, key, answer in zip(SHOWN, keys, said[1:6], strict=True):
+        numbers = re.findall(r"\d\.\d\d+", answer)
+        assert [x for x in numbers if x not in article[key]["figures"][section]] == [], key
     gate = dict(tree.find_table("python -m toy.gate"))
     (mended,) = {gate[row] for row in gate if "grpo-symmetric" in row}
     (usual,) = {gate[row] for row in gate if row.startswith("grpo;")}
-    T = [len(row) for row in toy().texts]
+    T = [len(row) for row in tree.toy_group("unequal", "1010").texts]
     share, even = (1 / (1 + math.exp(-x)) for x in tax.START)
+    (right, wrong), _, (long, _) = tax.SETTINGS["better way: wrong is short"]
+    easy, hard = luck.WORLDS[luck.LUCKY].right
     (lone,) = (row["trainer"] for row in defaults.ROWS if row["divisor"]["is"] == "1/T_i")
     sentences = [
         f"right answers have {T[0]} and {T[2]} tokens, the wrong ones {T[1]} and {T[3]}",
-        f"REINFORCE divides every push by {toy().L},",
+        f"Up, by {read(STORY)['next: 5'].split()[1][1:]},",
+        f"right answers are long ({right} tokens), and mistakes short ({wrong}). The worse way is"
+        f" never right, and long ({long})",
         f"GRPO ends at {usual} and a clip blind to the sign at {mended}, the best there is",
         # The bound of C28, ((M - m) / (M + m))^2: of 0.8 and 1.2, and of 1 and 2.
         f"within 20 % of 1 make at most {100 * 0.2**2:.0f} %",
         f"within a factor of two {100 / 3**2:.0f} % (C28)",
         f"the better way has the share {share:.2f}, and a good plan {even:.2f}",
+        f"good plan {tax.RIGHT * 10:.0f} in 10 right",
+        "easy good way {} right other way {} hard good way {} other way {}".format(*easy, *hard),
+        f"(95 %) {crumb.CRUMB} rare way (5 %) 1 with chance {crumb.RIGHT} 0",
+        f"Exact for G = {crumb.G};",
+        "Dashed: (1 − ρ²) n / (n − 1). Solid: that over G / (G − 1).",
         f"Only {lone}.",
     ]
-    text = " ".join(tree.toy_page().split())
+    text = " ".join(re.sub("[─┬└│]", " ", tree.toy_page()).split())
     assert [x for x in sentences if x not in text] == []
     # DFPO's numbers are those of the papers' table.
     papers = (Path(tree.__file__).parent.parent / "claims" / "README.md").read_text()
@@ -312,12 +302,24 @@ def test_guesses_are_judged_and_sentences_have_the_numbers_of_their_homes(articl
 # update a batch; the pulls of "crumb" are those of toy.crumb's enumerated groups.
 SHOWN = {
     "identity": """\
-only on: 0.20 0.20 0.40 0.20 +0.100 −0.100 +0.200 −0.100 +0.100 0.000 +0.100 \
-+0.100 −0.100 0.000 0.000 0.000
-identity-w2 0.45: 0.20 0.45 0.40 0.20 +0.100 −0.225 +0.200 −0.100 −0.025 0.000 −0.025 \
-+0.100 −0.225 −0.125 0.000 −0.125
-REINFORCE, answers 1: 0.20 0.20 0.20 0.20 +0.100 +0.100 −0.100 −0.100 0.000 0.000 0.000 \
-+0.100 +0.100 +0.200 +0.200 0.000""",
+only on: 0.20 0.20 0.40 0.20 ▲1 +0.100 ▼2 −0.100 ▲3 +0.200 ▼4 −0.100 +0.100 0.000 +0.100 \
+▲1 +0.100 ▼2 −0.100 0.000 0.000 0.000
+identity-w2 0.45: 0.20 0.45 0.40 0.20 ▲1 +0.100 ▼2 −0.225 ▲3 +0.200 ▼4 −0.100 −0.025 0.000 −0.025 \
+▲1 +0.100 ▼2 −0.225 −0.125 0.000 −0.125
+GRPO: 1/T: 0.25 0.20 0.50 0.25 ▲1 +0.125 ▼2 −0.100 ▲3 +0.250 ▼4 −0.125 +0.150 0.000 +0.150 \
+▲1 +0.125 ▼2 −0.100 +0.025 0.000 +0.025
+REINFORCE, answers 1: 0.20 0.20 0.20 0.20 ▲1 +0.100 ▲2 +0.100 ▼3 −0.100 ▼4 −0.100 0.000 0.000 \
+0.000 ▲1 +0.100 ▲2 +0.100 +0.200 +0.200 0.000""",
+    "clip": """\
+only losers: 1.61 ▲1.00 ▼1.00 cancels ▲0.00 ▼1.61 left −1.610 ▲0.00 ▼0.00 no push \
+▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 left −1.610 ▲0.00 ▼1.61 left −1.610 \
+▲0.00 ▼1.61 left −1.610 ▲0.00 ▼0.00 no push ▲1.47 ▼1.46 left +0.014
+r = 0.61: 0.61 ▲1.00 ▼1.00 cancels ▲0.61 ▼0.00 left +0.610 ▲0.00 ▼0.00 no push \
+▲0.61 ▼0.61 cancels ▲0.61 ▼0.00 left +0.610 ▲0.61 ▼0.00 left +0.610 \
+▲0.61 ▼0.61 cancels ▲0.00 ▼0.00 no push ▲0.59 ▼0.59 left +0.002
+clip-r +: 0.63 ▲1.00 ▼1.00 cancels ▲0.63 ▼0.00 left +0.630 ▲0.00 ▼0.00 no push \
+▲0.63 ▼0.63 cancels ▲0.63 ▼0.00 left +0.630 ▲0.63 ▼0.00 left +0.630 \
+▲0.63 ▼0.63 cancels ▲0.00 ▼0.00 no push ▲0.61 ▼0.61 left +0.002""",
     "lengths": """\
 half: 24 6 32 32 0.00 0.411 0.411 0.597
 the group's mean: 24 6 32 32 0.00 0.411 0.587 0.597
@@ -332,53 +334,34 @@ to the crumb: 0.10 0.45 5 % 8 −0.082 0.100 +1.349 0.450 +0.306 0.450
 crumb-B 2: 0.10 0.45 10 % 2 +0.052 0.450 +0.414 0.450 +0.306 0.450
 crumb-p 2: 0.60 0.55 2 % 2 +0.222 0.583 +0.266 0.593 −0.044 0.600
 crumb-p 99: 0.60 0.55 99 % 2 −0.059 0.583 −0.083 0.593 −0.044 0.600""",
-    "clip": """\
-only losers: 1.61 ▲1.00 ▼1.00 cancels ▲0.00 ▼1.61 left −1.610 ▲0.00 ▼0.00 no push \
-▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 left −1.610 ▲0.00 ▼1.61 left −1.610 \
-▲0.00 ▼1.61 left −1.610 ▲0.00 ▼0.00 no push ▲1.47 ▼1.46 left +0.014
-r = 0.61: 0.61 ▲1.00 ▼1.00 cancels ▲0.61 ▼0.00 left +0.610 ▲0.00 ▼0.00 no push \
-▲0.61 ▼0.61 cancels ▲0.61 ▼0.00 left +0.610 ▲0.61 ▼0.00 left +0.610 \
-▲0.61 ▼0.61 cancels ▲0.00 ▼0.00 no push ▲0.59 ▼0.59 left +0.002
-clip-r 1.24: 1.23 ▲1.00 ▼1.00 cancels ▲0.00 ▼1.23 left −1.230 ▲0.00 ▼0.00 no push \
-▲1.23 ▼1.23 cancels ▲1.23 ▼1.23 cancels ▲0.00 ▼1.23 left −1.230 \
-▲1.23 ▼1.23 cancels ▲0.00 ▼0.00 no push ▲1.21 ▼1.21 left +0.002""",
 }
+
+
+# Where it is drawn: the ends of lines, which are at 192 for 0 (up: 290 for 1 in "lengths", 87 in
+# "noise"), and a dot; the mark at a ratio, 75 for 1. A strip changes where the pull changes its
+# sign, at a share of 0.080, and for the batch of 64 answers at 0.008. Its bar is at the start.
+DRAWN = """\
+clip | only losers | M120.75
+lengths | the group's mean | c 18.8 a 72.7 b 21.7
+noise | a tree with | one 105.0 a 192.0 b 192.0 155.46
+crumb | to the crumb | l20w41 l9w52 w61 28.66 28.66 28.66"""
 
 
 @pytest.mark.parametrize("section", SHOWN)
 def test_a_figure_shows(section, article):
     for line in SHOWN[section].splitlines():
         key, _, numbers = line.rpartition(": ")
-        assert " ".join(article[key]["figures"][section]).replace("\n", " ") == numbers, key
+        assert article[key]["figures"][section].replace("\n", " ") == numbers, key
 
 
 def test_lines_are_drawn_where_their_numbers_are(article):
-    ratio, *cells = article["only losers"]["figures"]["clip"]
-    place = clips.RATIOS.index(float(ratio))
-    weights = [float(x) for cell in cells for x in re.findall(r"\d\.\d\d\b(?!\d)", cell)[:2]]
-    points = [line[place].split(",") for line in article["only losers"]["lines"]]
-    # 75 points across for a ratio of 1, and 55 up for a weight of 1; 0 is at 110.
-    assert article["only losers"]["at"].startswith("M120.75")
-    assert [(float(x) / 75, 2 - float(y) / 55) for x, y in points] == [
-        pytest.approx((float(ratio), weight), abs=6e-3) for weight in weights
-    ]
-    shown = article["the group's mean"]
-    for line, J in zip("abc", shown["figures"]["lengths"][5:], strict=True):
-        y = float(shown["curves"][f"lengths {line}"][-1].split()[1])
-        assert (192 - y) / 290 == pytest.approx(float(J), abs=1e-3)
-    (x, y), curves = (
-        map(float, article["a tree with"]["dot"].split()),
-        article["a tree with"]["curves"],
-    )
-    assert (192 - y) / 87 == pytest.approx(0.42, abs=1e-3)
-    left, right = (float(end.split()[0]) for end in curves["noise a"])
-    assert (x - left) / (right - left) == pytest.approx(0.64)
-    # A strip changes its colour where the pull changes its sign: at 0.080, and for the batch of 64
-    # answers at 0.008. The bar is at the start.
-    strips = ["l" * 20 + "w" * 41, "l" * 9 + "w" * 52, "w" * 61]
-    assert article["to the crumb"]["strips"] == strips
-    left = (math.log(0.05 / 0.95) + 6.9) / 13.8
-    assert article["to the crumb"]["starts"] == pytest.approx([100 * left] * 3)
+    for line in DRAWN.splitlines():
+        section, key, places = line.split(" | ")
+        assert article[key]["drawn"][section] == places, section
+    # At r = 1.61 GRPO stops winners, and losers push 1.61 times as hard: 110 is 0, and 55 up is 1.
+    lines = re.findall('<polyline class="(?:win|lose)" points="(.*?)"', clips.panel("grpo"))
+    place = clips.RATIOS.index(1.61)
+    assert [line.split()[place] for line in lines] == ["120.8,110.0", "120.8,21.4"]
 
 
 def test_tables_come_from_their_homes(article):

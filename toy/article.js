@@ -42,7 +42,10 @@
     const link = event.target.closest('a[href^="#"]');
     if (!link) return;
     event.preventDefault();
-    document.querySelector(link.getAttribute("href")).scrollIntoView();
+    const section = document.querySelector(link.getAttribute("href"));
+    section.scrollIntoView();
+    section.tabIndex = -1;
+    section.focus(); // so that the keyboard goes on from there
   });
 
   // A guess reveals its answer, and presses the button of the figure that shows it, if there is one.
@@ -100,10 +103,9 @@
 
   // ---------------- the clip: all lines were computed by losses.py
 
-  live("clip", "r=1", [["r", "ratio r of the token", 0, 2, 0.01, (r) => r.toFixed(2)]], (state, figure) => {
-    const distance = (r) => Math.abs(r - state.r);
-    const k = facts.ratios.reduce((best, r, i) => (distance(r) < distance(facts.ratios[best]) ? i : best), 0);
-    state.r = String(facts.ratios[k]); // no ratio at the edge of a range, where a rounding decides
+  // It goes over the ratios 0.01, 0.03, .., none of them at the edge of a range, where a rounding decides.
+  live("clip", "r=1", [["r", "ratio r of the token", 0.01, 1.99, 0.02, (r) => r.toFixed(2)]], (state, figure) => {
+    const k = facts.ratios.indexOf(Number(state.r));
     Object.values(facts.clips).forEach(([win, lose], i) => {
       const panel = figure.querySelectorAll(".panels div")[i], left = win[k] - lose[k];
       panel.querySelector(".at").setAttribute("d", `M${(facts.ratios[k] / 2) * 150} 0v110`);

@@ -16,9 +16,7 @@ import torch
 
 from losses import METHODS, Batch, token_coefficients
 
-# In this order, those that losses.py has.
-WANTED = "reinforce grpo grpo-symmetric cispo dapo gspo dppo symmetric-trust sapo".split()
-NAMES = [name for name in WANTED if name in METHODS]
+NAMES = "reinforce grpo grpo-symmetric cispo dapo gspo dppo symmetric-trust sapo".split()
 OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability ask for it
 # No edge of a clip range is among them, where a derivative is a matter of rounding.
 RATIOS = sorted([*(k / 100 for k in range(1, 200, 2)), 1.0])

@@ -27,10 +27,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 import losses
 from losses import Batch
+from toy import tax
 from toy.figure import COLORS, make_figure, parse_plot, print_table, save
 from toy.worlds import Groups, Outcome
 
@@ -49,8 +50,7 @@ STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.fl
 THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
 G, GROUPS, RUNS = 8, 32, 100  # answers of a group; groups of a sampled batch; sampled runs
 BATCHES, THREE_BATCHES = 300, 1200
-ADAM = partial(Adam, lr=0.03, betas=(0.9, 0.95))
-PLAIN = partial(SGD, lr=2.0)  # plain gradient ascent
+ADAM, PLAIN = partial(tax.ADAM, lr=0.03), partial(tax.PLAIN, lr=2.0)
 
 
 def compare(rewards: Tensor, G: int, scale: str) -> Tensor:
@@ -61,28 +61,21 @@ def compare(rewards: Tensor, G: int, scale: str) -> Tensor:
     return CRUMB * losses.group_advantages(formatted, G) + losses.group_advantages(right, G)
 
 
-def make_batch(logits: Tensor, ways: Tensor, A: Tensor, G: int) -> Batch:
-    """Of P policies, one below the other. logits (P, W), ways (P, N) or (N,), A (P, N)."""
-    logp = logits.log_softmax(1).gather(1, ways.expand(A.shape)).view(-1, 1)
-    adv = len(A) * A.reshape(-1, 1)  # a loss takes the mean over policies, too
-    return Batch(logp, logp.detach(), adv, torch.ones_like(adv, dtype=torch.bool), G, 1)
-
-
 def enumerate_batch(groups: Groups, scale: str, logits: Tensor) -> Batch:
-    """All groups at once. Their A carries how probable they are, as in Groups.batch."""
-    logp, R = logits.detach().log_softmax(1), groups.rewards
-    shares = torch.stack([groups.probabilities(x[groups.way, None]) for x in logp])  # (P, groups)
-    shares = shares.repeat_interleave(groups.G, 1)  # (P, N)
-    A = compare(R, groups.G, "mean" if scale == "batch" else scale).expand(shares.shape)
+    """All groups at once, each as often as it is probable, under P policies. logits (P, W)."""
+    logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)  # (P N, 1)
+    shares = torch.stack([groups.probabilities(x) for x in logp.chunk(len(logits))])  # (P, groups)
+    A = compare(groups.rewards, groups.G, "mean" if scale == "batch" else scale)
     if scale == "batch":
-        mean = (shares * R).sum(1, keepdim=True) / groups.G
-        variance = (shares * (R - mean) ** 2).sum(1, keepdim=True) / groups.G
+        R = groups.rewards.view(-1, groups.G)
+        J = (shares @ R.mean(1))[:, None, None]  # (P, 1, 1)
+        variance = (shares * ((R - J) ** 2).mean(2)).sum(1, keepdim=True)  # (P, 1)
         A = A / (variance.sqrt() + 1e-4)
-    return make_batch(logits, groups.way, A * shares * (len(R) / groups.G), groups.G)
+    return groups.weigh(logp, shares, A)
 
 
 def sample_batch(generator: torch.Generator, scale: str, logits: Tensor) -> Batch:
-    """GROUPS groups of the first world for every run."""
+    """GROUPS groups of the first world for each of P runs. logits (P, 2)."""
     draws = torch.rand(2, len(logits), GROUPS * G, generator=generator, dtype=torch.float64)
     ways = (draws[0] < logits.detach().softmax(1)[:, 1:]).long()  # (P, N)
     rewards = torch.where(ways == 0, CRUMB, (draws[1] < RIGHT).double())
@@ -90,7 +83,9 @@ def sample_batch(generator: torch.Generator, scale: str, logits: Tensor) -> Batc
         A = torch.stack([compare(R, G, scale) for R in rewards])
     else:
         A = compare(rewards.flatten(), G, scale).view(ways.shape)
-    return make_batch(logits, ways, A, G)
+    logp = logits.log_softmax(1).gather(1, ways).view(-1, 1)
+    adv = len(A) * A.view(-1, 1)  # a loss takes the mean over runs, too
+    return Batch(logp, logp.detach(), adv, torch.ones_like(adv, dtype=torch.bool), G, 1)
 
 
 def train(
@@ -186,19 +181,13 @@ def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, 
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    exact = {scale: train_exact(scale) for scale in SCALES}
-    sampled = {scale: train_sampled(scale) for scale in SCALES}
+    exact, sampled, rows = {}, {}, {}
+    for scale in SCALES:
+        exact[scale], sampled[scale] = train_exact(scale), train_sampled(scale)
+        found = (sampled[scale][-1] > 0.4).sum(1)
+        rows[scale] = [f"{J:.3f} ({n})" for J, n in zip(exact[scale][-1], found, strict=True)]
     print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.")
     print(f"In brackets: how many of {RUNS} sampled runs find it (J above 0.4)\n")
-    rows = {
-        scale: [
-            f"{J:.3f} ({found})"
-            for J, found in zip(
-                exact[scale][-1], (sampled[scale][-1] > 0.4).sum(1).tolist(), strict=True
-            )
-        ]
-        for scale in SCALES
-    }
     print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
     print("\nThe share below which the group's std drives the rare way out\n")
     print_table({"std": [f"{find_threshold(G):.4f}" for G in (4, 8, 16)]}, ["G = 4", "8", "16"])

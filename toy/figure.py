@@ -13,15 +13,13 @@ import pandas as pd
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
 # A method has one colour in all pictures: those of Okabe and Ito, safe for the colour-blind, and
-# three more.
+# two more.
 COLORS = {
-    "prefix baseline": "#000000",  # any method with it
     "grpo": "#D55E00",
     "gspo": "#CC79A7",
     "dr-grpo": "#009E73",
     "grpo-symmetric": "#332288",
     "balanced": "#56B4E9",
-    "cispo": "#999933",
     "dfpo-min": "#0072B2",
     "reinforce": "#E69F00",
     "ibpo": "#882255",
@@ -77,9 +75,10 @@ def make_figure(finding: str, height: float):
 
 
 def line_style(name: str) -> dict:
-    """Of a method; with a prefix baseline thin, black and dashed: it is seen on another line."""
-    if "prefix baseline" in name:
-        return dict(color=COLORS["prefix baseline"], linestyle="--", linewidth=1.2, zorder=3)
+    """Of a method; with a baseline at every history thin, black and dashed, so that it is seen on
+    another line."""
+    if "every history" in name:
+        return dict(color="#000000", linestyle="--", linewidth=1.2, zorder=3)
     return dict(color=COLORS[re.split("[ ,]", name)[0]], linewidth=2)
 
 

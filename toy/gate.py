@@ -23,7 +23,7 @@ from torch import Tensor
 
 import losses
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.tax import ADAM, CANCELLED, EXACT, PLAIN, ROWS, Row, train
+from toy.tax import ADAM, BOTH, EXACT, PLAIN, ROWS, Row, train
 from toy.worlds import Groups, Outcome
 
 G, BATCHES = 4, 120
@@ -31,13 +31,13 @@ START = (0.0, math.log(0.001 / 0.999))  # the logits of the good tokens
 RATES = 10 ** torch.linspace(0.25, 3.25, 21, dtype=torch.float64)
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 0.75, 1, 2, 3, 10], dtype=torch.float64)
 
-OF_TAX = ("grpo", EXACT, CANCELLED, "dr-grpo", "gspo", "cispo", "dfpo-min")
+OF_TAX = ("grpo", EXACT, BOTH, "dr-grpo", "gspo", "cispo", "dfpo-min")
 METHODS = {name: ROWS[name] for name in OF_TAX} | {
     "grpo-symmetric": Row(losses.grpo_symmetric),
     "reinforce": Row(losses.reinforce),
     "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),
 }
-LINES = (EXACT, CANCELLED, "grpo-symmetric")  # of the picture, and with Adam
+LINES = (EXACT, BOTH, "grpo-symmetric")  # of the picture, and with Adam
 
 
 def make_groups() -> Groups:
@@ -50,8 +50,8 @@ def make_groups() -> Groups:
     return Groups(outcomes, G)
 
 
-def sweep(row: Row, M: int, rates: Tensor = RATES, optimizer=PLAIN) -> Tensor:
-    """The expected reward at the end of a run at each rate."""
+def sweep(row: Row, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tensor:
+    """The expected reward at the end of a run at each rate; M: updates on a batch."""
     path, _ = train(row, make_groups(), START, M, BATCHES, rates, optimizer)
     return 0.3 + 0.1 * path[-1].sigmoid().sum(1)
 
@@ -77,8 +77,8 @@ def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    plain = {name: sweep(row, 2) for name, row in METHODS.items()}
-    adam = {(name, M): sweep(METHODS[name], M, ADAM_RATES, ADAM) for M in (2, 8) for name in LINES}
+    plain = {name: sweep(row) for name, row in METHODS.items()}
+    adam = {(name, M): sweep(METHODS[name], ADAM_RATES, ADAM, M) for M in (2, 8) for name in LINES}
     print(f"Plain ascent: the best reward of {len(RATES)} learning rates\n")
     print_table({name: [f"{x.max():.3f}"] for name, x in plain.items()}, ["M = 2"])
     print("\nAdam, by its learning rate\n")

@@ -17,7 +17,6 @@ on other seeds for this number of batches. toy/README.md says what came out.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from toy.figure import (
     print_table,
     save,
 )
-from toy.tax import ROWS, Row, compute_push
+from toy.tax import ADAM, LOCAL, PLAIN, ROWS, Row, compute_push
 
 
 class World(NamedTuple):
@@ -67,8 +66,8 @@ TRIALS, RUNS = 200, 400  # runs at each rate, on other seeds, to choose one; run
 STEPS = 2.0 ** torch.arange(-1, 3.5, 0.5, dtype=torch.float64)
 # Each with the largest norm of a gradient, and with the learning rates that are tried.
 OPTIMISERS = {
-    "Adam": (functools.partial(torch.optim.Adam, betas=(0.9, 0.95)), 0.05, STEPS),
-    "plain ascent": (torch.optim.SGD, math.inf, 32 * STEPS),
+    "Adam": (ADAM, 0.05, STEPS),
+    "plain ascent": (PLAIN, math.inf, 32 * STEPS),
 }
 
 
@@ -123,7 +122,7 @@ def train(
     # An optimiser whose rate is 1 moves all policies, and each has its own rate times that.
     moved = torch.zeros(len(rates) * runs, 3, dtype=torch.float64)
     make, clip, _ = OPTIMISERS[optimiser]
-    update = make([moved], lr=1.0, maximize=True)
+    update = make([moved], maximize=True)
     rates, logits, shares = rates.repeat_interleave(runs)[:, None], start + moved, []
     for _ in range(BATCHES):
         uniform = torch.rand(runs, GROUPS * G, 4, generator=generator, dtype=torch.float64)
@@ -139,14 +138,14 @@ def train(
 
 
 def compare(world: World, G: int, optimiser: str) -> list[Tensor]:
-    """The shares under grpo without and with a prefix baseline, (BATCHES, RUNS) each.
+    """The shares under grpo without and with the baseline, (BATCHES, RUNS) each.
 
     Nothing is used twice, and all answers are equally long: so ratios are 1, and grpo is also gspo,
     cispo and grpo-symmetric. A share after n batches is that of runs at the rate which is best for
     n batches.
     """
     curves, rates = [], OPTIMISERS[optimiser][2]
-    for row in (ROWS["grpo"], ROWS["grpo, prefix baseline"]):
+    for row in (ROWS["grpo"], ROWS[LOCAL]):
         best = train(row, world, G, optimiser, rates, TRIALS, seed=1).mean(2).argmax(1)
         used, place = best.unique(return_inverse=True)  # place: (BATCHES,)
         shares = train(row, world, G, optimiser, rates[used], RUNS, seed=0)
@@ -158,11 +157,11 @@ def plot(curves: dict[str, list[Tensor]]):
     figure = make_figure(
         "A baseline at every history learns faster where luck decides most of the reward.\n"
         "It brings nothing with less luck, and may lose where a rare way is far better.",
-        3.3,
+        3.5,
     )
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, world in zip(axes, PANELS, strict=True):
-        for name, curve in zip(("grpo", "grpo, prefix baseline"), curves[world], strict=True):
+        for name, curve in zip(("grpo", LOCAL), curves[world], strict=True):
             means, halves = torch.tensor([interval(shares) for shares in curve]).T
             batches, style = range(1, BATCHES + 1), line_style(name)
             axis.plot(batches, means, label=name, **style)
@@ -170,7 +169,8 @@ def plot(curves: dict[str, list[Tensor]]):
             axis.fill_between(batches, *band, color=style["color"], alpha=0.15, lw=0)
         axis.set(title=world, xlabel="batches")
     axes[0].set_ylabel("share of the attainable gain")
-    axes[0].legend(loc="lower right")
+    lines = axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2)
     return figure
 
 

@@ -36,7 +36,7 @@ from toy.worlds import Groups, Outcome
 
 
 class Row(NamedTuple):
-    """A line of a table: a loss, its advantage, and whether it is made to cancel."""
+    """A line of a table: a loss, its advantage, and whether it has a baseline at every history."""
 
     loss: Callable[[Batch], Tensor]
     scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
@@ -54,12 +54,14 @@ SETTINGS = {
     "better way: wrong is short": ((24, 6), 0.0, (32, 32)),
     "worse way: right is short": ((16, 16), 0.2, (4, 24)),
 }
-EXACT, CANCELLED = "grpo, A = R - J", "grpo, A = R - J, prefix baseline"
+HISTORY = ", baseline at every history"  # what a row's name has if it is so
+EXACT = "grpo, J as baseline"
+LOCAL, BOTH = "grpo" + HISTORY, EXACT + HISTORY
 ROWS = {
     "grpo": Row(losses.grpo),
     EXACT: Row(losses.grpo, "exact"),
-    CANCELLED: Row(losses.grpo, "exact", prefix_baseline=True),
-    "grpo, prefix baseline": Row(losses.grpo, prefix_baseline=True),
+    BOTH: Row(losses.grpo, "exact", prefix_baseline=True),
+    LOCAL: Row(losses.grpo, prefix_baseline=True),
     # Its own clip, 3e-4, is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
     "balanced": Row(losses.balanced),
@@ -69,7 +71,7 @@ ROWS = {
 }
 ADAM_RATES = (0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 3.0)
 ADAM_ROWS = ("grpo", "dr-grpo")
-LINES = (EXACT, CANCELLED, "grpo, prefix baseline", "gspo", "balanced", "dr-grpo")  # of the picture
+LINES = (EXACT, BOTH, LOCAL, "gspo", "balanced", "dr-grpo")  # of the picture
 
 
 def make_groups(setting: str) -> Groups:
@@ -186,18 +188,19 @@ def plot(curves: dict[tuple[str, str], Tensor]):
     figure = make_figure(
         "One divisor for all lengths (dr-grpo) ends best in all three worlds. In two of them\n"
         "GRPO with J as baseline loses as much with a baseline at every history as without.",
-        3.6,
+        4.0,
     )
     axes = figure.subplots(1, len(SETTINGS), sharey=True)
     axes[0].set_ylabel("expected reward (best: 0.6)")
     for axis, setting in zip(axes, SETTINGS, strict=True):
         for name in LINES:
             style = line_style(name)
-            if name == "grpo, prefix baseline":
+            if name == LOCAL:
                 style["linestyle"] = ":"
             axis.plot(curves[setting, name], label=name, **style)
         axis.set(title=setting, xlabel=f"batches of {UPDATES} updates")
-    axes[0].legend()
+    lines = axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=3)
     return figure
 
 

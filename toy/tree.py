@@ -151,7 +151,7 @@ def advantages(group: Group, method: Method) -> Tensor:
 
 
 def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy of the group, without a prefix baseline and with it.
+    """c of every token under every policy, without a baseline at every history and with it.
 
     The S groups are one batch, in which averages over all tokens are what they are for one group.
     (S, G, T) each.

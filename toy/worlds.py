@@ -54,12 +54,10 @@ class Groups:
         return chances.view(-1, self.G).prod(1) * self.orders
 
     def batch(self, logp: Tensor, shares: Tensor, scale: str) -> losses.Batch:
-        """On-policy, for P policies one below the other. logp: (P N, T).
+        """On-policy, for P policies one below the other. logp: (P N, T); shares: (P, groups).
 
-        shares: how much each group counts, (P, groups). Losses are homogeneous in A, so each
-        group's A carries its share. It also carries the number of groups, over which a loss takes
-        the mean. A is that of `scale`; or, if it is "exact", R minus what the policy expects.
-        Raises ValueError for "batch": all groups, each once, are nobody's batch.
+        A is that of `scale`; or, if it is "exact", R minus what the policy expects. Raises
+        ValueError for "batch": all groups, each once, are nobody's batch.
         """
         if scale == "batch":
             raise ValueError('the enumerated groups are no batch, so the scale cannot be "batch"')
@@ -68,6 +66,14 @@ class Groups:
             A = self.rewards - J[:, None]  # (P, N)
         else:
             A = losses.group_advantages(self.rewards, self.G, scale)
+        return self.weigh(logp, shares, A)
+
+    def weigh(self, logp: Tensor, shares: Tensor, A: Tensor) -> losses.Batch:
+        """The batch in which each group counts by its share. A: (N,) or (P, N).
+
+        Losses are homogeneous in A, so each group's A carries its share. It also carries the number
+        of groups, over which a loss takes the mean.
+        """
         adv = (A * (shares * shares.numel()).repeat_interleave(self.G, 1)).flatten()  # (P N,)
         mask = self.mask.repeat(len(shares), 1)
         adv = adv[:, None].expand(mask.shape)
