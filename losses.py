@@ -24,9 +24,9 @@ divides them all. Under grpo they do not, because grpo divides each by the answe
 short answers push harder. (By default both losses also divide A by the group's standard deviation.
 That changes all four alike, and the table leaves it out.)
 
-What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm", which mean nothing.
-So in another group all answers begin with "ok", and "ok" gets such a push. Probabilities sum to 1,
-so over many groups these pushes undo each other: by itself, what is left is noise. But the division
+What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm", which mean nothing,
+and whichever is drawn gets such a push. That averages to 0, because frequent tokens are pushed
+often and little, and rare ones seldom and much: by itself, what is left is noise. But the division
 by T_i also weighs answers unequally at the tokens where right and wrong answers differ. There it
 can change which answers win (claim C18).
 
