@@ -15,7 +15,7 @@ import torch
 import losses
 from claims.evidence import Draw
 from llm.neighbours import kept_tokens, nthr_scores
-from losses import METHODS, Batch, OldPolicy, bind, defaults, group_advantages, prefix_baseline
+from losses import METHODS, Batch, bind, defaults, group_advantages, prefix_baseline
 from toy.policy import pad
 
 DRAW = Draw(0, 5)  # three groups of seven answers
@@ -149,19 +149,16 @@ def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0, "weight": 0.6}
 
 
-# ---------------- what is refused. What a hyperparameter may be: test_run.py
+# ---------------- what would go unnoticed, and is refused. Other hyperparameters: test_run.py
 
 X, MASK = torch.zeros(4, 3), torch.ones(4, 3) > 0
 WRONG = {
     "adv (N, 1), which would broadcast": lambda: Batch(X, X, X[:, :1], MASK, 2, 3),
-    "a mask of numbers": lambda: Batch(X, X, X, X, 2, 3),
     "groups of one": lambda: group_advantages(X[:, 0], 1),
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
-    "a credit rule's rows, likewise": lambda: OldPolicy(X, MASK, X, X[:, 0], 3),
-    "nodes of torn groups": lambda: losses.prefix_nodes(X.long(), MASK, 3),
-    "a KL term without a reference": lambda: losses.grpo(Batch(X, X, X, MASK, 2, 3), kl=0.04),
     "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
+    "a hyperparameter that is nan": lambda: bind("nthr", {"beta": "nan"}),
 }
 
 
