@@ -1,7 +1,8 @@
 """To whoever calls a loss: padding counts nowhere, defaults are the papers', and mistakes are said.
 
 That each loss is its formula is claim M1; advantages are M3; the baseline is C22; credit rules are
-A2, M6, N4 and I3; the tree is C15. That a step follows a method's credit and repair: test_step.py.
+A2, M6, N4 and I3; the tree is C15; `decided` is C27b. That a step follows a method's credit and
+repair: test_step.py.
 """
 
 import math
@@ -56,17 +57,6 @@ def test_a_loss_is_the_same_whatever_the_padding_holds(name):
 def test_pushes_stay_finite_where_ratios_are_infinite_or_0(name, log_ratio):
     b = make_batch()
     assert loss_and_grad(name, replace(b, logp_old=b.logp - log_ratio))[1].isfinite().all()
-
-
-def test_decided_is_what_a_hand_finds():
-    """Two openers, and after each all answers earn the same. An opener was as likely as not, so it
-    counts 1/2, and the next token 1/4. The last one has no sibling."""
-    tokens = torch.tensor([[1, 3, 5], [1, 4, 5], [2, 3, 5], [2, 4, 5]])
-    logp = torch.tensor([0.5, 0.75, 0.1]).log().expand(4, 3)
-    nodes = losses.prefix_nodes(tokens, tokens > 0, 4)
-    found = losses.decided(torch.tensor([1.0, 1.0, 0.0, 0.0]), nodes, tokens > 0, 4, logp)
-    assert found == pytest.approx({"decided": 1 / 3, "visitors": 10 / 3, "break_even": 1 / 7})
-    assert losses.decided(torch.ones(4), nodes, tokens > 0, 4, logp) == {}
 
 
 def test_kept_tokens_are_those_of_the_fewest_edits():
