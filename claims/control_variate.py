@@ -348,6 +348,8 @@ def c27b(name, draws, evidence):
         for size, given in ((1 - logp.exp(), (draw.fill(logp),)), (draw.mask, ())):
             found = losses.decided(R, draw.nodes, draw.mask, draw.G, *given)
             evidence.equal(count_decided(draw, R, size), list(found.values()), what="a number")
+        none = losses.decided(0 * R, draw.nodes, draw.mask, draw.G)
+        evidence.equal(0, len(none), what="how many numbers there are if no reward differs")
     G = 8
     for title, luck in LUCK.items():
         ends = [(way, q, R) for way, (p, _) in enumerate(luck) for R, q in ((1.0, p), (0.0, 1 - p))]

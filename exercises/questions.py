@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ class Question:
     draw: Callable = lambda group: ()  # a Group -> random inputs
     call: Callable = lambda function, *inputs: function(*inputs)  # the inputs are plain lists
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
-    praise: Callable = lambda value: ()  # an answer that passes -> what there is to say about it
 
 
 @dataclass(frozen=True)
@@ -238,70 +236,7 @@ def check_better_way(answer) -> Iterator[str]:
         yield f"With the std the rare way expects A = {std:.3g}, not below 0. How often may it win?"
 
 
-# ---------------- 10. a weight of your own
-
-
-class Worlds:
-    """A hundred softmaxes over six answers, and all groups of three that another policy draws."""
-
-    def __init__(self):
-        gen = torch.Generator().manual_seed(0)
-        logits, step, rewards = torch.randn(3, 100, 6, generator=gen, dtype=torch.float64)
-        self.p, old = logits.softmax(1), (logits + step).softmax(1)  # (100, 6)
-        self.exact = self.p * (rewards - (self.p * rewards).sum(1, keepdim=True))  # gradient
-        self.rows = torch.cartesian_prod(*[torch.arange(6)] * 3)  # (216, 3)
-        self.odds = old[:, self.rows].prod(2)  # (100, 216)
-        self.s = (self.p / old)[:, self.rows].view(-1, 3)  # (21600, 3)
-        self.adv = losses.group_advantages(rewards[:, self.rows].view(-1), 3, "mean").view(-1, 3)
-
-    def measure(self, w: Tensor) -> tuple[float, float]:
-        """How near the expected update is to the exact gradient, and how noisy one group's is.
-
-        The cosine of the two, in the mean over the worlds. And the variance of the update over the
-        squared length of its mean, in the median over the worlds.
-        """
-        each = (w * self.adv).view(100, 216, 3)
-        c = torch.zeros(100, 216, 6, dtype=torch.float64)
-        c = c.scatter_add(2, self.rows.expand(100, -1, -1), each)
-        updates = c - self.p[:, None] * c.sum(2, keepdim=True)  # of every group
-        mean = (self.odds[:, :, None] * updates).sum(1)  # (100, 6)
-        square = (self.odds * updates.square().sum(2)).sum(1) / mean.square().sum(1)
-        cosine = torch.cosine_similarity(mean, self.exact, 1).mean()
-        return float(cosine), float((square - 1).median())
-
-
-load_worlds = cache(Worlds)
-
-
-def check_weight(answer) -> Iterator[str]:
-    worlds, w = load_worlds(), numbers(answer)
-    if w.shape != worlds.adv.shape:
-        yield f"Your weights have shape {tuple(w.shape)}, and s has {tuple(worlds.adv.shape)}."
-    if not w.isfinite().all():
-        yield "A weight is nan or inf. In some groups all A are 0. Or is it a product of all rows?"
-    tax = ((w - w.roll(1, 1)) * (worlds.adv - worlds.adv.roll(1, 1))).abs().max() / 2  # of a pair
-    if not tax < 1e-9:
-        yield f"Two answers that share a token leave {tax:.3g} there: their weights differ."
-    cosine, bound = (worlds.measure(x)[0] for x in (w, losses.min_replace(worlds.s, worlds.adv)))
-    if not cosine > bound + 1e-6:
-        yield f"Shared tokens cancel. But the cosine is {cosine:.4f}: at most {bound:.4f} so far."
-
-
-def praise_weight(answer) -> Iterator[str]:
-    worlds = load_worlds()
-    known = {
-        "your weight": numbers(answer),
-        "Min-Replace": losses.min_replace(worlds.s, worlds.adv),
-        "s itself (does not cancel)": worlds.s,
-        "a solution without bias": worlds.s.prod(1, keepdim=True).expand_as(worlds.s),
-    }
-    for name, w in known.items():
-        yield "{:28}cosine {:.4f}   noise {:5.2f}".format(name, *worlds.measure(w))
-    yield "Noise, the price: the variance of a group's update over the squared length of its mean."
-    yield "One weight for a whole group cancels. Which one has a better cosine and less noise?"
-
-
-# ---------------- 11. why is the loss 0
+# ---------------- 10. why is the loss 0
 
 
 def draw_answers(group: Group) -> tuple:
@@ -314,7 +249,7 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
     return loss(batch).item(), float(first_pushes(loss, batch).sum())
 
 
-# ---------------- 12. a baseline at every history
+# ---------------- 11. a baseline at every history
 
 
 def prefix_baseline(c: list[float], r: list[float]) -> list[float]:
@@ -330,7 +265,7 @@ def expect_without_baseline(pi, pi_old, c) -> tuple[Tensor, float]:
     return push - numbers(pi) * push.sum(), 0.0
 
 
-# ---------------- all twelve
+# ---------------- all eleven
 
 EXERCISES = {
     1: Exercise(
@@ -454,18 +389,6 @@ EXERCISES = {
         ),
     ),
     10: Exercise(
-        "One weight for a whole group has no covariance with A, whoever shares a token.",
-        "python verify.py --explain C16 C21",
-        (
-            Question(
-                "weight",
-                call=lambda function: function(load_worlds().s.clone(), load_worlds().adv.clone()),
-                check=check_weight,
-                praise=praise_weight,
-            ),
-        ),
-    ),
-    11: Exercise(
         "In the example GRPO's loss is 0, and its sum of c is 0.108. Dr. GRPO's loss is 0.5/L, and "
         "its sum of c is 0. The value of a loss does not say what is learned.",
         "python verify.py --explain loss",
@@ -483,7 +406,7 @@ EXERCISES = {
             ),
         ),
     ),
-    12: Exercise(
+    11: Exercise(
         "What is taken away has the mean 0: the other answers are drawn without looking at this "
         "one, and r grad log pi has the mean 0. So the expected push stays. The noise changes: "
         "less where earlier tokens already explain much of the reward, often more elsewhere.",

@@ -101,10 +101,6 @@ def a_better_way_that_loses():
     return 0.01, 0.45
 
 
-def weight(s, adv):
-    return s.prod(1, keepdim=True).expand_as(s)
-
-
 def grpo_on_policy(advantages, lengths):
     G, rows = len(advantages), list(zip(advantages, lengths))
     value = sum(A for A, T in rows) / G

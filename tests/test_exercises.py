@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import losses
+from claims.audit import AUDIT
 from exercises import grader, solutions
-from exercises.questions import EXERCISES, first_pushes, load_worlds, start_alike
+from exercises.questions import EXERCISES
 
 FOLDER = Path(grader.__file__).parent
 LESSONS = grader.read_lessons()
@@ -77,19 +78,13 @@ def test_a_students_answer_gets_what_it_deserves(block):
     assert said == "PASS" or said in " ".join(verdict.lines)
 
 
-def test_a_mistake_in_any_case_is_found_and_small_cases_alone_do_not_pass():
-    lesson = LESSONS["min_replace"]
-    (last, _), small = lesson.cases[-1], [w for w, _ in lesson.cases[: -grader.RANDOM_CASES]]
-    for wrong in (f"w.tolist() == {last}", f"w.tolist() not in {small}"):
-        source = lesson.solution.replace("return", f"return w if {wrong} else")
-        assert judge(source, "min_replace").state == "NOT YET"
-    drawn = lesson.cases[-grader.RANDOM_CASES :]
-    assert {len(w[0]) for w, _ in drawn} == {2, 3, 4, 5}
-    assert grader.read_lessons.__wrapped__() == LESSONS  # a student sees the same case again
+def test_a_student_sees_the_same_cases_again():
+    assert grader.read_lessons.__wrapped__() == LESSONS
 
 
 TROUBLE = [
-    ("    while True: pass", "no answer after 1 s (line 2, in prefix_baseline)"),
+    ("    while True: pass", "YET\n    Stopped: no answer after 1 s (line 2, in prefix_baseline)"),
+    (" 0\nwhile True: pass", "no answer after 1 s (line 3, in <module>)"),
     (" import time\n try: time.sleep(9)\n except Exception: 0", "no answer"),
     (" 0\nexit()", "SystemExit: None (line 3, in <module>)"),
     ("    return (c", ", line 2"),
@@ -101,7 +96,7 @@ TROUBLE = [
 def test_trouble_is_one_clear_line_and_the_other_function_is_graded(body, line, grade, monkeypatch):
     monkeypatch.setattr(grader, "LIMIT", 1)
     source = f"def prefix_baseline(c, r):\n{body}\n\n{LESSONS['over_all_pairs'].solution}"
-    code, out = grade(12, source)
+    code, out = grade(11, source)
     assert code == 1 and line in out
     assert "over_all_pairs  PASS" in out or out.count(line) == 2  # the file itself is broken
 
@@ -110,7 +105,7 @@ def test_a_wrong_function_is_not_held_against_the_next(grade):
     wrong = "def prefix_baseline(c, r):\n    return [0 * x for x in c]\n\n"
     solution = LESSONS["over_all_pairs"].solution
     calls = re.sub(r"x, y = .*", "x, y = prefix_baseline([c[a], c[b]], [r[a], r[b]])", solution)
-    _, out = grade(12, wrong + calls)
+    _, out = grade(11, wrong + calls)
     assert "prefix_baseline  NOT YET" in out and "over_all_pairs  PASS" in out
 
 
@@ -130,28 +125,10 @@ def test_the_command_says_what_the_readme_shows(grade):
 # ---------------- what is said elsewhere
 
 
-def test_the_weight_without_bias_points_along_the_exact_gradient():
-    worlds = load_worlds()
-    assert worlds.measure(worlds.s)[0] == pytest.approx(1)
-    bound = worlds.measure(losses.min_replace(worlds.s, worlds.adv))[0]
-    assert f"{bound:.4f}." in grader.find_files()[10].read_text()
-
-
-def test_the_sheet_says_what_the_losses_leave():
-    lines = (FOLDER / "sheet.html").read_text().splitlines()
-    rows = [row for row in (line.split("<td") for line in lines) if len(row) == 9]
-    assert len(rows) == 9
-    equal, unequal = [4] * 4, [4, 6, 3, 5]
-    settings = [(1.0, equal), (1.0, unequal), (1.1, equal), (2.5, equal)]
-    for row in rows:
-        name, scale, _, _, *cells = [cell.partition(">")[2] for cell in row[1:]]
-        adv = losses.group_advantages(torch.tensor([1.0, 0, 1, 0]), 4, scale).tolist()
-        clip = {"eps_low": 0.2, "eps_high": 0.28} if name == "gspo" else {}
-        left = []
-        for ratio, lengths in settings:
-            batch = start_alike(ratio, adv, lengths, budget=6)
-            if ratio != 1:  # the ratios of the other tokens differ
-                batch.logp_old[:, 1:] -= torch.tensor([[1.15], [0.9], [0.95], [1.05]]).log()
-            c = first_pushes(losses.METHODS[name].passes[0], batch, **clip)
-            left.append("0" if c.sum().abs() < 1e-6 * c.abs().sum() + 1e-12 else "left")
-        assert cells == left, name
+def test_the_sheets_table_is_the_audits():
+    rows = [line.split("<td") for line in (FOLDER / "sheet.html").read_text().splitlines()]
+    cells = [[cell.partition(">")[2] for cell in row[1:]] for row in rows if len(row) == 9]
+    assert len(cells) == 9
+    for name, scale, _, _, *left in cells:
+        assert scale == losses.METHODS[name].scale
+        assert "".join("0" if x == "0" else "x" for x in left) == AUDIT[name.replace("-", "_")]

@@ -1,7 +1,8 @@
 """To whoever calls a loss: padding counts nowhere, defaults are the papers', and mistakes are said.
 
 That each loss is its formula is claim M1; advantages are M3; the baseline is C22; credit rules are
-A2, M6, N4 and I3; the tree is C15. That a step follows a method's credit and repair: test_step.py.
+A2, M6, N4 and I3; the tree is C15; `decided` is C27b. That a step follows a method's credit and
+repair: test_step.py.
 """
 
 import math
@@ -15,7 +16,7 @@ import torch
 import losses
 from claims.evidence import Draw
 from llm.neighbours import kept_tokens, nthr_scores
-from losses import METHODS, Batch, OldPolicy, bind, defaults, group_advantages, prefix_baseline
+from losses import METHODS, Batch, bind, defaults, group_advantages, prefix_baseline
 from toy.policy import pad
 
 DRAW = Draw(0, 5)  # three groups of seven answers
@@ -56,17 +57,6 @@ def test_a_loss_is_the_same_whatever_the_padding_holds(name):
 def test_pushes_stay_finite_where_ratios_are_infinite_or_0(name, log_ratio):
     b = make_batch()
     assert loss_and_grad(name, replace(b, logp_old=b.logp - log_ratio))[1].isfinite().all()
-
-
-def test_decided_is_what_a_hand_finds():
-    """Two openers, and after each all answers earn the same. An opener was as likely as not, so it
-    counts 1/2, and the next token 1/4. The last one has no sibling."""
-    tokens = torch.tensor([[1, 3, 5], [1, 4, 5], [2, 3, 5], [2, 4, 5]])
-    logp = torch.tensor([0.5, 0.75, 0.1]).log().expand(4, 3)
-    nodes = losses.prefix_nodes(tokens, tokens > 0, 4)
-    found = losses.decided(torch.tensor([1.0, 1.0, 0.0, 0.0]), nodes, tokens > 0, 4, logp)
-    assert found == pytest.approx({"decided": 1 / 3, "visitors": 10 / 3, "break_even": 1 / 7})
-    assert losses.decided(torch.ones(4), nodes, tokens > 0, 4, logp) == {}
 
 
 def test_kept_tokens_are_those_of_the_fewest_edits():
@@ -149,19 +139,16 @@ def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0, "weight": 0.6}
 
 
-# ---------------- what is refused. What a hyperparameter may be: test_run.py
+# ---------------- what would go unnoticed, and is refused. Other hyperparameters: test_run.py
 
 X, MASK = torch.zeros(4, 3), torch.ones(4, 3) > 0
 WRONG = {
     "adv (N, 1), which would broadcast": lambda: Batch(X, X, X[:, :1], MASK, 2, 3),
-    "a mask of numbers": lambda: Batch(X, X, X, X, 2, 3),
     "groups of one": lambda: group_advantages(X[:, 0], 1),
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
-    "a credit rule's rows, likewise": lambda: OldPolicy(X, MASK, X, X[:, 0], 3),
-    "nodes of torn groups": lambda: losses.prefix_nodes(X.long(), MASK, 3),
-    "a KL term without a reference": lambda: losses.grpo(Batch(X, X, X, MASK, 2, 3), kl=0.04),
     "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
+    "a hyperparameter that is nan": lambda: bind("nthr", {"beta": "nan"}),
 }
 
 

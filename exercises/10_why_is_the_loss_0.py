@@ -1,6 +1,6 @@
 # %% [markdown]
 """
-# 11. Why is the loss 0? (15 minutes)
+# 10. Why is the loss 0? (15 minutes)
 
 **Aim:** answer what users of GRPO ask most. The loss that is printed is 0, and yet the model
 learns.
@@ -22,7 +22,7 @@ can compare.)
 
 **Hint:** dr / dlog pi = r = 1. So c and the value differ by a sum over the tokens only.
 
-**Grade it:** `make exercise N=11`
+**Grade it:** `make exercise N=10`
 """
 
 

@@ -1,6 +1,6 @@
 # %% [markdown]
 """
-# 12. A baseline at every history (20 minutes)
+# 11. A baseline at every history (20 minutes)
 
 **Aim:** make any loss cancel at shared tokens, and see what that moves. It takes a leave-one-out
 baseline away at every history. So the expected push stays, as with any baseline. (The noise
@@ -31,7 +31,7 @@ The grader computes the expected push of the loss as it was, without any c'. You
 **Hint:** two loops, and `prefix_baseline([c[a], c[b]], [r[a], r[b]])`. Leave it away once, and look
 at both results again.
 
-**Grade it:** `make exercise N=12`
+**Grade it:** `make exercise N=11`
 """
 
 
