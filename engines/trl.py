@@ -27,6 +27,7 @@ from losses import (
     Batch,
     Method,
     OldPolicy,
+    bind,
     decided,
     group_advantages,
     histories,
@@ -34,7 +35,6 @@ from losses import (
     prefix_nodes,
     token_coefficients,
 )
-from train import bind
 
 
 class Measured(GRPOTrainer):
@@ -98,6 +98,8 @@ class Trainer(Measured):
         self.prefix_baseline = prefix_baseline
         super().__init__(model, reward_funcs, args, *more, **named)
         refuse_dropout(self.model)
+        if self.aux_loss_enabled:
+            raise ValueError("--router_aux_loss_coef 0: no loss here balances a mixture's experts")
 
     def _calculate_rewards(self, *args):
         rewards = super()._calculate_rewards(*args)
@@ -112,9 +114,12 @@ class Trainer(Measured):
         rows = super()._generate_and_score_completions(inputs)
         if "tool_mask" in rows or "pixel_values" in rows:
             raise ValueError("tools and images are not supported: no loss here knows of them")
-        A = group_advantages(self.rewards, self.num_generations, self.method.scale)
-        rows["advantages"] = of_this_process(self, A, len(inputs))
-        rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
+        if self.model.training:  # in an evaluation, groups have another size
+            # TRL's own, but for groups with equal rewards: there rounding leaves it a little, and
+            # dapo counts the groups that are not 0.
+            A = group_advantages(self.rewards, self.num_generations, self.method.scale)
+            rows["advantages"] = of_this_process(self, A, len(inputs))
+            rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
         return rows
 
     def _prepare_inputs(self, generation_batch):
@@ -179,7 +184,7 @@ class Trainer(Measured):
         if self.method.credit:
             adv = self.method.credit(adv, OldPolicy(tokens, mask, old, field("rewards"), G))
         batch = Batch(leaf, old, adv, mask, G, self.max_completion_length, ref)
-        iteration = self._step // self.args.steps_per_generation % self.num_iterations
+        iteration = self._step // self.args.steps_per_generation
         loss = self.method.passes[iteration % len(self.method.passes)](batch)
         if self.prefix_baseline:
             loss = prefix_baseline(loss, batch, prefix_nodes(tokens, mask, G))
@@ -210,6 +215,8 @@ UNREAD = (
     "delta",
     "importance_sampling_level",
     "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
     "multi_objective_aggregation",
     "top_entropy_quantile",
     "entropy_coef",
