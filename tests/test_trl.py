@@ -37,7 +37,6 @@ from engines.trl import Measured, Trainer  # noqa: E402
 
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
-OURS = ("method", "hyper", "prefix_baseline")  # what Trainer takes beside TRL's own
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
 
 # Rewards are of the ids alone, and equal within some groups. Some answers have only one of them.
@@ -61,22 +60,22 @@ class Record(TrainerCallback):
     """Before each optimiser step: parameters, gradients, and all processes' prompts and answers."""
 
     def __init__(self, trainer):
-        self.steps, self.prompts, self.answers = [], [], []
+        self.steps, self.rows = [], []
         self.take_loss, trainer._compute_loss = trainer._compute_loss, self.note
         trainer.add_callback(self)
 
     def note(self, model, inputs):
-        for part, rows in (("prompt", self.prompts), ("completion", self.answers)):
-            pairs = zip(inputs[f"{part}_ids"], inputs[f"{part}_mask"].bool(), strict=True)
-            rows += [row[mask].tolist() for row, mask in pairs]
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        for x, seen, y, taken in zip(*(inputs[name] for name in names), strict=True):
+            self.rows.append((x[seen > 0].tolist(), y[taken > 0].tolist()))
         return self.take_loss(model, inputs)
 
     def on_pre_optimizer_step(self, args, state, control, model, **_):
-        weights = {name: whole(x.detach()).clone() for name, x in model.named_parameters()}
-        grads = {name: whole(x.grad).clone() for name, x in model.named_parameters()}
-        answers = gather_object(self.prompts), gather_object(self.answers)
-        self.steps.append((weights, grads, *answers))
-        self.prompts, self.answers = [], []
+        weights, grads = {}, {}
+        for name, x in model.named_parameters():
+            weights[name], grads[name] = whole(x.detach()).clone(), whole(x.grad).clone()
+        self.steps.append((weights, grads, gather_object(self.rows)))
+        self.rows = []
 
 
 def whole(x):
@@ -84,35 +83,34 @@ def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def make(model, kind=Trainer, **options):
-    """A trainer of a model or of the one at a path."""
-    config = dict(
-        output_dir=tempfile.gettempdir(),
-        save_strategy="no",
-        report_to=[],
-        seed=1,
-        use_cpu=True,
-        bf16=False,
-        max_steps=3,  # with two iterations the third is of another generation
-        num_iterations=2,
-        learning_rate=1e-3,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        temperature=TEMPERATURE,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_generations=G,
-        max_completion_length=L,
-        generation_kwargs={"max_new_tokens": LONGEST},
-        reward_weights=WEIGHTS,
-        gradient_checkpointing=False,
+def make(model, kind=Trainer, rewards=(by_sum, by_length), **options):
+    """A trainer of a model or of the one at a path. Options are the config's or its own."""
+    config = (
+        example.CPU
+        | example.ALWAYS
+        | dict(
+            output_dir=tempfile.gettempdir(),
+            seed=1,
+            max_steps=3,  # with two iterations the third is of another generation
+            num_iterations=2,
+            learning_rate=1e-3,
+            max_grad_norm=0.0,
+            logging_steps=1,
+            temperature=TEMPERATURE,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            num_generations=G,
+            max_completion_length=L,
+            generation_kwargs={"max_new_tokens": LONGEST},
+            reward_weights=WEIGHTS,
+            gradient_checkpointing=False,
+        )
     )
-    config |= options
-    ours = {name: config.pop(name) for name in OURS if name in config}
+    own = {name: options.pop(name) for name in [*options] if not hasattr(GRPOConfig, name)}
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model)
     data = Dataset.from_list(PROMPTS)
-    return kind(model, [by_sum, by_length], GRPOConfig(**config), data, **ours)
+    return kind(model, list(rewards), GRPOConfig(**config | options), data, **own)
 
 
 def padded(rows):
@@ -140,21 +138,21 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
 
-    def read(weights, prompts, answers):
+    def read(weights, rows):
         """log pi of the taken tokens (N, T), and the entropies of all, in nats."""
         policy.model.load_state_dict(weights, strict=False)
         policy.model.zero_grad()
-        rows = zip(prompts, answers, strict=True)
         full = [plain.all_log_probs(policy, *row, TEMPERATURE) for row in rows]  # each (T_i, V)
         spread = torch.cat([-(x.exp() * x).sum(1).detach() for x in full])
-        pairs = zip(full, answers, strict=True)
-        return pad_sequence([x[range(len(y)), y] for x, y in pairs], batch_first=True), spread
+        taken = [x[range(len(y)), y] for x, (_, y) in zip(full, rows, strict=True)]
+        return pad_sequence(taken, batch_first=True), spread
 
-    for k, (weights, grads, prompts, answers) in enumerate(steps):
+    for k, (weights, grads, rows) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
-        generation = sum((step[3] for step in steps[first : first + pieces]), [])
-        ref, old = (read(steps[at][0], prompts, answers)[0].detach() for at in (0, first))
-        logp, spread = read(weights, prompts, answers)
+        generation = [y for step in steps[first : first + pieces] for _, y in step[2]]
+        answers = [y for _, y in rows]
+        ref, old = (read(steps[at][0], rows)[0].detach() for at in (0, first))
+        logp, spread = read(weights, rows)
         tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
         A = losses.group_advantages(total(generation), G, scale)
         A = A[k % pieces * len(answers) :][: len(answers)]
@@ -173,8 +171,10 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
         line = trainer.state.log_history[k]
         assert {key: line[key] for key in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
         assert ("decided" in line) == (k == first)
-        ours = {name: x.grad for name, x in policy.model.named_parameters()}
-        a, b = (torch.cat([g[name].flatten() for name in ours]).double() for g in (grads, ours))
+        pairs = [
+            (grads[name].flatten(), x.grad.flatten()) for name, x in policy.model.named_parameters()
+        ]
+        a, b = (torch.cat(x).double() for x in zip(*pairs, strict=True))
         assert b.norm() > 1e-4
         assert (a - b).norm() <= 5e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
     return trainer
@@ -212,14 +212,13 @@ def test_a_run_is_losses_py_on_whole_batches(qwen_path, monkeypatch, method, opt
 def test_trls_own_run_is_measured_and_stays(qwen_path):
     """Its weights are those of a run without. Nothing is measured of an evaluation, and ours has
     one, too, in which groups have another size."""
-    weights, start = [], AutoModelForCausalLM.from_pretrained(qwen_path).state_dict()
+    weights = []
     for kind in (GRPOTrainer, Measured):
         trainer = make(qwen_path, kind=kind, loss_type="grpo", max_steps=2)
         trainer.train()
         trainer.evaluate(Dataset.from_list(PROMPTS[:2]))
         weights.append(trainer.model.state_dict())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    assert any((weight != start[name]).any() for name, weight in weights[0].items())
     logs = [line["decided"] for line in trainer.state.log_history if "decided" in line]
     assert not trainer._metrics["train"]["decided"]
     ours = check_run(qwen_path, "grpo", max_steps=1, num_generations_eval=2)
@@ -236,6 +235,12 @@ def set_dropout(model):
     model.model.layers[0].self_attn.attention_dropout = 0.1
 
 
+def with_a_tool(prompts, trainer):
+    """Of each answer the tool has written the last word."""
+    rows = {"prompt_ids": [5], "completion_ids": [6, 7], "env_mask": [1, 0]}
+    return {name: [row] * len(prompts) for name, row in rows.items()} | {"logprobs": None}
+
+
 REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="nthr"), "--method nthr"),
     (dict(method="dr-grpo"), "--scale_rewards none"),
@@ -246,6 +251,8 @@ REFUSED = [  # what a user gets wrong, and what the line names
     (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
     (dict(per_device_train_batch_size=3, steps_per_generation=4), "--steps_per_generation"),
     (split(4, 4, 2), "--steps_per_generation"),  # two generations in a step
+    (dict(rewards=[by_length] * 2), "needs a number"),  # some answers have none
+    (dict(rollout_func=with_a_tool), "tools"),
     (dict(change=mixture), "--router_aux_loss_coef 0"),
     (dict(change=set_dropout), "dropout"),
     (dict(change=lambda model: model.add_module("late", torch.nn.Dropout(0.1))), "dropout"),
@@ -258,16 +265,8 @@ def test_a_wrong_setting_is_refused_in_one_line(qwen_path, options, said):
     options = {"method": "grpo"} | options
     options.pop("change", id)(model)
     with pytest.raises(ValueError) as error:
-        make(model, **options)
+        make(model, **options).train()
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_answer_without_a_reward_is_refused(qwen_path):
-    trainer = make(qwen_path, method="grpo")
-    one = [lambda completion_ids, **_: [1.0] * (len(completion_ids) - 1) + [None]]
-    trainer.reward_funcs = one * 2
-    with pytest.raises(ValueError, match="needs a number"):
-        trainer.train()
 
 
 def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys):
@@ -276,8 +275,6 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
     flags = ["--method", "dfpo-min", "--hyper", "eps=.1 ratio=product", "--prefix-baseline"]
     ours = example.make_trainer(*example.parse(flags))
     assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
-    assert example.parse(["--model_name_or_path", "x"])[1].max_steps == -1  # not the tiny one's
-    assert example.parse([])[2].lora_dropout == 0  # a micro-batch goes through the model twice
     theirs = example.make_trainer(*example.parse(["--method", "trl"]))
     assert isinstance(theirs, Measured) and not isinstance(theirs, Trainer)
 
@@ -298,17 +295,17 @@ def test_what_does_not_exist_is_refused_in_one_line(flags):
     assert flags[1] in str(error.value) and "\n" not in str(error.value)
 
 
-def test_lora_trains_its_adapter_alone(tmp_path, monkeypatch, qwen_path):
-    """With a KL term, whose reference is the model without the adapter."""
+def test_a_model_of_ones_own_is_loaded_as_the_flags_say(qwen_path):
     pytest.importorskip("peft", reason="LoRA is an extra: pip install peft")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(example, "reward", by_sum)
-    flags = ["--model_name_or_path", qwen_path, "--use_peft", "--max_steps", "2", "--beta", "0.1"]
-    trainer = example.make_trainer(*example.parse([*flags, "--learning_rate", "1e-2"]))
-    start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
-    trainer.train()
-    moved = {name for name, x in trainer.model.named_parameters() if (x != start[name]).any()}
-    assert moved and all("lora_" in name for name in moved)
+    flags = ["--model_name_or_path", qwen_path, "--use_peft", "--dtype", "bfloat16"]
+    flags += ["--attn_implementation", "eager"]
+    trainer = example.make_trainer(*example.parse(flags))
+    weights = dict(trainer.model.named_parameters())
+    trained = {name for name in weights if weights[name].requires_grad}
+    assert trained == {name for name in weights if "lora_" in name}
+    assert all(weights[name].dtype == torch.bfloat16 for name in set(weights) - trained)
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.args.max_steps == -1  # that of the tiny model
 
 
 LAUNCH = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
