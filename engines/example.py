@@ -11,7 +11,7 @@ All flags of TRL's GRPOConfig and ModelConfig are accepted. --num_generations is
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset
@@ -27,7 +27,6 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config, get_quant
 from engines.trl import Measured, Trainer
 from losses import METHODS
 from toy.arithmetic import Arithmetic
-from train import knob
 
 # TRL hands every column but the prompt to the reward function.
 ROWS = [
@@ -48,6 +47,10 @@ def reward(completions: list[str], answer: list[str], **_) -> list[float]:
     """One number for each answer: half for the right start, half for stopping there."""
     pairs = list(zip(completions, answer, strict=True))
     return [0.5 * text.startswith(right) + 0.5 * (text == right) for text, right in pairs]
+
+
+def knob(default, help: str):
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
