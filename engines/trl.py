@@ -7,7 +7,7 @@ micro-batches and processes are gathered, and the loss is taken once. Its token 
 then carried through the model piece by piece, as train.py's update does. So value and gradient are
 those of losses.py for any number of processes and accumulation steps.
 
-Cost: with A accumulation steps, an optimiser step scores A - 1 micro-batches once more, without
+Cost: with K accumulation steps, an optimiser step scores K - 1 micro-batches once more, without
 gradient. Written against TRL 1.16, for text without tools.
 
 `Measured` is TRL's trainer with TRL's own loss, and with a few numbers more in its log.

@@ -238,7 +238,6 @@ REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="nthr"), "--method nthr"),
     (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(hyper={"kl_ratio": 1}), "--use_bias_correction_kl"),
-    (dict(loss_type="dr_grpo"), "--loss_type dr_grpo"),  # the loss is the method's
     (dict(method="lopti", num_iterations=1), "--num_iterations 2"),
     (dict(method="gspo", beta=0.1), "--beta 0.1"),
     (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
@@ -250,6 +249,21 @@ REFUSED = [  # what a user gets wrong, and what the line names
     (dict(change=set_dropout), "dropout"),
     (dict(change=lambda model: model.add_module("late", torch.nn.Dropout(0.1))), "dropout"),
 ]
+
+
+UNREAD = dict(  # what shapes TRL's losses, which are not the method's
+    loss_type="dr_grpo",
+    epsilon=0.3,
+    epsilon_high=0.3,
+    delta=3.0,
+    importance_sampling_level="sequence",
+    multi_objective_aggregation="normalize_then_sum",
+    top_entropy_quantile=0.5,
+    entropy_coef=0.1,
+    off_policy_mask_threshold=0.5,
+    mask_truncated_completions=True,
+)
+REFUSED += [({name: value}, f"--{name} {value}") for name, value in UNREAD.items()]
 
 
 @pytest.mark.parametrize("options, said", REFUSED)
