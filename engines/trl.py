@@ -248,19 +248,15 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if method.hyper.get("kl") or method.hyper.get("kl_ratio"):
         raise ValueError("the KL term is TRL's --beta and --use_bias_correction_kl here, not kl")
     accumulation = config.gradient_accumulation_steps
-    takes_whole_generation = config.steps_per_generation == accumulation
     rows = accumulation * config.per_device_train_batch_size
     is_torn = config.steps_per_generation % accumulation or rows % config.num_generations
-    if is_torn and not takes_whole_generation:
+    if is_torn and config.steps_per_generation != accumulation:
         raise ValueError(
             "--steps_per_generation: an optimiser step must have whole groups of one generation"
         )
     passes = len(method.passes)
-    if passes > 1 and (config.num_iterations % passes or not takes_whole_generation):
-        raise ValueError(
-            f"--method {name} needs --num_iterations {passes} or a multiple, "
-            "and --steps_per_generation equal to --gradient_accumulation_steps"
-        )
+    if config.num_iterations % passes:  # each pass goes over the generation
+        raise ValueError(f"--method {name} needs --num_iterations {passes} or a multiple")
     if config.beta:
         kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
         method = bind(name, hyper | kl)

@@ -190,7 +190,7 @@ RUNS = [
     ("dapo", split(2, 2, 4, scale_rewards="batch")),
     ("gspo", split(4, 1, 2, prefix_baseline=True, hyper={"eps_low": 0.5, "eps_high": 0.6})),
     ("dr-grpo", dict(scale_rewards="none", num_iterations=1)),
-    ("mine", dict(prefix_baseline=True)),
+    ("mine", split(4, 1, 2, prefix_baseline=True, max_steps=4)),
 ]
 
 
