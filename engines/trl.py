@@ -133,14 +133,14 @@ class Trainer(Measured):
         return self._buffered_inputs[self._step % pieces]
 
     def _score(self, model, inputs: dict) -> tuple[Tensor, Tensor]:
-        """Log-probs, 0 on padding, and entropies of one micro-batch's answers: (n, T) each."""
+        """Log-probs and entropies of one micro-batch's answers: (n, T) each."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         width = inputs["completion_ids"].shape[1]
         logp, entropy, _ = self._get_per_token_logps_and_entropies(
             model, ids, attention, width, compute_entropy=True
         )
-        return logp.masked_fill(inputs["completion_mask"] == 0, 0.0), entropy.detach()
+        return logp, entropy.detach()
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # where rewards are the measure, and a loss says nothing

@@ -203,8 +203,8 @@ def test_a_run_is_losses_py_on_whole_batches(qwen_path, monkeypatch, method, opt
 
 
 def test_trls_own_run_is_measured_and_stays(qwen_path):
-    """Its weights are those of a run without. Nothing is measured of an evaluation, and ours has
-    one, too, in which groups have another size."""
+    """Its weights are those of a run without. Nothing is measured of an evaluation, or where an
+    answer has no reward. Our own trainer evaluates, too, in groups of another size."""
     weights = []
     for kind in (GRPOTrainer, Measured):
         trainer = make(qwen_path, kind=kind, loss_type="grpo", max_steps=2)
@@ -214,6 +214,9 @@ def test_trls_own_run_is_measured_and_stays(qwen_path):
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     logs = [line["decided"] for line in trainer.state.log_history if "decided" in line]
     assert not trainer._metrics["train"]["decided"]
+    unscored = make(qwen_path, kind=Measured, rewards=[by_length] * 2, max_steps=1)
+    unscored.train()
+    assert "sibling_share" not in unscored.state.log_history[0]
     ours = check_run(qwen_path, "grpo", max_steps=1, num_generations_eval=2)
     assert logs == pytest.approx([ours.state.log_history[0]["decided"]])
     assert "eval_reward" in ours.evaluate(Dataset.from_list(PROMPTS[:5]))
