@@ -187,7 +187,7 @@ RUNS = [
     # reference. After a step, tokens lie on both sides of these clips.
     ("grpo", split(2, 4, 4, beta=0.3, hyper={"eps_low": 0.15, "eps_high": 0.2})),
     ("grpo", dict(beta=0.3, use_bias_correction_kl=False, max_steps=2)),
-    ("dapo", split(2, 2, 4, scale_rewards="batch")),
+    ("dfpo-min", split(2, 2, 4, scale_rewards="batch")),
     ("gspo", split(4, 1, 2, prefix_baseline=True, hyper={"eps_low": 0.5, "eps_high": 0.6})),
     ("dr-grpo", dict(scale_rewards="none", num_iterations=1)),
     ("mine", split(4, 1, 2, prefix_baseline=True, max_steps=4)),
@@ -298,13 +298,16 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
 def test_a_model_of_ones_own_is_loaded_as_the_flags_say(qwen_path):
     pytest.importorskip("peft", reason="LoRA is an extra: pip install peft")
     flags = ["--model_name_or_path", qwen_path, "--use_peft", "--dtype", "bfloat16"]
-    flags += ["--attn_implementation", "eager"]
+    flags += ["--attn_implementation", "eager", "--model_revision", "v2"]
+    flags += ["--model_init_kwargs", '{"use_safetensors": true}']
     trainer = example.make_trainer(*example.parse(flags))
     weights = dict(trainer.model.named_parameters())
     trained = {name for name in weights if weights[name].requires_grad}
     assert trained == {name for name in weights if "lora_" in name}
     assert all(weights[name].dtype == torch.bfloat16 for name in set(weights) - trained)
     assert trainer.model.config._attn_implementation == "eager"
+    loading = {"revision": "v2", "device_map": None, "use_safetensors": True}
+    assert trainer.args.model_init_kwargs.items() >= loading.items()
     assert trainer.args.max_steps == -1  # that of the tiny model
 
 
