@@ -190,7 +190,7 @@ RUNS = [
     ("dfpo-min", split(2, 2, 4, scale_rewards="batch")),
     ("gspo", split(4, 1, 2, prefix_baseline=True, hyper={"eps_low": 0.5, "eps_high": 0.6})),
     ("dr-grpo", dict(scale_rewards="none", num_iterations=1)),
-    ("mine", split(4, 1, 2, prefix_baseline=True, max_steps=4)),
+    ("mine", split(4, 2, 4, prefix_baseline=True, max_steps=4)),
 ]
 
 
@@ -241,7 +241,7 @@ REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="nthr"), "--method nthr"),
     (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(hyper={"kl_ratio": 1}), "--use_bias_correction_kl"),
-    (dict(method="lopti", num_iterations=1), "--num_iterations 2"),
+    (dict(method="lopti", num_iterations=3), "--num_iterations 2"),
     (dict(method="gspo", beta=0.1), "--beta 0.1"),
     (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
     (dict(per_device_train_batch_size=3, steps_per_generation=4), "--steps_per_generation"),
