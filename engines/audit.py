@@ -22,9 +22,9 @@ from functools import cache
 
 import torch
 
-from claims.evidence import Draw
-from engines.shipped import Case, trl_rows, verl_rows
-from losses import Batch, prefixes, token_coefficients
+from claims.evidence import DRAWS, Draw
+from engines.shipped import trl_rows, verl_rows
+from losses import Batch, token_coefficients
 from toy.policy import Policy
 
 
@@ -36,7 +36,6 @@ class Column:
     most: float  # and at most this and at least 1 / this
 
 
-TREES = 24  # a column
 COLUMNS = (
     Column("on-policy", 0.0, 1.0, 1.0),
     Column("inside: r up to 1.2", 0.1, 1.0, 1.2),
@@ -45,7 +44,7 @@ COLUMNS = (
 )
 
 
-def tree_case(draw: Draw, drift: float) -> Case:
+def tree_batch(draw: Draw, drift: float) -> Batch:
     """A tree's answers, under a policy, an old one and a reference."""
     gen = torch.Generator().manual_seed(draw.seed)
     W, noise = draw.policy.W.detach(), torch.randn(2, *draw.policy.W.shape, generator=gen).double()
@@ -56,7 +55,7 @@ def tree_case(draw: Draw, drift: float) -> Case:
         logp = policy.log_probs(draw.prompts, draw.answers)[0]
         return torch.nn.functional.pad(logp, (0, 1)).masked_fill(~draw.mask, 0.0)
 
-    batch = Batch(
+    return Batch(
         logp=log_probs(W + drift / 2 * noise[0]).requires_grad_(),
         logp_old=log_probs(W - drift / 2 * noise[0]),
         adv=draw.rows(draw.adv).masked_fill(~draw.mask, 0.0),
@@ -65,25 +64,22 @@ def tree_case(draw: Draw, drift: float) -> Case:
         max_tokens=draw.max_tokens,
         logp_ref=log_probs(W + 0.5 * noise[1]),
     )
-    ids, history = prefixes(draw.nodes, draw.G).unique(return_inverse=True)
-    entropies = torch.rand(len(ids), generator=gen, dtype=torch.float64)
-    return Case(batch, entropies[history])
 
 
 @cache
-def cases(column: Column) -> list[tuple[Draw, Case]]:
-    """Every third draw has answers of one length."""
-    kinds = {True: range(0, 3 * TREES, 3), False: range(1, 3 * TREES, 3)}
-    draws = [Draw(0, k) for k in kinds[column.drift > 0]]
-    return [(draw, tree_case(draw, column.drift)) for draw in draws]
+def batches(column: Column) -> list[tuple[Draw, Batch]]:
+    """On-policy the trees of `python verify.py --only AUDIT` whose answers differ in length. In the
+    other columns those of equal lengths, from three times as many, because few ratios fit."""
+    drifts = column.drift > 0
+    draws = [Draw(0, k) for k in range(3 * DRAWS if drifts else DRAWS)]
+    return [(x, tree_batch(x, column.drift)) for x in draws if x.equal_lengths == drifts]
 
 
 def left_over(loss: Callable, column: Column) -> list[float]:
     """|sum c| / sum |c| at each shared token of the column; 0 where no answer pushes."""
     left = []
-    for draw, case in cases(column):
-        b = case.batch
-        c = draw.at_shared(token_coefficients(loss(case), b.logp))  # (K, G)
+    for draw, b in batches(column):
+        c = draw.at_shared(token_coefficients(loss(b), b.logp))  # (K, G)
         far = draw.at_shared(b.logp - b.logp_old)[:, 0].detach().abs().exp()  # (K,)
         mixed = draw.at_shared(b.adv).any(1)
         counts = mixed & (far >= column.least) & (far <= column.most + 1e-12)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     HfArgumentParser,
     PrinterCallback,
     Qwen2Config,
@@ -74,18 +72,9 @@ def parse(argv: list[str] | None = None) -> tuple[Options, GRPOConfig, ModelConf
     return parser.parse_args_into_dataclasses(argv)
 
 
-def load(given: ModelConfig):
-    """A model and its tokenizer; without a name a tiny random one."""
-    if given.model_name_or_path:  # by hand, because under FSDP TRL asks for device_map="auto"
-        model = AutoModelForCausalLM.from_pretrained(
-            given.model_name_or_path,
-            revision=given.model_revision,
-            dtype=given.dtype,
-            attn_implementation=given.attn_implementation,
-            quantization_config=get_quantization_config(given),
-        )
-        return model, AutoTokenizer.from_pretrained(given.model_name_or_path)
-    tokenizer = Arithmetic().make_tokenizer()  # one token for each character
+def tiny():
+    """A random model, and a tokenizer with one token for each character."""
+    tokenizer = Arithmetic().make_tokenizer()
     torch.manual_seed(0)
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -113,7 +102,13 @@ class Show(TrainerCallback):
 
 def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> GRPOTrainer:
     """Raises ValueError, OSError or ImportError for what does not fit or is not there."""
-    model, tokenizer = load(given)
+    if given.model_name_or_path:  # which TRL loads, with its tokenizer, once all flags are checked
+        model, tokenizer = given.model_name_or_path, None
+        loading = {name: getattr(given, name) for name in ("dtype", "attn_implementation")}
+        loading |= {"revision": given.model_revision, "device_map": None}  # under FSDP not "auto"
+        config.model_init_kwargs = loading | (config.model_init_kwargs or {})
+    else:
+        model, tokenizer = tiny()
     ours = {
         "method": options.method,
         "hyper": dict(text.partition("=")[::2] for text in options.hyper.split()),
@@ -126,6 +121,7 @@ def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> GR
         Dataset.from_list(ROWS),
         processing_class=tokenizer,
         peft_config=get_peft_config(given),
+        quantization_config=get_quantization_config(given),
         **({} if options.method == "trl" else ours),
     )
 

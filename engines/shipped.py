@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from losses import Batch
-
-
-@dataclass
-class Case:
-    """What a loss is called on. Padding is 0."""
-
-    batch: Batch  # logp_ref is given
-    entropy: Tensor  # (N, T) of the policy where it took a token; any, but one at each history
-    sampler: Tensor | None = None  # (N, T) the log-probs of an engine that drew the answers
 
 
 @dataclass
@@ -29,7 +21,7 @@ class Row:
 
     name: str  # the settings that are not defaults, which are all that is said of them
     source: str  # "file:line" of what makes it differ from others, in the installed version
-    loss: Callable[[Case], Tensor]  # of the whole batch
+    loss: Callable[[Batch], Tensor]
 
 
 def line_of(function: Callable, text: str = "") -> str:
@@ -75,9 +67,9 @@ def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
     import trl
     from datasets import Dataset
 
-    from engines.example import load
+    from engines.example import tiny
 
-    model, tokenizer = load(trl.ModelConfig())
+    model, tokenizer = tiny()
     config = getattr(trl, f"{kind}Config")(
         output_dir=tempfile.gettempdir(),
         report_to="none",
@@ -96,29 +88,34 @@ def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
     return trainer
 
 
-def trl_loss(kind: str, settings: dict, case: Case) -> Tensor:
-    """A trainer's own scoring of answers, its advantages, weights and loss, with our log-probs."""
-    trainer, b = trl_trainer(kind, tuple(settings.items())), case.batch
+def trl_loss(kind: str, settings: dict, b: Batch, sampler: Tensor | None = None) -> Tensor:
+    """A trainer's own scoring of answers, its advantages, weights and loss, with our log-probs.
+
+    sampler: (N, T) the log-probs of an engine that drew the answers; then settings have a mode.
+    """
+    # No text is drawn and no model is run: what would do so is replaced, in this one trainer.
+    trainer = trl_trainer(kind, tuple(settings.items()))
     # A sums to 0 in every group, so it is its own advantage.
     trainer.scale_rewards, trainer._calculate_rewards = "none", lambda *_: b.adv[:, :1]
     trainer.num_generations, trainer.max_completion_length = b.group_size, b.max_tokens
     trainer.current_gradient_accumulation_steps = 1
-    # Then vLLM hands on the answers, and its own log-probs of them.
-    trainer.use_vllm = vllm = "vllm_importance_sampling_mode" in settings
+    trainer.use_vllm = sampler is not None  # which would hand on the answers and its log-probs
     trainer.model.train()
 
     def generate(prompts):
         ids = [[2] * n for n in b.mask.sum(1).tolist()]  # no loss reads them
         if kind == "RLOO":
             return [[2]] * len(ids), ids, [""] * len(ids)
-        drawn = vllm and [x[seen].tolist() for x, seen in zip(case.sampler, b.mask, strict=True)]
-        return [[2]] * len(ids), ids, None, [""] * len(ids), drawn or None, {}, None, []
+        drawn = None
+        if sampler is not None:
+            drawn = [x[seen].tolist() for x, seen in zip(sampler, b.mask, strict=True)]
+        return [[2]] * len(ids), ids, None, [""] * len(ids), drawn, {}, None, []
 
     def score(model, *_, **__):
         """TRL asks for the log-probs of the reference, of the old policy and, last, of the new."""
         logp = now if model is trainer.model else b.logp_ref
-        width = int(b.mask.sum(1).max())  # TRL pads to the longest answer
-        return logp[:, :width], case.entropy[:, :width], None
+        logp = logp[:, : b.mask.sum(1).max()]  # TRL pads to the longest answer
+        return logp, torch.zeros_like(logp), None  # the entropies are for a log
 
     trainer._generate, trainer._get_per_token_logps_and_entropies = generate, score
     now = b.logp_old
@@ -153,17 +150,19 @@ def verl_rows() -> list[Row]:
     return rows
 
 
-def verl_loss(mode: str, mean: str, settings: dict, case: Case) -> Tensor:
+def verl_loss(mode: str, mean: str, settings: dict, b: Batch) -> Tensor:
     """A function of verl's registry, called as verl/workers/utils/losses.py:ppo_loss does."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    b, mask = case.batch, case.batch.mask
     config = ActorConfig(
-        strategy="fsdp", rollout_n=b.group_size, ppo_micro_batch_size_per_gpu=len(mask), **settings
+        strategy="fsdp",
+        rollout_n=b.group_size,
+        ppo_micro_batch_size_per_gpu=len(b.mask),
+        **settings,
     )
     config.global_batch_info.update(
-        dp_size=1, batch_num_tokens=mask.sum().item(), global_batch_size=len(mask)
+        dp_size=1, batch_num_tokens=b.mask.sum().item(), global_batch_size=len(b.mask)
     )
-    loss, _ = get_policy_loss_fn(mode)(b.logp_old, b.logp, b.adv, mask, mean, config=config)
+    loss, _ = get_policy_loss_fn(mode)(b.logp_old, b.logp, b.adv, b.mask, mean, config=config)
     return loss

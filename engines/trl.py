@@ -7,7 +7,7 @@ micro-batches and processes are gathered, and the loss is taken once. Its token 
 then carried through the model piece by piece, as train.py's update does. So value and gradient are
 those of losses.py for any number of processes and accumulation steps.
 
-Cost: with A accumulation steps, an optimiser step scores A - 1 micro-batches once more, without
+Cost: with K accumulation steps, an optimiser step scores K - 1 micro-batches once more, without
 gradient. Written against TRL 1.16, for text without tools.
 
 `Measured` is TRL's trainer with TRL's own loss, and with a few numbers more in its log.
@@ -27,6 +27,7 @@ from losses import (
     Batch,
     Method,
     OldPolicy,
+    bind,
     decided,
     group_advantages,
     prefix_baseline,
@@ -34,7 +35,6 @@ from losses import (
     prefixes,
     token_coefficients,
 )
-from train import bind
 
 
 class Measured(GRPOTrainer):
@@ -98,6 +98,8 @@ class Trainer(Measured):
         self.prefix_baseline = prefix_baseline
         super().__init__(model, reward_funcs, args, *more, **named)
         refuse_dropout(self.model)
+        if self.aux_loss_enabled:
+            raise ValueError("--router_aux_loss_coef 0: no loss here balances a mixture's experts")
 
     def _calculate_rewards(self, *args):
         rewards = super()._calculate_rewards(*args)
@@ -112,9 +114,12 @@ class Trainer(Measured):
         rows = super()._generate_and_score_completions(inputs)
         if "tool_mask" in rows or "pixel_values" in rows:
             raise ValueError("tools and images are not supported: no loss here knows of them")
-        A = group_advantages(self.rewards, self.num_generations, self.method.scale)
-        rows["advantages"] = of_this_process(self, A, len(inputs))
-        rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
+        if self.model.training:  # in an evaluation, groups have another size
+            # TRL's own, but for groups with equal rewards: there rounding leaves it a little, and
+            # dapo counts the groups that are not 0.
+            A = group_advantages(self.rewards, self.num_generations, self.method.scale)
+            rows["advantages"] = of_this_process(self, A, len(inputs))
+            rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
         return rows
 
     def _prepare_inputs(self, generation_batch):
@@ -128,14 +133,14 @@ class Trainer(Measured):
         return self._buffered_inputs[self._step % pieces]
 
     def _score(self, model, inputs: dict) -> tuple[Tensor, Tensor]:
-        """Log-probs, 0 on padding, and entropies of one micro-batch's answers: (n, T) each."""
+        """Log-probs and entropies of one micro-batch's answers: (n, T) each."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         width = inputs["completion_ids"].shape[1]
         logp, entropy, _ = self._get_per_token_logps_and_entropies(
             model, ids, attention, width, compute_entropy=True
         )
-        return logp.masked_fill(inputs["completion_mask"] == 0, 0.0), entropy.detach()
+        return logp, entropy.detach()
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # where rewards are the measure, and a loss says nothing
@@ -179,7 +184,7 @@ class Trainer(Measured):
         if self.method.credit:
             adv = self.method.credit(adv, OldPolicy(tokens, mask, old, field("rewards"), G))
         batch = Batch(leaf, old, adv, mask, G, self.max_completion_length, ref)
-        iteration = self._step // self.args.steps_per_generation % self.num_iterations
+        iteration = self._step // self.args.steps_per_generation
         loss = self.method.passes[iteration % len(self.method.passes)](batch)
         if self.prefix_baseline:
             loss = prefix_baseline(loss, batch, prefix_nodes(tokens, mask, G))
@@ -210,6 +215,8 @@ UNREAD = (
     "delta",
     "importance_sampling_level",
     "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
     "multi_objective_aggregation",
     "top_entropy_quantile",
     "entropy_coef",
@@ -241,19 +248,15 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if method.hyper.get("kl") or method.hyper.get("kl_ratio"):
         raise ValueError("the KL term is TRL's --beta and --use_bias_correction_kl here, not kl")
     accumulation = config.gradient_accumulation_steps
-    takes_whole_generation = config.steps_per_generation == accumulation
     rows = accumulation * config.per_device_train_batch_size
     is_torn = config.steps_per_generation % accumulation or rows % config.num_generations
-    if is_torn and not takes_whole_generation:
+    if is_torn and config.steps_per_generation != accumulation:
         raise ValueError(
             "--steps_per_generation: an optimiser step must have whole groups of one generation"
         )
     passes = len(method.passes)
-    if passes > 1 and (config.num_iterations % passes or not takes_whole_generation):
-        raise ValueError(
-            f"--method {name} needs --num_iterations {passes} or a multiple, "
-            "and --steps_per_generation equal to --gradient_accumulation_steps"
-        )
+    if config.num_iterations % passes:  # each pass goes over the generation
+        raise ValueError(f"--method {name} needs --num_iterations {passes} or a multiple")
     if config.beta:
         kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
         method = bind(name, hyper | kl)

@@ -38,9 +38,6 @@ from engines.trl import Measured, Trainer  # noqa: E402
 G, L, LONGEST = 4, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
-# After one step of the optimiser, tokens lie on both sides of these. Others keep their defaults.
-HYPER = {"grpo": {"eps_low": 0.15, "eps_high": 0.2}, "gspo": {"eps_low": 0.5, "eps_high": 0.6}}
-
 
 # Rewards are of the ids alone, and equal within some groups. Some answers have only one of them.
 WEIGHTS = [0.75, 0.5]
@@ -63,22 +60,22 @@ class Record(TrainerCallback):
     """Before each optimiser step: parameters, gradients, and all processes' prompts and answers."""
 
     def __init__(self, trainer):
-        self.steps, self.prompts, self.answers = [], [], []
+        self.steps, self.rows = [], []
         self.take_loss, trainer._compute_loss = trainer._compute_loss, self.note
         trainer.add_callback(self)
 
     def note(self, model, inputs):
-        for part, rows in (("prompt", self.prompts), ("completion", self.answers)):
-            pairs = zip(inputs[f"{part}_ids"], inputs[f"{part}_mask"].bool(), strict=True)
-            rows += [row[mask].tolist() for row, mask in pairs]
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        for x, seen, y, taken in zip(*(inputs[name] for name in names), strict=True):
+            self.rows.append((x[seen > 0].tolist(), y[taken > 0].tolist()))
         return self.take_loss(model, inputs)
 
     def on_pre_optimizer_step(self, args, state, control, model, **_):
-        weights = {name: whole(x.detach()).clone() for name, x in model.named_parameters()}
-        grads = {name: whole(x.grad).clone() for name, x in model.named_parameters()}
-        answers = gather_object(self.prompts), gather_object(self.answers)
-        self.steps.append((weights, grads, *answers))
-        self.prompts, self.answers = [], []
+        weights, grads = {}, {}
+        for name, x in model.named_parameters():
+            weights[name], grads[name] = whole(x.detach()).clone(), whole(x.grad).clone()
+        self.steps.append((weights, grads, gather_object(self.rows)))
+        self.rows = []
 
 
 def whole(x):
@@ -86,15 +83,11 @@ def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def make(model, method=None, hyper=None, prefix_baseline=False, kind=Trainer, **options):
-    """Our trainer of a model or the one at a path; without a method one of TRL's own loss."""
+def make(model, kind=Trainer, rewards=(by_sum, by_length), **options):
+    """A trainer of a model or of the one at a path. Options are the config's or its own."""
     config = dict(
         output_dir=tempfile.gettempdir(),
-        save_strategy="no",
-        report_to=[],
         seed=1,
-        use_cpu=True,
-        bf16=False,
         max_steps=3,  # with two iterations the third is of another generation
         num_iterations=2,
         learning_rate=1e-3,
@@ -107,14 +100,13 @@ def make(model, method=None, hyper=None, prefix_baseline=False, kind=Trainer, **
         max_completion_length=L,
         generation_kwargs={"max_new_tokens": LONGEST},
         reward_weights=WEIGHTS,
-        scale_rewards="none" if method and METHODS[method].scale == "mean" else "group",
         gradient_checkpointing=False,
     )
+    own = {name: options.pop(name) for name in [*options] if not hasattr(GRPOConfig, name)}
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model)
-    ours = {"method": method, "hyper": hyper, "prefix_baseline": prefix_baseline} if method else {}
-    config, data = GRPOConfig(**config | options), Dataset.from_list(PROMPTS)
-    return kind(model, [by_sum, by_length], config, data, **ours)
+    config = GRPOConfig(**example.CPU | example.ALWAYS | config | options)
+    return kind(model, list(rewards), config, Dataset.from_list(PROMPTS), **own)
 
 
 def padded(rows):
@@ -129,38 +121,32 @@ def measured(answers):
     return log | losses.decided(total(answers), losses.prefix_nodes(tokens, mask, G), mask, G)
 
 
-def check_run(path, method, prefix_baseline=False, **options):
+def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     """Train. Value, gradient and numbers of each step are those of losses.py."""
-    hyper = HYPER.get(method, {})
-    trainer = make(path, method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
+    trainer = make(path, method=method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
     steps, policy = Record(trainer).steps, load_policy(Config(), None, path)
     trainer.train()
     config = trainer.args
     kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
-    rule = bind(method, hyper | kl)
+    rule = bind(method, (hyper or {}) | kl)
     scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
 
-    def read(weights, prompts, answers):
+    def read(weights, rows):
         """log pi of the taken tokens (N, T), and the entropies of all, in nats."""
         policy.model.load_state_dict(weights, strict=False)
         policy.model.zero_grad()
-        rows = zip(prompts, answers, strict=True)
         full = [plain.all_log_probs(policy, *row, TEMPERATURE) for row in rows]  # each (T_i, V)
         spread = torch.cat([-(x.exp() * x).sum(1).detach() for x in full])
-        pairs = zip(full, answers, strict=True)
-        return pad_sequence([x[range(len(y)), y] for x, y in pairs], batch_first=True), spread
+        taken = [x[range(len(y)), y] for x, (_, y) in zip(full, rows, strict=True)]
+        return pad_sequence(taken, batch_first=True), spread
 
-    for k, (weights, grads, prompts, answers) in enumerate(steps):
+    for k, (weights, grads, rows) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
-        generation = sum((step[3] for step in steps[first : first + pieces]), [])
-        assert all(prompts[i] == prompts[i - i % G] for i in range(len(prompts)))
-        # Each generation has answers of its own, and each iteration learns from the same.
-        again = k >= pieces and answers == steps[k - pieces][3]
-        assert again == (k - pieces >= first)
-
-        ref, old = (read(steps[at][0], prompts, answers)[0].detach() for at in (0, first))
-        logp, spread = read(weights, prompts, answers)
+        generation = [y for step in steps[first : first + pieces] for _, y in step[2]]
+        answers = [y for _, y in rows]
+        ref, old = (read(steps[at][0], rows)[0].detach() for at in (0, first))
+        logp, spread = read(weights, rows)
         tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
         A = losses.group_advantages(total(generation), G, scale)
         A = A[k % pieces * len(answers) :][: len(answers)]
@@ -179,8 +165,9 @@ def check_run(path, method, prefix_baseline=False, **options):
         line = trainer.state.log_history[k]
         assert {key: line[key] for key in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
         assert ("decided" in line) == (k == first)
-        ours = {name: x.grad for name, x in policy.model.named_parameters()}
-        a, b = (torch.cat([g[name].flatten() for name in ours]).double() for g in (grads, ours))
+        ours = dict(policy.model.named_parameters())
+        a = torch.cat([grads[name].flatten() for name in ours]).double()
+        b = torch.cat([x.grad.flatten() for x in ours.values()]).double()
         assert b.norm() > 1e-4
         assert (a - b).norm() <= 5e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
     return trainer
@@ -195,79 +182,101 @@ def split(micro, accumulate, pieces, **options):
     )
 
 
-SETTINGS = {  # micro-batches of 2 rows tear groups of 4
-    "grpo": split(2, 4, 4, beta=0.3),  # the second generation's old policy is not the reference
-    "dapo": split(2, 2, 4, scale_rewards="batch"),
-    "gspo": split(4, 1, 2, prefix_baseline=True),
-    "cispo": split(2, 4, 4, prefix_baseline=True, scale_rewards="none"),
-    "reinforce": dict(num_iterations=1),
-}
-NOT_HERE = ("nthr", "nthr-random", "ibpo")
+RUNS = [
+    # Micro-batches of 2 rows tear groups of 4, and the second generation's old policy is not the
+    # reference. After a step, tokens lie on both sides of these clips.
+    ("grpo", split(2, 4, 4, beta=0.3, hyper={"eps_low": 0.15, "eps_high": 0.2})),
+    ("grpo", dict(beta=0.3, use_bias_correction_kl=False, max_steps=2)),
+    ("dfpo-min", split(2, 2, 4, scale_rewards="batch")),
+    ("gspo", split(4, 1, 2, prefix_baseline=True, hyper={"eps_low": 0.5, "eps_high": 0.6})),
+    ("dr-grpo", dict(scale_rewards="none", num_iterations=1)),
+    ("mine", split(4, 2, 4, prefix_baseline=True, max_steps=4)),
+]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in NOT_HERE])
-def test_a_run_is_losses_py_on_whole_batches(qwen_path, method):
-    check_run(qwen_path, method, **SETTINGS.get(method, {}))
-
-
-def test_trls_kl_term_of_before_is_ours(qwen_path):
-    check_run(qwen_path, "grpo", beta=0.3, use_bias_correction_kl=False, max_steps=2)
-
-
-def test_a_credit_rule_of_ones_own_knows_the_rewards(qwen_path, monkeypatch):
-    mine = replace(METHODS["reinforce"], credit=lambda adv, old: adv * old.rewards[:, None])
+@pytest.mark.parametrize("method, options", RUNS)
+def test_a_run_is_losses_py_on_whole_batches(qwen_path, monkeypatch, method, options):
+    """One method of each kind: the trainer knows of no other difference."""
+    mine = replace(METHODS["lopti"], credit=lambda adv, old: adv * old.logp * old.rewards[:, None])
     monkeypatch.setitem(METHODS, "mine", mine)
-    check_run(qwen_path, "mine", max_steps=1)
+    check_run(qwen_path, method, **options)
 
 
 def test_trls_own_run_is_measured_and_stays(qwen_path):
-    """Its weights are those of a run without. Nothing is measured of an evaluation."""
-    weights, start = [], AutoModelForCausalLM.from_pretrained(qwen_path).state_dict()
+    """Its weights are those of a run without. Nothing is measured of an evaluation, or where an
+    answer has no reward. Our own trainer evaluates, too, in groups of another size."""
+    weights = []
     for kind in (GRPOTrainer, Measured):
         trainer = make(qwen_path, kind=kind, loss_type="grpo", max_steps=2)
         trainer.train()
         trainer.evaluate(Dataset.from_list(PROMPTS[:2]))
         weights.append(trainer.model.state_dict())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    assert any((weight != start[name]).any() for name, weight in weights[0].items())
     logs = [line["decided"] for line in trainer.state.log_history if "decided" in line]
-    ours = check_run(qwen_path, "grpo", max_steps=1).state.log_history[0]
-    assert logs == pytest.approx([ours["decided"]])
     assert not trainer._metrics["train"]["decided"]
+    unscored = make(qwen_path, kind=Measured, rewards=[by_length] * 2, max_steps=1)
+    unscored.train()
+    assert "sibling_share" not in unscored.state.log_history[0]
+    ours = check_run(qwen_path, "grpo", max_steps=1, num_generations_eval=2)
+    assert logs == pytest.approx([ours.state.log_history[0]["decided"]])
+    assert "eval_reward" in ours.evaluate(Dataset.from_list(PROMPTS[:5]))
+
+
+def mixture(model):
+    """TRL would add a term that balances the experts."""
+    model.config.update({"output_router_logits": False, "router_aux_loss_coef": 0.1})
+
+
+def set_dropout(model):
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+
+
+def with_a_tool(prompts, trainer):
+    """Of each answer the tool has written the last word."""
+    rows = {"prompt_ids": [5], "completion_ids": [6, 7], "env_mask": [1, 0]}
+    return {name: [row] * len(prompts) for name, row in rows.items()} | {"logprobs": None}
 
 
 REFUSED = [  # what a user gets wrong, and what the line names
     (dict(method="nthr"), "--method nthr"),
-    (dict(method="dr-grpo", scale_rewards="group"), "--scale_rewards none"),
+    (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(hyper={"kl_ratio": 1}), "--use_bias_correction_kl"),
-    (dict(loss_type="dr_grpo"), "--loss_type dr_grpo"),  # the loss is the method's
-    (dict(method="lopti", num_iterations=1), "--num_iterations 2"),
+    (dict(method="lopti", num_iterations=3), "--num_iterations 2"),
     (dict(method="gspo", beta=0.1), "--beta 0.1"),
     (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
     (dict(per_device_train_batch_size=3, steps_per_generation=4), "--steps_per_generation"),
     (split(4, 4, 2), "--steps_per_generation"),  # two generations in a step
-    (dict(attention_dropout=0.1), "dropout"),
-    (dict(module=torch.nn.Dropout(0.1)), "dropout"),
+    (dict(rewards=[by_length] * 2), "needs a number"),  # some answers have none
+    (dict(rollout_func=with_a_tool), "tools"),
+    (dict(change=mixture), "--router_aux_loss_coef 0"),
+    (dict(change=set_dropout), "dropout"),
+    (dict(change=lambda model: model.add_module("late", torch.nn.Dropout(0.1))), "dropout"),
 ]
 
 
-@pytest.mark.parametrize("options, said", REFUSED, ids=str)
+UNREAD = dict(  # what shapes TRL's losses, which are not the method's
+    loss_type="dr_grpo",
+    epsilon=0.3,
+    epsilon_high=0.3,
+    delta=3.0,
+    importance_sampling_level="sequence",
+    multi_objective_aggregation="normalize_then_sum",
+    top_entropy_quantile=0.5,
+    entropy_coef=0.1,
+    off_policy_mask_threshold=0.5,
+    mask_truncated_completions=True,
+)
+REFUSED += [({name: value}, f"--{name} {value}") for name, value in UNREAD.items()]
+
+
+@pytest.mark.parametrize("options, said", REFUSED)
 def test_a_wrong_setting_is_refused_in_one_line(qwen_path, options, said):
-    options = {"method": "grpo", "attention_dropout": 0.0} | options
-    dropout, module = options.pop("attention_dropout"), options.pop("module", None)
-    model = AutoModelForCausalLM.from_pretrained(qwen_path, attention_dropout=dropout)
-    model.add_module("late", module)
+    model = AutoModelForCausalLM.from_pretrained(qwen_path)
+    options = {"method": "grpo"} | options
+    options.pop("change", id)(model)
     with pytest.raises(ValueError) as error:
-        make(model, **options)
+        make(model, **options).train()
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_answer_without_a_reward_is_refused(qwen_path):
-    trainer = make(qwen_path, "grpo")
-    one = [lambda completion_ids, **_: [1.0] * (len(completion_ids) - 1) + [None]]
-    trainer.reward_funcs = one * 2
-    with pytest.raises(ValueError, match="needs a number"):
-        trainer.train()
 
 
 def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys):
@@ -276,8 +285,6 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
     flags = ["--method", "dfpo-min", "--hyper", "eps=.1 ratio=product", "--prefix-baseline"]
     ours = example.make_trainer(*example.parse(flags))
     assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
-    assert example.parse(["--model_name_or_path", "x"])[1].max_steps == -1  # not the tiny one's
-    assert example.parse([])[2].lora_dropout == 0  # a micro-batch goes through the model twice
     theirs = example.make_trainer(*example.parse(["--method", "trl"]))
     assert isinstance(theirs, Measured) and not isinstance(theirs, Trainer)
 
@@ -288,49 +295,36 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch, capsys
     assert AutoModelForCausalLM.from_pretrained("out").num_parameters() > 1000
 
 
-WRONG = [["--scale", "mean"], ["--method", "grpoo"], ["--model_name_or_path", "/nowhere"]]
-
-
-@pytest.mark.parametrize("flags", WRONG, ids=str)
-def test_what_does_not_exist_is_refused_in_one_line(flags):
-    with pytest.raises(SystemExit) as error:
-        example.main(flags)
-    assert flags[1] in str(error.value) and "\n" not in str(error.value)
-
-
-def test_lora_trains_its_adapter_alone(tmp_path, monkeypatch, qwen_path):
-    """With a KL term, whose reference is the model without the adapter."""
+def test_a_model_of_ones_own_is_loaded_as_the_flags_say(qwen_path):
     pytest.importorskip("peft", reason="LoRA is an extra: pip install peft")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(example, "reward", by_sum)
-    flags = ["--model_name_or_path", qwen_path, "--use_peft", "--max_steps", "2", "--beta", "0.1"]
-    trainer = example.make_trainer(*example.parse([*flags, "--learning_rate", "1e-2"]))
-    start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
-    trainer.train()
-    moved = {name for name, x in trainer.model.named_parameters() if (x != start[name]).any()}
-    assert moved and all("lora_" in name for name in moved)
+    flags = ["--model_name_or_path", qwen_path, "--use_peft", "--dtype", "bfloat16"]
+    flags += ["--attn_implementation", "eager", "--model_revision", "v2"]
+    flags += ["--model_init_kwargs", '{"use_safetensors": true}']
+    trainer = example.make_trainer(*example.parse(flags))
+    weights = dict(trainer.model.named_parameters())
+    trained = {name for name in weights if weights[name].requires_grad}
+    assert trained == {name for name in weights if "lora_" in name}
+    assert all(weights[name].dtype == torch.bfloat16 for name in set(weights) - trained)
+    assert trainer.model.config._attn_implementation == "eager"
+    loading = {"revision": "v2", "device_map": None, "use_safetensors": True}
+    assert trainer.args.model_init_kwargs.items() >= loading.items()
+    assert trainer.args.max_steps == -1  # that of the tiny model
 
 
-def launch(launcher, *arguments):
-    command = [sys.executable, "-m", *launcher, __file__, *arguments]
-    # Ours, wherever another copy is installed.
-    env = {"PYTHONPATH": str(Path(losses.__file__).parent), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+LAUNCH = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+FSDP = ["accelerate.commands.launch", "--config_file", "engines/fsdp.yaml"]
+FSDP += ["--num_processes", "2", "--mixed_precision", "no"]
+
+
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="several processes: LONG=1")
+@pytest.mark.parametrize("launcher, more", [(LAUNCH, []), (FSDP, ["sharded"])])
+def test_two_processes(qwen_path, launcher, more):
+    """Groups torn over processes and micro-batches, and the shipped fsdp.yaml in float32."""
+    command = [sys.executable, "-m", *launcher, __file__, qwen_path, *more]
+    root = str(Path(losses.__file__).parent)  # ours, wherever another copy is installed
+    env = os.environ | {"PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="several processes: LONG=1")
-def test_two_processes(qwen_path):
-    """Groups torn over processes and micro-batches. Each process checks the whole."""
-    launch(["torch.distributed.run", "--standalone", "--nproc-per-node=2"], qwen_path)
-
-
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="several processes: LONG=1")
-def test_fsdp_of_the_shipped_file(qwen_path):
-    """fsdp.yaml with two CPU processes and float32: the steps of an undivided model."""
-    file = str(Path(example.__file__).parent / "fsdp.yaml")
-    launcher = ["accelerate.commands.launch", "--config_file", file, "--num_processes", "2"]
-    launch([*launcher, "--mixed_precision", "no"], qwen_path, "sharded")
 
 
 def shard_on_cpus():
