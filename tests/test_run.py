@@ -140,12 +140,12 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
 
 
 def test_a_traced_group_is_printed_with_its_pushes_and_their_sums(scratch, capsys):
-    policy, task, texts = copy.deepcopy(scratch), Arithmetic(), ["so#", "so#1", "ok#"]
+    policy, task, texts = copy.deepcopy(scratch), Arithmetic(), ["so#", "so#1", "ok#"] * 2
     read = policy.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    config = train.Config(prompts=1, group_size=3, minibatches=1, scale="mean")
-    answers, method = train.sample(policy, task, task.train[:1], 1, config), losses.bind("grpo", {})
+    config = train.Config(prompts=2, group_size=3, minibatches=2, scale="mean")
+    answers, method = train.sample(policy, task, task.train[:2], 1, config), losses.bind("grpo", {})
     answers.tokens, answers.mask = read.input_ids, read.attention_mask.bool()
-    answers.rewards = torch.tensor([1, 0, 0.2])
+    answers.rewards = torch.tensor([1, 0, 0.2, 1, 1, 1])  # nothing to learn from the second group
     before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
     scored = train.score(policy, answers, method, config, None)
     updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)
