@@ -157,17 +157,20 @@ def load(path, **options):
     return train.load_policy(train.Config(**options), Arithmetic(), str(path))
 
 
-@pytest.fixture(scope="session")
-def small_gsm8k(tmp_path_factory):
-    """A directory in GSM8K's own format, with sums of our own."""
-    folder = tmp_path_factory.mktemp("gsm8k")
-    for split, start in (("train", 2), ("test", 40)):
-        with open(folder / f"{split}.jsonl", "w") as file:
-            for n in range(start, start + 24):
-                answer = f"{n}+{n + 1}=<<{n}+{n + 1}={2 * n + 1}>>.\n#### {2 * n + 1}"
-                question = f"Ann has {n} nuts and finds {n + 1}."
-                file.write(json.dumps({"question": question, "answer": answer}) + "\n")
-    return str(folder)
+ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
+PROBLEMS = [
+    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
+    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
+]
+
+
+@pytest.fixture
+def gsm8k_files(tmp_path):
+    """GSM8K's two files: two problems to train on, and the first of them to test."""
+    first, second = map(json.dumps, PROBLEMS)
+    (tmp_path / "train.jsonl").write_text(f"{first}\n{second}\n")
+    (tmp_path / "test.jsonl").write_text(first)
+    return tmp_path
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ import json
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from conftest import ANN, BOB, PROBLEMS
 
 from llm.gsm8k import GSM8K, extract
 from llm.gsm8k import Item as Problem
-from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
+from toy.arithmetic import OPENERS, Arithmetic, Item, solutions
 
 TASK, ITEM = Arithmetic(), Item("37+48=", "85", "")
 
@@ -39,8 +41,7 @@ def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
     expected |= {"form direct": 0.75, "form ones first": 0.125, "form tens first": 0.125}
     assert shares == pytest.approx(expected | {"opener other": 0, "form other": 0}, abs=0.02)
     direct = [item for item in TASK.train if "=" not in item.demo]
-    said = [int(item.demo.partition("#")[2]) - int(item.answer) for item in direct]
-    assert {*said} == {0, *SLIPS} and 0.03 < said.count(0) / len(said) < 0.07
+    assert 0.03 < fmean(TASK.reward(item.demo, item) for item in direct) < 0.07
     assert all(TASK.reward(item.demo, item) == 1 for item in {*TASK.train} - {*direct})
     assert max(len(item.demo) for item in TASK.train) + 1 <= 26
 
@@ -142,42 +143,28 @@ def test_long_hostile_texts_are_read_at_once():
 
 # ---------------- GSM8K: the problems
 
-ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
-PROBLEMS = [
-    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
-    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
-]
 ITEMS = [
     Problem(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
     Problem(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
 ]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """GSM8K's two files: two problems to train on, and the first of them to test."""
-    first, second = map(json.dumps, PROBLEMS)
-    (tmp_path / "train.jsonl").write_text(f"{first}\n{second}\n")
-    (tmp_path / "test.jsonl").write_text(first)
-    return tmp_path
-
-
-def test_items_hold_question_gold_and_solution_without_calculator_marks(folder, monkeypatch):
+def test_items_hold_question_gold_and_solution_without_calculator_marks(gsm8k_files, monkeypatch):
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
     monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
-    for task in (GSM8K(str(folder)), GSM8K(None)):
+    for task in (GSM8K(str(gsm8k_files)), GSM8K(None)):
         assert (task.train, task.test) == (ITEMS, ITEMS[:1])
 
 
-def test_what_cannot_be_read_is_named_in_one_line(folder):
+def test_what_cannot_be_read_is_named_in_one_line(gsm8k_files):
     for line in ('{"question": "a"', '{"question": "a", "answer": "1"}'):
-        (folder / "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
+        (gsm8k_files / "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
         with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
-            GSM8K(str(folder))
+            GSM8K(str(gsm8k_files))
 
 
-def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(folder):
-    task = GSM8K(str(folder))
+def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(gsm8k_files):
+    task = GSM8K(str(gsm8k_files))
     tokenizer = task.make_tokenizer()
     plain = [tokenizer.decode(ids) for ids in task.encode(tokenizer, ITEMS)]
     assert plain == [f"Question: {question}\nAnswer:\n" for question in (ANN, BOB)]
