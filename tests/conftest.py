@@ -94,28 +94,11 @@ def float64():
             torch.set_default_dtype(torch.float32)
 
 
-CHAT = (
-    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
-
-
 def build(kind: str, folder, dtype=torch.float32, **options) -> str:
-    """A model and its tokenizer, which knows a token for every ASCII character, in a folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    """A model and the toy's tokenizer, in a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    special = ["<pad>", "<eos>", "<end>", "<user>", "<bot>"]
-    vocab = {token: i for i, token in enumerate([*special, *map(chr, range(10, 127))])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=special[2:],
-    )
+    tokenizer = Arithmetic().make_tokenizer()
     sizes = dict(
         vocab_size=len(tokenizer),
         initializer_range=0.3,
@@ -132,10 +115,9 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options))
-    if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used
+    if kind == "qwen2":  # several EOS ids, and a sampler that must not be used
         more = dict(top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True)
         model.generation_config.update(eos_token_id=[2, 3], **more)  # the tokenizer has 1
-        tokenizer.chat_template = CHAT
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -165,12 +147,12 @@ PROBLEMS = [
 
 
 @pytest.fixture
-def gsm8k_files(tmp_path):
+def small_gsm8k(tmp_path):
     """GSM8K's two files: two problems to train on, and the first of them to test."""
     first, second = map(json.dumps, PROBLEMS)
     (tmp_path / "train.jsonl").write_text(f"{first}\n{second}\n")
     (tmp_path / "test.jsonl").write_text(first)
-    return tmp_path
+    return str(tmp_path)
 
 
 @pytest.fixture

@@ -58,9 +58,9 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options", ["--model scratch --hyper kl=0.1", "--method ibpo"])
-def test_gsm8k_trains_from_local_files(tmp_path, gsm8k_files, qwen_path, options):
+def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, options):
     """A model from scratch, and one whose generation config holds a sampler."""
-    flags = f"--model {qwen_path} --task gsm8k --data {gsm8k_files} --threads 1 --max-tokens 20"
+    flags = f"--model {qwen_path} --task gsm8k --data {small_gsm8k} --threads 1 --max-tokens 20"
     assert len(metrics(run(tmp_path / "run", *flags.split(), *options.split()))) == 5
 
 
