@@ -54,7 +54,7 @@ class Letters(Arithmetic):
     """
 
     def __init__(self):
-        pairs = [("5=", "13579,so"), ("23=", ""), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
+        pairs = [("5=", "13579,so"), ("23=", " "), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
         others = [("6+6=", "02468so"), ("7=", "13579"), ("8+8+8=", "hm+"), ("9+=", "so")]
         others.append(("0=", ""))
         self.train = [Item(*pair, "") for pair in pairs]
