@@ -132,16 +132,17 @@ def naive_step(start, first_rows, config, method):
         log["repair_rate"] = sum(row.repaired for row in rows) / rewards.count(0)
         rewards = [row.reward + 0.3 * row.repaired for row in rows]
 
-    def log_probs(policy, rows):
-        return [plain.log_probs(policy, row.prompt, row.answer, TEMPERATURE) for row in rows]
+    def log_probs(policy, rows):  # (n, L)
+        made = [plain.log_probs(policy, row.prompt, row.answer, TEMPERATURE) for row in rows]
+        return padded(made)
 
     # Before learning: log-probs and advantages.
     with torch.no_grad():
+        old, ref = log_probs(policy, rows), log_probs(reference, rows)
+        entropy = 0.0
         for row in rows:
-            (row.old,), (row.ref,) = log_probs(policy, [row]), log_probs(reference, [row])
             full = plain.all_log_probs(policy, row.prompt, row.answer, TEMPERATURE)  # (T_i, V)
-            row.entropy = -float((full.exp() * full).sum())
-    old, ref = padded([row.old for row in rows]), padded([row.ref for row in rows])
+            entropy -= float((full.exp() * full).sum())
     mask = padded([[True] * len(row.answer) for row in rows])
     A = losses.group_advantages(torch.tensor(rewards), G, config.scale or method.scale)
     batch = Batch(old, old, A[:, None] * mask, mask, G, BUDGET, ref)
@@ -151,7 +152,7 @@ def naive_step(start, first_rows, config, method):
     nodes = losses.prefix_nodes(padded([row.answer for row in rows]), mask, G)
     log["equal_groups"] = fmean(len({*rewards[i : i + G]}) == 1 for i in range(0, len(rows), G))
     log["truncated"] = fmean(row.answer[-1] not in policy.eos for row in rows)
-    log["entropy"] = sum(row.entropy for row in rows) / tokens
+    log["entropy"] = entropy / tokens
     # Learning. What pushes each token is the loss's (claim M1) and the baseline's (C22).
     lr = config.lr * (2 / 3 if config.schedule == "linear" else 1)
     optimizer, gen = adam(policy.model, lr), train.rng(5, "learn", 2)
@@ -160,7 +161,7 @@ def naive_step(start, first_rows, config, method):
         order = torch.randperm(groups, generator=gen).chunk(config.minibatches)
         for loss_fn, chunk in [(f, chunk) for f in method.passes for chunk in order]:
             ids = [i for g in chunk.tolist() for i in range(g * G, g * G + G)]
-            now, its = padded(log_probs(policy, [rows[i] for i in ids])), mask[ids]
+            now, its = log_probs(policy, [rows[i] for i in ids]), mask[ids]
             part = Batch(now, old[ids], batch.adv[ids], its, G, BUDGET, ref[ids])
             loss = loss_fn(part)
             if config.prefix_baseline:
@@ -184,18 +185,16 @@ def naive_step(start, first_rows, config, method):
     return policy, log, norms
 
 
-COMMON = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, seed=5, steps=3)
+COMMON = dict(prompts=4, group_size=G, max_tokens=BUDGET, temperature=TEMPERATURE, seed=5, steps=3)
 
 
 def make_step(policy, config, method, reference=None):
     """The trainer's step 2. Returns what is logged."""
-    task = Letters()
-    answers = train.sample(policy, task, task.train, 2, config)
-    long = replace(config, max_tokens=BUDGET)
-    scored = train.score(policy, answers, method, long, reference)
+    task, short = Letters(), replace(config, max_tokens=L)
+    answers = train.sample(policy, task, task.train, 2, short)
+    scored = train.score(policy, answers, method, config, reference)
     if method.credit:
-        scored = train.reshape_credit(policy, task, scored, method, config)
-    config = long
+        scored = train.reshape_credit(policy, task, scored, method, short)
     optimizer = train.adamw(policy.model, 9.0)  # a step sets its own learning rate
     updates = train.learn(policy, optimizer, scored, method, config)
     metrics = train.diagnose(policy, scored, updates, method, config)
