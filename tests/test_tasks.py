@@ -166,6 +166,7 @@ def test_what_cannot_be_read_is_named_in_one_line(small_gsm8k):
 def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
     task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
+    assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
     plain = [tokenizer.decode(ids) for ids in task.encode(tokenizer, ITEMS)]
     assert plain == [f"Question: {question}\nAnswer:\n" for question in (ANN, BOB)]
     tokenizer.chat_template = (
