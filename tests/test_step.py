@@ -233,17 +233,21 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
         assert 0 < log["equal_groups"] < 1 and log["decided"] and log["clip_share"] > 0
 
 
-@pytest.mark.parametrize("baseline", [False, True])
-def test_the_plain_algorithm_makes_the_trainers_step(start, first_rows, monkeypatch, baseline):
-    """toy/plain.py, from the sampled answers to the weights. In some updates nothing is pushed."""
+@pytest.mark.parametrize("baseline, minibatches", [(False, 4), (True, 2)])
+def test_the_plain_algorithm_makes_the_trainers_step(
+    start, first_rows, monkeypatch, baseline, minibatches
+):
+    """toy/plain.py, from the sampled answers to the weights. Of 4 updates some push nothing."""
     monkeypatch.setattr(plain.log_probs, "__defaults__", (TEMPERATURE,))
-    own = dict(lr=0.05, schedule="constant", prefix_baseline=baseline, minibatches=4, epochs=3)
+    own = dict(
+        lr=0.05, schedule="constant", prefix_baseline=baseline, minibatches=minibatches, epochs=3
+    )
     ours, theirs = copy.deepcopy(start[0]), copy.deepcopy(start[0])
     gen = train.rng(5, "learn", 2)
     make_step(ours, train.Config(**COMMON, **own), losses.bind("grpo", {}))
-    order = sum([torch.randperm(4, generator=gen).view(4, -1).tolist() for _ in range(3)], [])
+    orders = [torch.randperm(4, generator=gen).view(minibatches, -1).tolist() for _ in range(3)]
     rows = copy.deepcopy(first_rows)
-    plain.step(theirs, adam(theirs.model, 0.05), rows, order, baseline, G)
+    plain.step(theirs, adam(theirs.model, 0.05), rows, sum(orders, []), baseline, G)
     assert not torch.equal(weights(ours), weights(start[0]))
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-9)
 
