@@ -239,12 +239,11 @@ def test_the_plain_algorithm_makes_the_trainers_step(
 ):
     """toy/plain.py, from the sampled answers to the weights. Of 4 updates some push nothing."""
     monkeypatch.setattr(plain.log_probs, "__defaults__", (TEMPERATURE,))
-    own = dict(
-        lr=0.05, schedule="constant", prefix_baseline=baseline, minibatches=minibatches, epochs=3
-    )
+    own = dict(lr=0.05, schedule="constant", minibatches=minibatches, epochs=3)
+    config = train.Config(**COMMON, **own, prefix_baseline=baseline)
     ours, theirs = copy.deepcopy(start[0]), copy.deepcopy(start[0])
     gen = train.rng(5, "learn", 2)
-    make_step(ours, train.Config(**COMMON, **own), losses.bind("grpo", {}))
+    make_step(ours, config, losses.bind("grpo", {}))
     orders = [torch.randperm(4, generator=gen).view(minibatches, -1).tolist() for _ in range(3)]
     rows = copy.deepcopy(first_rows)
     plain.step(theirs, adam(theirs.model, 0.05), rows, sum(orders, []), baseline, G)
