@@ -258,15 +258,15 @@ def test_the_plain_algorithm_makes_the_trainers_step(
 ENDS = torch.tensor([9, 1, 5])
 
 
-@pytest.mark.parametrize("eval_items, k, fast", [(5, 3, False), (99, 1, True), (2, 9, False)])
+@pytest.mark.parametrize("eval_items, k, fast", [(5, 3, False), (2, 9, True)])
 def test_evaluation_is_the_naive_one(start, eval_items, k, fast):
     """On the first held-out items, in batches of as many rows as a rollout has."""
     task, policy = Letters(), replace(start[fast], eos=ENDS)
     task.shares = lambda items, texts: {"shares": [*zip(items, texts, strict=True)]}
-    config = train.Config(eval_items=eval_items, eval_samples=k, seed=2, max_tokens=L)
+    config = train.Config(eval_items=eval_items, eval_samples=k, seed=1, max_tokens=L)
     config.temperature, config.prompts, config.group_size = 0.8, 2, 4
     metrics = train.evaluate(policy, task, config)
-    gen, greedy, sampled = train.rng(2, "evaluate"), [], []
+    gen, greedy, sampled = train.rng(1, "evaluate"), [], []
     items, at_once = task.test[:eval_items], max(1, 8 // k)
     for start in range(0, len(items), at_once):
         some = items[start : start + at_once]
