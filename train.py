@@ -740,9 +740,11 @@ def check(config: Config):
     """Refuse what a run would find out late, or not at all."""
     for name, value in vars(config).items():
         zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
-        if type(value) in (int, float) and not (value > 0 or value == 0 and zero_is_fine):
+        if type(value) in (int, float) and not (
+            0 < value < math.inf or value == 0 and zero_is_fine
+        ):
             least = "at least" if zero_is_fine else "above"
-            raise UserError(f"--{name} {value}: must be {least} 0")  # a nan, too
+            raise UserError(f"--{name} {value}: must be {least} 0, and finite")  # a nan, too
     if config.group_size < 2:
         raise UserError("--group-size must be at least 2: an answer is compared with others")
     if config.prompts % config.minibatches:

@@ -54,7 +54,7 @@ class Letters(Arithmetic):
     """
 
     def __init__(self):
-        pairs = [("5=", "13579,so"), ("23=", ""), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
+        pairs = [("5=", "13579,so"), ("23=", " "), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
         others = [("6+6=", "02468so"), ("7=", "13579"), ("8+8+8=", "hm+"), ("9+=", "so")]
         others.append(("0=", ""))
         self.train = [Item(*pair, "") for pair in pairs]
@@ -94,28 +94,11 @@ def float64():
             torch.set_default_dtype(torch.float32)
 
 
-CHAT = (
-    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
-
-
 def build(kind: str, folder, dtype=torch.float32, **options) -> str:
-    """A model and its tokenizer, which knows a token for every ASCII character, in a folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    """A model and the toy's tokenizer, in a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    special = ["<pad>", "<eos>", "<end>", "<user>", "<bot>"]
-    vocab = {token: i for i, token in enumerate([*special, *map(chr, range(10, 127))])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=special[2:],
-    )
+    tokenizer = Arithmetic().make_tokenizer()
     sizes = dict(
         vocab_size=len(tokenizer),
         initializer_range=0.3,
@@ -132,10 +115,9 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options))
-    if kind == "qwen2":  # several EOS ids, a chat template, and a sampler that must not be used
+    if kind == "qwen2":  # several EOS ids, and a sampler that must not be used
         more = dict(top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True)
         model.generation_config.update(eos_token_id=[2, 3], **more)  # the tokenizer has 1
-        tokenizer.chat_template = CHAT
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -157,17 +139,20 @@ def load(path, **options):
     return train.load_policy(train.Config(**options), Arithmetic(), str(path))
 
 
-@pytest.fixture(scope="session")
-def small_gsm8k(tmp_path_factory):
-    """A directory in GSM8K's own format, with sums of our own."""
-    folder = tmp_path_factory.mktemp("gsm8k")
-    for split, start in (("train", 2), ("test", 40)):
-        with open(folder / f"{split}.jsonl", "w") as file:
-            for n in range(start, start + 24):
-                answer = f"{n}+{n + 1}=<<{n}+{n + 1}={2 * n + 1}>>.\n#### {2 * n + 1}"
-                question = f"Ann has {n} nuts and finds {n + 1}."
-                file.write(json.dumps({"question": question, "answer": answer}) + "\n")
-    return str(folder)
+ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
+PROBLEMS = [
+    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
+    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
+]
+
+
+@pytest.fixture
+def small_gsm8k(tmp_path):
+    """GSM8K's two files: two problems to train on, and the first of them to test."""
+    first, second = map(json.dumps, PROBLEMS)
+    (tmp_path / "train.jsonl").write_text(f"{first}\n{second}\n")
+    (tmp_path / "test.jsonl").write_text(first)
+    return str(tmp_path)
 
 
 @pytest.fixture

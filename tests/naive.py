@@ -1,32 +1,6 @@
-"""To whoever changes train.py: what it does beyond toy/plain.py, as plainly, sharing no code.
-
-One answer at a time: no cache, no padding, no batches. Only the random numbers are the trainer's
-own, so that both see the same draws.
-"""
+"""To whoever changes a credit rule of llm/neighbours.py: its edit distance, as plainly."""
 
 from functools import cache
-from statistics import fmean, stdev
-
-import torch
-
-from toy import plain
-
-# ---------------- score
-
-
-def log_probs(policy, prompts, answers, temperature):
-    """log pi of the rows' tokens: tensors (T_i,), differentiable."""
-    pairs = zip(prompts, answers, strict=True)
-    return [plain.log_probs(policy, *pair, temperature) for pair in pairs]
-
-
-def advantages(rewards, G, scale):
-    found = []
-    for start in range(0, len(rewards), G):
-        group = rewards[start : start + G]
-        deviation = stdev(group) + 1e-4 if scale == "std" else 1.0
-        found += [(reward - fmean(group)) / deviation for reward in group]
-    return found
 
 
 def kept(a, b):
@@ -44,18 +18,3 @@ def kept(a, b):
         return edits + 1 - same, minus - same, stays + last
 
     return best(len(a), len(b))[2]
-
-
-# ---------------- the optimiser
-
-
-def gradient(model, loss, grad_clip):
-    """Leaves the clipped gradient in the weights. Returns its norm before that."""
-    model.zero_grad()
-    loss.backward()
-    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip))
-
-
-def adam(model, lr):
-    """AdamW without weight decay."""
-    return torch.optim.Adam(model.parameters(), lr, betas=(0.9, 0.95))

@@ -1,29 +1,27 @@
 """To whoever uses --fast: sampling and scoring, plain and fast, are whole unpadded forward passes.
 
 Whatever makes llm/fast.py quick or small changes nothing: shared prompts, rows that leave, a cache
-that grows in place, buckets, chunks. In float64 both ways draw the same tokens.
+that grows in place, buckets, chunks. In float64: test_step.py.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
-import naive
 import pytest
 import torch
-from conftest import TRANSFORMERS_4, Letters, build, float64, load, random_policy, refused
+from conftest import Letters, build, load, refused
 
 import train
 from llm import fast
 from toy import plain
 
+# A task without text. Its items are the ids of prompts.
+IDS = SimpleNamespace(encode=lambda _, items: items, reward=lambda *_: 0.0)
+
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
-    """Answers to prompts that belong to no task."""
-    width = max(map(len, prompts))
-    padded = torch.tensor([[-1] * (width - len(row)) + row for row in prompts])
-    tokens, mask, logp = policy.sampler(policy, padded, max_tokens, temperature, gen)
-    n = len(prompts)
-    rewards, sampled = torch.zeros(n), (padded, tokens, mask, logp)
-    return train.Answers([None] * n, [""] * n, *sampled, rewards)
+    config = train.Config(max_tokens=max_tokens, temperature=temperature)
+    return train.ask(policy, IDS, prompts, config, gen)
 
 
 def numbers(policy, answers, temperature) -> list:
@@ -41,58 +39,30 @@ def quick():
     return load("scratch", layers=1, width=16, fast=True)
 
 
-KINDS = ["sliding_attention", "full_attention"]
-FAMILIES = {  # and GPT-2 below
-    "qwen2": {},
-    "gemma2": dict(head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=4.0),
-    "gemma3_text": dict(head_dim=8, sliding_window=4, layer_types=KINDS),
-    "mistral": dict(sliding_window=4),
-    "lfm2": dict(layer_types=["conv", "full_attention"]),  # its cache holds more than keys
-}
 PROMPTS = [[5, 6, 7], [2], [*range(9)], [2], [0, 3]]
+FAMILIES = {"qwen2": {}, "mistral": dict(sliding_window=4)}  # GPT-2: test_step.py
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path):
+def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path, monkeypatch):
     """A text is longer than the sliding window. Nothing of a model's own generation config (top_k =
-    1 in Qwen2's) shapes its answers. Gemma 2 caps its logits behind the output layer, so there only
-    the plain way is right."""
-    if TRANSFORMERS_4 and family in ("gemma3_text", "lfm2"):
-        pytest.skip("transformers 4 hands out other caches for this family")
+    1 in Qwen2's) shapes its answers. The fast way has several buckets, and chunks of logits."""
+    monkeypatch.setitem(fast.PADDING, "cpu", 3)
+    monkeypatch.setitem(fast.CHUNK, "cpu", 1)
     path, made = build(family, tmp_path, **FAMILIES[family]), []
-    policies = [load(path)]
-    if family == "gemma2":
-        assert "--fast false" in refused(lambda: load(path, fast=True))
-    else:
-        policies.append(load(path, fast=True))
-    expected = plain.rollout(policies[0], PROMPTS, 24, 1.5, train.rng(1))
-    logp = torch.cat(naive.log_probs(policies[0], PROMPTS, expected, 1.5))
+    policies, prompts = [load(path), load(path, fast=True)], PROMPTS * 3
+    expected = plain.rollout(policies[0], prompts, 24, 1.5, train.rng(1))
+    pairs = zip(prompts, expected, strict=True)
+    logp = torch.cat([plain.log_probs(policies[0], *pair, 1.5) for pair in pairs])
     for policy in policies:
-        answers = answer(policy, PROMPTS, 24, 1.5, train.rng(1))
+        answers = answer(policy, prompts, 24, 1.5, train.rng(1))
         rows = zip(answers.tokens, answers.mask, strict=True)
         assert [y[mask].tolist() for y, mask in rows] == expected
         made.append(numbers(policy, answers, 1.5))
         for sampled_or_scored in made[-1][:2]:
             torch.testing.assert_close(sampled_or_scored[answers.mask], logp, rtol=1e-4, atol=1e-4)
-    for slow, quick in zip(made[0], made[-1], strict=True):
+    for slow, quick in zip(*made, strict=True):
         assert (slow - quick).norm() <= 1e-4 * slow.norm() + 1e-5
-
-
-BOTH = [(1, 1, 0, 3), (2, 2, 3, 20), (30, 0, 3, 3), (30, 0.3, 0, 1), (30, 1.5, 9999, 3)]
-
-
-@pytest.mark.parametrize("cap, temperature, padding, ends", BOTH)
-def test_both_ways_give_the_same_answers_and_numbers(cap, temperature, padding, ends, monkeypatch):
-    """padding: how much of it a bucket may hold. ends: how many ids end an answer."""
-    monkeypatch.setitem(fast.PADDING, "cpu", padding)
-    made = []
-    with float64():
-        for quick in (False, True):
-            policy = replace(random_policy(37, quick), eos=torch.arange(0, 20, 20 // ends))
-            answers = answer(policy, PROMPTS * 4, cap, temperature, train.rng(cap))
-            made.append([answers.tokens, answers.mask, *numbers(policy, answers, 0.9)])
-    for x, y in zip(*made, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
 
 
 def test_a_draw_is_exact_in_a_large_vocabulary(quick, monkeypatch):
@@ -106,22 +76,6 @@ def test_a_draw_is_exact_in_a_large_vocabulary(quick, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: uniform)
     answers = answer(quick, [[5]] * len(tokens), 1, 1.0, train.rng(0))
     assert torch.equal(answers.tokens[:, 0], tokens)
-
-
-def test_chunks_of_logits_change_nothing_and_are_not_kept(quick, monkeypatch):
-    """With a real vocabulary all logits of a batch do not fit into memory."""
-    V, kept, made = len(quick.tokenizer), [], []
-    hidden = torch.randn(1500, 16, generator=train.rng(0)).requires_grad_()
-    targets = torch.randint(V, (1500,), generator=train.rng(1))
-    for rows_of_a_chunk in (10_000, 600):
-        monkeypatch.setitem(fast.CHUNK, "cpu", rows_of_a_chunk * V)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            logp, entropy = fast.token_log_probs(quick.model, hidden, targets, 0.7)
-        made.append([logp, entropy, *torch.autograd.grad((logp * targets).sum(), hidden)])
-        assert (V in [x.shape[-1] for x in kept]) == (rows_of_a_chunk == 10_000)
-        kept.clear()
-    for whole, chunked in zip(*made, strict=True):
-        torch.testing.assert_close(chunked, whole)
 
 
 # ---------------- the check before a run

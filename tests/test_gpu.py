@@ -106,7 +106,7 @@ def pretended_cuda(capability=(8, 0)):
 
 
 # Those that make tensors of their own. The others are made of the same parts.
-NAMES = ("grpo", "gspo", "dapo", "recentred", "balanced", "nthr", "nthr-random", "ar-lopti", "ibpo")
+NAMES = ("grpo", "gspo", "recentred", "balanced", "nthr-random", "ar-lopti", "ibpo")
 CASES = [(name, False, (8, 0)) for name in NAMES]
 CASES += [("grpo", True, (8, 0)), ("nthr", True, (8, 0)), ("grpo", True, (7, 5))]
 

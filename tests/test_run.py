@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import naive
 import pytest
 import torch
 from conftest import TINY, build, load, metrics, refused, run
@@ -26,6 +25,7 @@ import losses
 import train
 from llm.neighbours import add_scores
 from llm.trace import show_group
+from toy import plain
 from toy.arithmetic import Arithmetic
 
 pytestmark = pytest.mark.usefixtures("easy")
@@ -34,37 +34,28 @@ pytestmark = pytest.mark.usefixtures("easy")
 # ---------------- what a run does and leaves
 
 
-def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
-    """Lines, checkpoints, and batches with their log-probs before and after the step."""
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    monkeypatch.setattr(train, "time", clock)  # a step takes a second
-    flags = "--eval-every 3 --temperature 0.7 --method advantage-reweighting"
+def test_a_run_leaves_what_it_promises(tmp_path, capsys):
+    """Lines, both models, and a batch with its log-probs before and after the step."""
+    flags = "--steps 1 --temperature 0.7 --method advantage-reweighting"
     folder = run(tmp_path / "run", *flags.split())
     config, task = train.Config(**json.loads((folder / "config.json").read_text())), Arithmetic()
     start, after = load(folder / "start"), load(folder / "model")
-
-    first, *_, last = lines = [json.loads(x) for x in open(folder / "metrics.jsonl")]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert ["kl_start" in line for line in lines] == [False, False, False, True, True]
+    first, last = (json.loads(line) for line in open(folder / "metrics.jsonl"))
     assert first == {"step": 0} | train.evaluate(start, task, config)
-    assert last == last | train.evaluate(after, task, config)
-    assert last["tokens_per_s"] == last["generated"]
+    assert last == last | {"step": 1, "kl_start": 0} | train.evaluate(after, task, config)
     assert f"greedy {first['greedy']:.3f} -> {last['greedy']:.3f}" in capsys.readouterr().out
 
-    batches = [torch.load(x, weights_only=True) for x in sorted(folder.glob("batches/*"))]
-    assert [batch["step"] for batch in batches] == [3, 4]
-    saved, mask = batches[1], batches[1]["mask"]
-    items = train.prompt_batches(task, config)[3]
+    saved = torch.load(*folder.glob("batches/*"), weights_only=True)
+    items = train.prompt_batches(task, config)[0]
     assert saved["prompts"] == [item.prompt for item in items]
-    answers = [row[seen].tolist() for row, seen in zip(saved["tokens"], mask, strict=True)]
-    A = naive.advantages([task.reward(text, None) for text in saved["texts"]], 3, "std")
+    A = plain.advantages([task.reward(text, None) for text in saved["texts"]], 3)
     assert saved["advantages"].tolist() == pytest.approx(A, abs=1e-5)
     prompts = [row for row in task.encode(after.tokenizer, items) for _ in range(3)]
-    now, then = (torch.cat(naive.log_probs(x, prompts, answers, 0.7)) for x in (after, start))
-    torch.testing.assert_close(saved["logp"][mask], now.detach(), rtol=1e-4, atol=1e-5)
-    gap = then.detach() - saved["logp_old"][mask]
-    k3 = (gap.exp() - gap - 1).mean().item()
-    assert last["kl_start"] == pytest.approx(k3, rel=1e-3) and k3 > 0
+    for i, (prompt, seen) in enumerate(zip(prompts, saved["mask"], strict=True)):
+        answer = saved["tokens"][i][seen].tolist()
+        for name, policy in (("logp_old", start), ("logp", after)):
+            logp = plain.log_probs(policy, prompt, answer, 0.7).detach()
+            torch.testing.assert_close(saved[name][i][seen], logp, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", ["--model scratch --hyper kl=0.1", "--method ibpo"])
@@ -72,12 +63,6 @@ def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, options
     """A model from scratch, and one whose generation config holds a sampler."""
     flags = f"--model {qwen_path} --task gsm8k --data {small_gsm8k} --threads 1 --max-tokens 20"
     assert len(metrics(run(tmp_path / "run", *flags.split(), *options.split()))) == 5
-
-
-def test_a_shared_start_changes_no_number(tmp_path):
-    whole, start = run(tmp_path / "whole"), run(tmp_path / "start", "--steps", "0")
-    shared = run(tmp_path / "shared", "--model", start / "start", "--warm-steps", "0")
-    assert metrics(shared) == metrics(whole) and metrics(start) == metrics(whole)[:1]
 
 
 OWN_TASK = """
@@ -93,7 +78,7 @@ class Task(BaseTask):
 
 def test_a_task_of_ones_own_is_a_file(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_TASK)
-    flags = "--warm-steps 150 --warm-lr 0.01 --max-tokens 8 --task".split()
+    flags = "--warm-steps 150 --warm-lr 0.01 --max-tokens 8 --steps 3 --task".split()
     folder = run(tmp_path / "run", *flags, tmp_path / "mine.py")
     assert metrics(folder)[-1]["sampled"] > 0.5
 
@@ -119,13 +104,9 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
 
 
 OWN_MISTAKES = """
-item.answer in text | '1'                                      | '0?' is '1'; accepted: a finite
 item.answer in text | float('nan')                             | 'so !' to '0?' is nan; accepted
-item.answer in text | None                                     | is None; accepted: a finite number
 item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
-range(9)]           | range(9)]; self.train = []               | train split has no item
 range(9)]           | range(9)]; self.test = []                | test split has no item
-class Task          | class Mine                               | no class Task
 """
 
 
@@ -139,16 +120,13 @@ def test_a_mistake_in_a_task_of_ones_own_is_one_line(tmp_path, line):
 
 
 def test_a_tracker_gets_the_flags_and_every_number(tmp_path, monkeypatch):
-    got = []
-    tracker = SimpleNamespace(init=lambda **given: got.append(given))
-    tracker.log = lambda numbers, step: got.append(numbers | {"step": step})
+    tracker = SimpleNamespace(init=Mock(), log=Mock(), __spec__="it is installed")
     monkeypatch.setitem(sys.modules, "trackio", tracker)
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name == "trackio")
-    lines = metrics(run(tmp_path / "run", "--track", "trackio"))
-    assert got[0]["name"] == "run" and got[0]["config"]["width"] == 16
-    for logged, line in zip(got[1:], lines, strict=True):
-        assert logged == logged | {k: x for k, x in line.items() if k != "examples"}
-        assert "examples" not in logged
+    *_, line = metrics(run(tmp_path / "run", "--track", "trackio", "--steps", 1))
+    assert tracker.init.call_args.kwargs["config"]["width"] == 16
+    (logged,), step = tracker.log.call_args
+    del line["examples"]  # a text
+    assert step == {"step": 1} and logged == logged | line and "examples" not in logged
 
 
 def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
@@ -162,40 +140,30 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
         assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
 
 
-def test_a_traced_group_is_printed_with_its_coefficients_and_their_sums(scratch, capsys):
-    """Of three groups: one has no signal, and in the last one no answers begin alike."""
-    policy, task = copy.deepcopy(scratch), Arithmetic()
-    texts = "so# so# so# so#1 so# ok# hm# ok# so#".split()
+def test_a_traced_group_is_printed_with_its_pushes_and_their_sums(scratch, capsys):
+    policy, task, texts = copy.deepcopy(scratch), Arithmetic(), ["so#", "so#1", "ok#"] * 2
     read = policy.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    config = train.Config(prompts=3, group_size=3, minibatches=1, steps=1, scale="mean")
-    answers, method = train.sample(policy, task, task.train[:3], 1, config), losses.bind("grpo", {})
+    config = train.Config(prompts=2, group_size=3, minibatches=2, scale="mean")
+    answers, method = train.sample(policy, task, task.train[:2], 1, config), losses.bind("grpo", {})
     answers.tokens, answers.mask = read.input_ids, read.attention_mask.bool()
-    answers.rewards = torch.tensor([1, 1, 1, 1, 0, 0.2, 0, 1, 0])
+    answers.rewards = torch.tensor([1, 0, 0.2, 1, 1, 1])  # nothing to learn from the second group
     before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
     scored = train.score(policy, answers, method, config, None)
     updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)
     assert show_group(policy, updates, config)
-    after, expected = train.log_probs(policy, answers, 1.0)[0], [task.train[1].prompt]
-    for i, A in enumerate((0.6, -0.4, -0.2), 3):
-        rows = ([A / len(texts[i])] * 4, before[i].tolist(), after[i].tolist())
-        c, *logps = (" ".join(f"{x:.4f}" for x in row[: len(texts[i])]) for row in rows)
-        expected.append(
-            f"answer {i - 2}: reward {answers.rewards[i]:g}, A {A:+.3f} token {' '.join(texts[i])}"
-        )
-        expected[-1] += f" push c {c} before {logps[0]} after {logps[1]}"
-    expected.append("answers and what they share 0.200 0.0167 1 2: s o #")
-    said = " ".join(capsys.readouterr().out.split())
-    assert [part for part in expected if part not in said] == [] and said.endswith("s o #")
+    after, said = train.log_probs(policy, answers, 1.0)[0], capsys.readouterr().out
+    numbers = {"push c": [-0.1] * 4, "before": before[1], "after": after[1]}
+    rows = [f"{name} {' '.join(f'{x:.4f}' for x in row)}" for name, row in numbers.items()]
+    expected = f"answer 2: reward 0, A -0.400 token s o # 1 {' '.join(rows)} answer 3"
+    assert expected in " ".join(said.split())
+    assert said.split()[-7:] == "0.200 0.1000 1 2: s o #".split()
 
 
 # ---------------- kills
 
 
-def contents(folder: Path) -> dict:
-    """The files of a run, and of weights and batches the bytes. Others hold a speed or a path."""
-    files = [x for x in folder.glob("**/*") if x.is_file()]
-    exact = [x for x in files if x.suffix == ".safetensors" or x.parent.name == "batches"]
-    return {x.relative_to(folder): x in exact and x.read_bytes() for x in files}
+def weights(folder: Path) -> list[bytes]:
+    return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
 
 
 def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
@@ -227,33 +195,24 @@ MOMENTS = [  # a call of a function, and how many of six steps are left
 
 def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
     """And ends as the undisturbed run, bit for bit."""
-    steps, real = [], train.sample
+    asked, real = [], train.sample
+    monkeypatch.setattr(train, "sample", lambda *args: asked.append(args[2:4]) or real(*args))
     flags = "--steps 6 --eval-every 1 --eval-items 2 --seed 3".split()
     whole = run(tmp_path / "whole", *flags)
-    monkeypatch.setattr(train, "sample", lambda *args: steps.append(args[3]) or real(*args))
+    every = asked.copy()
+    assert every[0][0] != every[1][0]  # their prompts
     for *moment, left in MOMENTS:
         folder = tmp_path / f"{moment[1]}{left}"
         run_and_kill(folder, flags, *moment)
         if (folder / "metrics.jsonl").exists():  # the write of a line may be cut off, too
             (folder / "metrics.jsonl").open("a").write('{"step": 9, "torn')
-        steps.clear()
+        asked.clear()
         train.main(["--resume", str(folder)])
-        assert steps == [*range(7 - left, 7)], moment
-        assert metrics(folder) == metrics(whole) and contents(folder) == contents(whole)
+        assert asked == every[6 - left :], moment
+        assert metrics(folder) == metrics(whole) and weights(folder) == weights(whole)
 
 
-def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, monkeypatch):
-    # Before the first checkpoint there is nothing to go on with.
-    for name, said in (("warm_start", "nothing is saved"), ("summarize", f"--resume {tmp_path}")):
-        monkeypatch.setattr(train, name, Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(SystemExit, match=f"interrupted; .*{said}"):
-            run(tmp_path / name)
-        monkeypatch.undo()
-    resume = ["--resume", str(tmp_path / "summarize")]
-    assert "no other flag" in refused(train.main, [*resume, "--lr", "1"])
-
-
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+def test_weights_that_are_not_finite_spoil_no_checkpoint(tmp_path):
     policy = load("scratch", layers=1, width=16)
     optimizer = train.adamw(policy.model, 0.1)
     (tmp_path / "metrics.jsonl").write_text("")
@@ -277,12 +236,12 @@ MISTAKES = """
 --data /no/such/dir: needs --task gsm8k
 --out taken: --out taken exists
 --resume nowhere: no config.json
+--resume nowhere --lr 1: no other flag
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
 --hyper eps_low=wide: a float is expected
 --hyper eps_low=-1: must be at least 0
 --hyper alpha=1.5 --method ar-lopti: alpha must lie between 0 and 1
 --hyper ratio=sum --method dfpo-min: "geometric" or "product"
---track wandb: pip install wandb
 """
 
 
@@ -325,6 +284,14 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
     assert parsed(flags) == read(DEFAULTS) | read(PRESET) | given
 
 
+def test_every_flag_has_its_line_of_help(capsys):
+    with pytest.raises(SystemExit):
+        train.parse(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "L, the most tokens that an answer may have (default: 26)" in said
+    assert said.count("(default: ") == len(train.Config.__dataclass_fields__)
+
+
 # ---------------- which models are taken
 
 
@@ -335,12 +302,6 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
         assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}
         assert policy.eos.tolist() == [1, 2, 3]  # of the tokenizer, and of the generation config
         assert not policy.model.training
-
-
-def test_a_model_from_scratch_has_its_own_size_and_seed():
-    one, other = (load("scratch", layers=3, width=24, seed=seed).model for seed in (0, 1))
-    assert (one.config.n_layer, one.config.n_embd) == (3, 24)
-    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
 
 
 def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):

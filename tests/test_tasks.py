@@ -3,29 +3,27 @@
 GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 """
 
-import copy
 import json
 import os
 import re
-import time
-from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from statistics import fmean
 
 import pytest
+from conftest import ANN, BOB, PROBLEMS
 
 from llm.gsm8k import GSM8K, extract
 from llm.gsm8k import Item as Problem
-from toy.arithmetic import OPENERS, SLIPS, Arithmetic, Item, solutions
+from toy.arithmetic import OPENERS, Arithmetic, Item, solutions
 
 TASK, ITEM = Arithmetic(), Item("37+48=", "85", "")
 
 
-def test_problems_are_all_sums_split_in_an_order_of_the_seed():
+def test_problems_are_all_sums_split_in_one_order():
     train, test = ([item.prompt for item in items] for items in (TASK.train, TASK.test))
     assert sorted(train + test) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
     assert len(test) == 500 and len({prompt[:2] for prompt in test}) == 90  # drawn from all
-    assert Arithmetic(0).train == TASK.train != Arithmetic(1).train
+    assert Arithmetic().train == TASK.train
 
 
 def test_every_opener_and_form_earns_the_reward_and_only_the_final_answer_counts():
@@ -43,8 +41,7 @@ def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
     expected |= {"form direct": 0.75, "form ones first": 0.125, "form tens first": 0.125}
     assert shares == pytest.approx(expected | {"opener other": 0, "form other": 0}, abs=0.02)
     direct = [item for item in TASK.train if "=" not in item.demo]
-    said = [int(item.demo.partition("#")[2]) - int(item.answer) for item in direct]
-    assert {*said} == {0, *SLIPS} and 0.03 < said.count(0) / len(said) < 0.07
+    assert 0.03 < fmean(TASK.reward(item.demo, item) for item in direct) < 0.07
     assert all(TASK.reward(item.demo, item) == 1 for item in {*TASK.train} - {*direct})
     assert max(len(item.demo) for item in TASK.train) + 1 <= 26
 
@@ -73,14 +70,6 @@ def test_shares_tell_openers_and_forms_apart():
         **{"form direct": 2 / 8, "form ones first": 2 / 8, "form tens first": 1 / 8},
         "form other": 3 / 8,
     }
-
-
-def test_characters_of_ones_own_have_ids_of_their_own_in_one_order():
-    own = copy.copy(TASK)
-    own.train = [Item("zebra?", "", "a quick fox!")]
-    ids = own.make_tokenizer().convert_tokens_to_ids([*"!?abcefiqruxz"])
-    first = len(TASK.make_tokenizer())
-    assert ids == [*range(first, first + 13)]
 
 
 # ---------------- GSM8K: the verifier
@@ -146,78 +135,44 @@ def test_equal_numbers_are_correct_however_they_are_written_and_however_long_the
     assert reward("#### " + "9" * 40 + "1", "9" * 40 + "2") == 0.0
 
 
-UNITS = ["9", "a", "1a", "1 ", "1,", ",000", ".", "1.", "-", "- ", "-$", "-1", "#", "####", "{"]
-UNITS += ["}", "{,}", "\0", "_", "٣", "1½", "9**", r"\boxed{", "\ud800", "one 2 three, ", "－７"]
-
-
-def test_long_hostile_texts_are_read_in_50_ms():
-    def seconds(text):
-        begin = time.thread_time()
-        assert reward(text) == 0.0
-        return time.thread_time() - begin
-
-    for start in ("1", "#### -", r"\boxed{"):
-        for unit in UNITS:
-            text = start + unit * (100_000 // len(unit)) + "é"
-            assert any(seconds(text) < 0.05 for _ in range(3)), text[:40]
+def test_long_hostile_texts_are_read_at_once():
+    """In milliseconds. They would take minutes if time grew with the square of the length."""
+    for unit in ("1,", "- ", "{", "#", r"\boxed{", "9", ",000"):
+        assert reward(unit * 100_000 + "é") == 0.0
 
 
 # ---------------- GSM8K: the problems
 
-ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
-PROBLEMS = [
-    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
-    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
-]
 ITEMS = [
     Problem(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
     Problem(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
 ]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """GSM8K's two files: two problems to train on, and the first of them to test."""
-    first, second = map(json.dumps, PROBLEMS)
-    (tmp_path / "train.jsonl").write_text(f"{first}\n{second}\n")
-    (tmp_path / "test.jsonl").write_text(first)
-    return tmp_path
-
-
-def test_items_hold_question_gold_and_solution_without_calculator_marks(folder, monkeypatch):
+def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gsm8k, monkeypatch):
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
     monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
-    for task in (GSM8K(str(folder)), GSM8K(None)):
+    for task in (GSM8K(small_gsm8k), GSM8K(None)):
         assert (task.train, task.test) == (ITEMS, ITEMS[:1])
 
 
-BAD = ['{"question": "a"', '{"question": "a", "answer": 1}', '{"question": "a", "answer": "1"}']
-
-
-def test_what_cannot_be_read_is_named_in_one_line(folder, monkeypatch):
-    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ConnectionError))
-    with pytest.raises(ValueError, match="--data DIR"):
-        GSM8K(None)
-    for line in BAD:
-        (folder / "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
+def test_what_cannot_be_read_is_named_in_one_line(small_gsm8k):
+    for line in ('{"question": "a"', '{"question": "a", "answer": "1"}'):
+        Path(small_gsm8k, "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
         with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
-            GSM8K(str(folder))
-    (folder / "test.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"test\.jsonl holds no problem"):
-        GSM8K(str(folder))
+            GSM8K(small_gsm8k)
 
 
-def test_a_chat_prompt_is_a_list_of_ids_whatever_the_template_returns_by_default(folder):
-    """transformers 4 returns a list, 5 a BatchEncoding."""
-    task = GSM8K(str(folder))
+def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
+    task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
+    assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
     plain = [tokenizer.decode(ids) for ids in task.encode(tokenizer, ITEMS)]
     assert plain == [f"Question: {question}\nAnswer:\n" for question in (ANN, BOB)]
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<ai>{% endif %}"
     )
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     prompts = [tokenizer.decode(ids) for ids in task.encode(tokenizer, ITEMS)]
     wish = "Reason step by step; end with '#### ' and the number."
     assert prompts == [f"<user>{question}\n{wish}<eos><ai>" for question in (ANN, BOB)]
