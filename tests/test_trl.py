@@ -44,7 +44,7 @@ WEIGHTS = [0.75, 0.5]
 
 
 def by_sum(completion_ids, **_):
-    return [float(sum(ids) % 3) if ids[0] % 4 else 0.1 for ids in completion_ids]
+    return [float(sum(ids) % 5) if ids[0] % 4 else 0.1 for ids in completion_ids]
 
 
 def by_length(completion_ids, **_):
