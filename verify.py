@@ -50,12 +50,12 @@ TABLES = {  # claims with a table of their own: title, head
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
     "C27": (
-        "Noise with a baseline at every history over without, 4 visitors, b = .5: it pays below 1",
+        "Noise with a baseline at every prefix over without, 4 visitors, b = .5: it pays below 1",
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
     "C27b": (
         "What `decided` finds if a token counts 1 - p, or all count alike; and the noise of a "
-        "token that earns nothing with a baseline at every history, over the group's mean (G = 8)",
+        "token that earns nothing with a baseline at every prefix, over the group's mean (G = 8)",
         ["drawn by the environment", "rho^2", "decided", "all alike", "break-even", "noise"],
     ),
     "C28": (

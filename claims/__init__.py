@@ -5,7 +5,7 @@
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
     choice.py           C18, C19   what a tax and the min cost
-    control_variate.py  C21..C28   a baseline at every history; off-policy samplers
+    control_variate.py  C21..C28   a baseline at every prefix; off-policy samplers
     objective.py        C29, C30   what an update ascends, and the crumb
     audit.py            AUDIT      all methods, four regimes
     nthr.py             N4         negative gradients

@@ -6,7 +6,7 @@ rule
 
   -grad Loss = (1/N) sum_{i,t} c_{i,t} grad log pi(a_{i,t}|h_{i,t}).
 
-A token that several answers share has one history and one grad log pi, so its coefficients add up.
+A token that several answers share has one prefix and one grad log pi, so its coefficients add up.
 If the sum over the group is 0, a token that all answers share learns nothing. It says nothing about
 the reward, so it ought to learn nothing.
 """

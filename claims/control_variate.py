@@ -1,13 +1,13 @@
-"""C21 to C28: a baseline at every history, what it moves, and what it does to the noise.
+"""C21 to C28: a baseline at every prefix, what it moves, and what it does to the noise.
 
-A history is the prompt and what an answer has said so far. The visitors of a history are the
+A prefix is the prompt and what an answer has said so far. The visitors of a prefix are the
 answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
 with that of the others. C22 says when this moves no expected update, C27 what it does to the noise,
 and C28 why that is little at a token that the whole group shares. C21 is about weights that cancel
 and have no bias off-policy, and C25 about a sampler that is not the trainer.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
-there is a table: each history has logits of its own. What holds for their gradients holds for every
+there is a table: each prefix has logits of its own. What holds for their gradients holds for every
 parametrisation, by the chain rule.
 """
 
@@ -63,7 +63,7 @@ def c21(name, draws, evidence):
         evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
 
 
-# ---------------- C22: a baseline at every history moves no expected update
+# ---------------- C22: a baseline at every prefix moves no expected update
 
 # With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo")
@@ -74,7 +74,7 @@ OTHERS = ("dfpo_min", "dfpo_orthogonal", "recentred", "balanced")
 @claim("C22", "prefix_baseline")
 def c22(name, draws, evidence):
     """After `prefix_baseline` the pushes of any loss sum to 0, in every batch, at every token that
-    all visitors of its history take, if there are two or more.
+    all visitors of its prefix take, if there are two or more.
 
     Source: leave-one-out baselines that depend on the state (Williams 1992; VIMCO; RLOO; VinePPO;
     GiGPO 2505.10978; Leave-Two-Out 2606.06080), here after the clip. We know of no text that says
@@ -89,7 +89,7 @@ def c22(name, draws, evidence):
         compared = losses.prefix_baseline(loss, batch, draw.nodes)
         evidence.equal(loss, compared, what="the loss's value")
         c = pushes_of(compared, batch)
-        visitors = Counter()  # of each history
+        visitors = Counter()  # of each prefix
         for (p, y), at in draw.tree.items():
             visitors[p, y[:-1]] += len(at)
         for (p, y), at in draw.tree.items():
@@ -135,7 +135,7 @@ def c22b(name, draws, evidence):
 
 
 def leak(toy: Toy, off_policy: bool) -> Tensor:
-    """C22c's sum over histories for w/r = 1/T, in loops over the answers. (V, D)."""
+    """C22c's sum over prefixes for w/r = 1/T, in loops over the answers. (V, D)."""
     G, total = toy.groups.G, torch.zeros_like(toy.exact)
     sampler = toy.old if off_policy else toy.policy
     rewards = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
@@ -160,7 +160,7 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
 )
 def c22c(name, draws, evidence):
     """With the group's mean as baseline, `prefix_baseline` does move the expected update: by
-    (P/G) (1 - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each history.
+    (P/G) (1 - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each prefix.
 
     Source: the leak of the group's mean (D, ours); setting: C22b
 
@@ -211,7 +211,7 @@ def c25(name, draws, evidence):
         evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
 
 
-# ---------------- C27: what a baseline at every history does to the noise
+# ---------------- C27: what a baseline at every prefix does to the noise
 
 
 def pushes(groups: Groups, logp: Tensor, logp_old: Tensor, b: float | None) -> tuple[Tensor, ...]:
@@ -260,7 +260,7 @@ def predict_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float)
 def c27(name, draws, evidence):
     """At a token that earns nothing `prefix_baseline` multiplies the noise of n visitors by
     (1 - t) n/(n-1), which pays only if t is above 1/n. Here t = mu^2/(mu^2 + V), mu and V being the
-    mean and the variance of c/r at the history. A token that earns something has a longer law.
+    mean and the variance of c/r at the prefix. A token that earns something has a longer law.
 
     Source: the law of the noise (D, ours)
 
@@ -316,7 +316,7 @@ LUCK = {
 
 def count_decided(draw: Draw, R: Tensor, size: Tensor) -> list[float]:
     """What `decided` returns, in loops; size (N, T) is how much each token counts."""
-    visits = defaultdict(list)  # of a history
+    visits = defaultdict(list)  # of a prefix
     for (p, y), at in draw.tree.items():
         visits[p, y[:-1]] += at
     sums = torch.zeros(5, dtype=torch.float64)
@@ -334,10 +334,10 @@ def count_decided(draw: Draw, R: Tensor, size: Tensor) -> list[float]:
 @claim("C27b", "decided", extremes=False)
 def c27b(name, draws, evidence):
     """`decided` finds rho^2, the share of Var(R) that earlier tokens decide, nearly, if a token
-    counts 1 - p. Then a baseline at every history lowers the noise of tokens that earn nothing
+    counts 1 - p. Then a baseline at every prefix lowers the noise of tokens that earn nothing
     about where decided is above break_even. If all tokens count alike, that may be wrong.
 
-    Source: C27's t, averaged over histories, is rho^2 if b = E[R] (D, ours)
+    Source: C27's t, averaged over prefixes, is rho^2 if b = E[R] (D, ours)
 
     Measured: its three numbers on random trees, against loops. Then, over all groups of 8 in worlds
     of luck, whether it is within .015 of rho^2, and whether noise falls at an equal expected push,
@@ -381,7 +381,7 @@ def c27b(name, draws, evidence):
 @claim(
     "C28",
     "prefix_baseline",
-    only_if="the token earns nothing, E[R] = b at the history, and 0 < m <= w <= M",
+    only_if="the token earns nothing, E[R] = b at the prefix, and 0 < m <= w <= M",
     extremes=False,
 )
 def c28(name, draws, evidence):

@@ -55,14 +55,14 @@ def c14(name, draws, evidence):
 
     Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
 
-    Measured: off-policy, the identity at every history of every tree, and the sum of the
+    Measured: off-policy, the identity at every prefix of every tree, and the sum of the
     pushes_of where the whole group is together. "left": the sum where only some are.
     """
     for draw in draws:
         batch = draw.batch(0.6)
         loss = getattr(losses, name)(batch)
         c, g = pushes_of(loss, batch), draw.N * ascent(loss, draw.policy.W)
-        visits = defaultdict(list)  # of a history: the answer and the token that it takes there
+        visits = defaultdict(list)  # of a prefix: the answer and the token that it takes there
         for (p, y), at in draw.tree.items():
             visits[(p, *y[:-1])] += [(i, t, y[-1]) for i, t in at]
         for h, here in visits.items():

@@ -10,7 +10,7 @@ it comes from, with its grades; and "Measured: ", what is compared with what. It
 of PROOFS.md, and `python verify.py --explain ID` prints it all.
 
 A group of answers to one prompt is a tree. Answers that begin alike share their first nodes, and
-there their gradients add up. The policy of a random tree is tabular: every history has logits of
+there their gradients add up. The policy of a random tree is tabular: every prefix has logits of
 its own, so the gradient's part at a node belongs to that node alone. Padding holds garbage on
 purpose. NTHR's claims add hidden states to the answers (`Readout`).
 """
@@ -182,9 +182,9 @@ class Draw:
         self.ids = LARGE_IDS if kind == "steep" else list(range(self.vocabulary))
         self._grow_answers(rng, index, common)
         self._build_tree(rng)
-        histories = {(p, *y[:-1]) for p, y in self.tree}
-        W = self.randn(self.vocabulary, len(histories)).requires_grad_()
-        self.policy = Policy(W, tabular(sorted(histories)), self.longest)
+        prefixes = {(p, *y[:-1]) for p, y in self.tree}
+        W = self.randn(self.vocabulary, len(prefixes)).requires_grad_()
+        self.policy = Policy(W, tabular(sorted(prefixes)), self.longest)
         self.logp = pad_columns(self.policy.log_probs(self.prompts, self.answers)[0], (0, 1))
         self.logp_ref = self.logp.detach() + 0.5 * self.randn(*self.mask.shape)
         # the K nodes that the whole group shares, and where: answers and places, (K, G) both

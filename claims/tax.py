@@ -1,6 +1,6 @@
 """C15 and C16: the learning tax, and the price of methods that do not pay it.
 
-A node v = (h, a) of the prefix tree is a history and the token taken there; S_v are the answers
+A node v = (h, a) of the prefix tree is a prefix and the token taken there; S_v are the answers
 that pass through it. What a loss does to the node is the sum of c_i = w_i A_i over S_v. Here w_i is
 the effective weight that the loss gives to the advantage A_i. Weights that are equal for all
 visitors of a node are called exchangeable.

@@ -11,7 +11,7 @@ trainer's pi. Trainers multiply what an answer pushes by a weight made of u = pi
 
 tau is the spread of an answer: the standard deviation of log(pi / mu), summed over its tokens. If
 tokens are alike, it is the token's times sqrt(T). Updates are group-relative and on-policy, but for
-the sampler. Means over WORLDS random policies, with a logit for each history and random rewards
+the sampler. Means over WORLDS random policies, with a logit for each prefix and random rewards
 (claim C25).
 
     python -m engines.sampler
@@ -58,14 +58,14 @@ MODES: dict[str, Callable[[Tensor], Tensor]] = {
 
 ANSWERS = torch.arange(2**T)
 PLACES = T - torch.arange(T)
-HISTORIES = ANSWERS[:, None] >> PLACES  # (Y, T): the tokens before, read as a binary number
-HISTORIES = HISTORIES + 2 ** torch.arange(T) - 1  # one number for each history of each length
+PREFIXES = ANSWERS[:, None] >> PLACES  # (Y, T): the tokens before, read as a binary number
+PREFIXES = PREFIXES + 2 ** torch.arange(T) - 1  # one number for each prefix of each length
 TAKEN = (ANSWERS[:, None] >> (PLACES - 1)) & 1  # (Y, T)
 
 
 def log_probs(logits: Tensor) -> Tensor:
     """log pi of each token of each answer. (W, 2^T - 1) logits of token 1 -> (W, Y, T)."""
-    z = logits[:, HISTORIES]
+    z = logits[:, PREFIXES]
     return torch.nn.functional.logsigmoid(torch.where(TAKEN > 0, z, -z))
 
 
@@ -85,12 +85,12 @@ class World:
         That is the group-relative update of one answer, over 1 - 1/G. (W, H), (W,).
         """
         adv = self.rewards - (self.mu * self.rewards).sum(1, keepdim=True)  # (W, Y)
-        score = TAKEN - self.logits.sigmoid()[:, HISTORIES]  # (W, Y, T): grad in the own logit
+        score = TAKEN - self.logits.sigmoid()[:, PREFIXES]  # (W, Y, T): grad in the own logit
         x = weights * adv[..., None] * score
-        where = HISTORIES.expand_as(x).flatten(1)
+        where = PREFIXES.expand_as(x).flatten(1)
         mean = torch.zeros_like(self.logits)
         mean = mean.scatter_add(1, where, (chances[..., None] * x).flatten(1))
-        second = (chances * (x * x).sum(2)).sum(1)  # logits of different histories do not mix
+        second = (chances * (x * x).sum(2)).sum(1)  # logits of different prefixes do not mix
         return mean, second - (mean * mean).sum(1)
 
 

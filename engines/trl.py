@@ -62,15 +62,15 @@ class Measured(GRPOTrainer):
 
 
 def count_siblings(tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int) -> dict:
-    """Would a baseline at every history pay? Numbers to log, of answers (N, T).
+    """Would a baseline at every prefix pay? Numbers to log, of answers (N, T).
 
     sibling_share is the share of tokens with a sibling: another answer of the group that takes a
-    token after the same words. A baseline at every history can change no other token, and it pays
+    token after the same words. A baseline at every prefix can change no other token, and it pays
     where `decided`, of losses.decided, is above `break_even` (claim C27).
     """
     nodes = prefix_nodes(tokens, mask, group_size)
-    history = prefixes(nodes, group_size)[mask]  # of K tokens
-    _, at, visitors = history.unique(return_inverse=True, return_counts=True)
+    prefix = prefixes(nodes, group_size)[mask]  # of K tokens
+    _, at, visitors = prefix.unique(return_inverse=True, return_counts=True)
     share = (visitors[at] > 1).double().mean().item()
     return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
 

@@ -4,7 +4,7 @@
 
 **Aim:** see with your own eyes when the pushes on a token that all answers share cancel.
 
-G answers begin with the same token a. The history h is what stands before it: here the prompt. So
+G answers begin with the same token a. The prefix h is what stands before it: here the prompt. So
 the token's importance ratio, rho = pi(a|h) / pi_old(a|h), is the same number for all of them. The
 token-factorised objective without length normaliser and clip is
 

@@ -249,11 +249,11 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
     return loss(batch).item(), float(first_pushes(loss, batch).sum())
 
 
-# ---------------- 11. a baseline at every history
+# ---------------- 11. a baseline at every prefix
 
 
 def prefix_baseline(c: list[float], r: list[float]) -> list[float]:
-    """One history, at which all answers take a token, and an empty answer beside them."""
+    """One prefix, at which all answers take a token, and an empty answer beside them."""
     batch = start_alike([*r, 1.0], [*c, 0.0], [1] * len(c) + [0])
     loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
     return token_coefficients(loss, batch.logp)[:-1, 0].tolist()

@@ -121,7 +121,7 @@ def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
     assert {key: sum(x) / 24 for key, x in costs.items()} == pytest.approx(published, rel=0.1)
 
 
-def test_luck_a_baseline_at_every_history_pays_and_costs_what_is_published(monkeypatch):
+def test_luck_a_baseline_at_every_prefix_pays_and_costs_what_is_published(monkeypatch):
     """After 5 batches. Another torch rounds otherwise, so a few of the 400 runs may differ."""
     shares = [luck.decided(world) for world in luck.WORLDS.values()]
     assert shares == pytest.approx([0.64, 0.16, 0, 0.64, 0.61], abs=0.005)

@@ -119,7 +119,7 @@
   const GROUP = 4, UPDATES = 120, FIRST = 0.8;
 
   // The policy's expected reward before each update and after the last. length: the divisor of an
-  // answer; local: whether a baseline stands at every history; ofGroup: whether A subtracts the
+  // answer; local: whether a baseline stands at every prefix; ofGroup: whether A subtracts the
   // group's mean. world: lengths a to d, and q, the worse way's chance to be right.
   function rewards({ a, b, c, d, q }, length, local, ofGroup) {
     const logits = [2, 0], path = [];
@@ -138,7 +138,7 @@
       if (k === UPDATES) return path;
       for (const o of outcomes) o.push = o.w * (o.R - J) * (ofGroup ? 1 - 1 / GROUP : 1);
       const update = logits.map((_, j) => {
-        const visitors = outcomes.filter(({ slopes }) => j in slopes); // of the choice's history
+        const visitors = outcomes.filter(({ slopes }) => j in slopes); // of the choice's prefix
         const P = sum(visitors.map(({ p }) => p));
         const of = (f) => sum(visitors.map((o) => (o.p / P) * f(o)));
         const others = local ? of((o) => o.push) : 0; // what they push on average

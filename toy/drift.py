@@ -143,7 +143,7 @@ def wander(row: Row, runs: int = RUNS) -> Tensor:
 def plot(curves: dict[str, Tensor]):
     figure = make_figure(
         "On one batch used 32 times GRPO pushes a token that earns nothing. A baseline at every\n"
-        "history stops the push and earns no more. What costs reward here is GRPO's clip.",
+        "prefix stops the push and earns no more. What costs reward here is GRPO's clip.",
         4.0,
     )
     for k, axis in enumerate(figure.subplots(1, 2)):

@@ -75,9 +75,9 @@ def make_figure(finding: str, height: float):
 
 
 def line_style(name: str) -> dict:
-    """Of a method; with a baseline at every history thin, black and dashed, so that it is seen on
+    """Of a method; with a baseline at every prefix thin, black and dashed, so that it is seen on
     another line."""
-    if "every history" in name:
+    if "every prefix" in name:
         return dict(color="#000000", linestyle="--", linewidth=1.2, zorder=3)
     return dict(color=COLORS[re.split("[ ,]", name)[0]], linewidth=2)
 

@@ -1,4 +1,4 @@
-"""When does a baseline at every history pay? Where luck decides the reward before the policy does.
+"""When does a baseline at every prefix pay? Where luck decides the reward before the policy does.
 
     python -m toy.luck                       the table: three minutes
     python -m toy.luck --plot toy/luck.png   and the picture (needs matplotlib)
@@ -6,9 +6,9 @@
 An answer is three tokens. The environment says easy or hard, the policy takes one of two ways, and
 then one of two fillers, which earn nothing. The policy has one logit for the way and one for the
 filler, the same after easy and after hard. The environment's token is not trained, but it is a part
-of the history. Training is sampled: every update has a fresh batch of 8 groups.
+of the prefix. Training is sampled: every update has a fresh batch of 8 groups.
 
-`prefix_baseline` subtracts from a way's push what other answers of its history got: easy ones are
+`prefix_baseline` subtracts from a way's push what other answers of its prefix got: easy ones are
 compared with easy ones. That moves no expected update (claim C22, fixed baseline). It takes away
 the noise of the luck, and adds that of a mean of fewer answers (claim C27). So with and without it
 are compared in pairs of runs with the same random numbers, each at the learning rate that is best
@@ -98,7 +98,7 @@ def find_push(
     """
     rows = tokens.flatten(0, 1)  # (N, 3), N = K n
     mask = torch.ones_like(rows, dtype=torch.bool)
-    nodes = losses.prefix_nodes(rows, mask, G)  # the environment's token, too, is a history
+    nodes = losses.prefix_nodes(rows, mask, G)  # the environment's token, too, is a prefix
     mask[:, 0] = world.chosen  # but no loss sees it, unless it is the policy's
 
     def forward(logits: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def compare(world: World, G: int, optimiser: str) -> list[Tensor]:
 
 def plot(curves: dict[str, list[Tensor]]):
     figure = make_figure(
-        "A baseline at every history learns faster where luck decides most of the reward.\n"
+        "A baseline at every prefix learns faster where luck decides most of the reward.\n"
         "It brings nothing with less luck, and may lose where a rare way is far better.",
         3.5,
     )
@@ -187,7 +187,7 @@ def main():
             cells += [f"{pair[0].mean():.3f}", format_interval(pair[1] - pair[0], "+.3f")]
         rows[f"{name}, G = {G}, {optimiser}"] = cells
     print(f"Share of the attainable gain after 5 and 20 batches, {RUNS} pairs of runs; how much")
-    print("more with a baseline at every history. decided: by the first token, at the start\n")
+    print("more with a baseline at every prefix. decided: by the first token, at the start\n")
     print_table(rows, ["decided", "after 5", "with", "after 20", "with"])
     if path:
         save(plot(curves), path)

@@ -1,6 +1,6 @@
-"""A language model small enough to know everything about it: logits = W phi(history).
+"""A language model small enough to know everything about it: logits = W phi(prefix).
 
-A real policy maps a history h (prompt + answer so far) to features with a transformer, and the
+A real policy maps a prefix h (prompt + answer so far) to features with a transformer, and the
 features to logits with one matrix. Here phi is any fixed function, and the matrix W is all there is
 to learn. Then nothing has to be estimated: gradients, the Fisher matrix and the probability of
 every possible answer are short formulas, written out below. Nothing here uses autograd; only
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 EOS = 0
-Tokens = tuple[int, ...]  # an answer, or a history: the prompt's tokens and the answer's so far
+Tokens = tuple[int, ...]  # an answer, or a prefix: the prompt's tokens and the answer's so far
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Policy:
     """pi(a|h) = softmax(W phi(h))_a."""
 
     W: Tensor  # (V, D) float64
-    phi: Callable[[Tokens], Tensor]  # history -> (D,)
+    phi: Callable[[Tokens], Tensor]  # prefix -> (D,)
     horizon: int  # longest answer
 
     # ------------------------------------------------ one token
@@ -93,8 +93,8 @@ class Policy:
         """
         _, mask = pad(answers)
         pairs = list(zip(prompts, answers, strict=True))
-        histories = [x + y[:t] for x, y in pairs for t in range(len(y))]
-        features = torch.stack([self.phi(h) for h in histories])  # (tokens, D)
+        prefixes = [x + y[:t] for x, y in pairs for t in range(len(y))]
+        features = torch.stack([self.phi(h) for h in prefixes])  # (tokens, D)
         taken = torch.tensor([a for y in answers for a in y])  # (tokens,)
         log_pi = torch.log_softmax(features @ self.W.T, dim=-1)  # (tokens, V)
         logp = torch.zeros(mask.shape, dtype=self.W.dtype)
@@ -123,8 +123,8 @@ def kl(new: Policy, old: Policy, h: Tokens) -> float:
 # ---------------- feature maps
 
 
-def tabular(histories: Iterable[Tokens]) -> Callable[[Tokens], Tensor]:
-    """One-hot features: every history has logits of its own, a column of W, in the order given."""
-    distinct = list(dict.fromkeys(histories))
+def tabular(prefixes: Iterable[Tokens]) -> Callable[[Tokens], Tensor]:
+    """One-hot features: every prefix has logits of its own, a column of W, in the order given."""
+    distinct = list(dict.fromkeys(prefixes))
     one_hot = dict(zip(distinct, torch.eye(len(distinct), dtype=torch.float64), strict=True))
     return one_hot.__getitem__

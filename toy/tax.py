@@ -36,7 +36,7 @@ from toy.worlds import Groups, Outcome
 
 
 class Row(NamedTuple):
-    """A line of a table: a loss, its advantage, and whether it has a baseline at every history."""
+    """A line of a table: a loss, its advantage, and whether it has a baseline at every prefix."""
 
     loss: Callable[[Batch], Tensor]
     scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
@@ -54,9 +54,9 @@ SETTINGS = {
     "better way: wrong is short": ((24, 6), 0.0, (32, 32)),
     "worse way: right is short": ((16, 16), 0.2, (4, 24)),
 }
-HISTORY = ", baseline at every history"  # what a row's name has if it is so
+PREFIX = ", baseline at every prefix"  # what a row's name has if it is so
 EXACT = "grpo, J as baseline"
-LOCAL, BOTH = "grpo" + HISTORY, EXACT + HISTORY
+LOCAL, BOTH = "grpo" + PREFIX, EXACT + PREFIX
 ROWS = {
     "grpo": Row(losses.grpo),
     EXACT: Row(losses.grpo, "exact"),
@@ -187,7 +187,7 @@ def find_adam_rewards(setting: str, row: Row) -> Tensor:
 def plot(curves: dict[tuple[str, str], Tensor]):
     figure = make_figure(
         "One divisor for all lengths (dr-grpo) ends best in all three worlds. In two of them\n"
-        "GRPO with J as baseline loses as much with a baseline at every history as without.",
+        "GRPO with J as baseline loses as much with a baseline at every prefix as without.",
         4.0,
     )
     axes = figure.subplots(1, len(SETTINGS), sharey=True)

@@ -5,7 +5,7 @@
 
 The page is one file, without a network or a library. tree_page.html has the tree, with its story in
 eight steps; article.html and article.js are what follows it. The tree has every method that is one
-loss of a batch, without and with a baseline at every history. All coefficients c of all its
+loss of a batch, without and with a baseline at every prefix. All coefficients c of all its
 settings are computed here, by token_coefficients(loss(batch), logp) on the losses of losses.py. Its
 script draws them, and adds them up at the tokens that several answers share:
 
@@ -58,7 +58,7 @@ ANSWERS = {
 }
 RIGHT, WRONG = "#85", ("#75", "#75", "#86", "#84")
 # What a loss sees of a policy's move are ratios. All tokens were sampled with probability 0.2, so
-# that in every setting the probabilities after a history sum to at most 1.
+# that in every setting the probabilities after a prefix sum to at most 1.
 OLD = 0.2
 MOVED = ("0.6", "1", "1.6")  # the ratio of every token
 SPREAD = {"none": 0.0, "wide": 1.0}  # exponent of FACTOR
@@ -151,7 +151,7 @@ def advantages(group: Group, method: Method) -> Tensor:
 
 
 def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy, without a baseline at every history and with it.
+    """c of every token under every policy, without a baseline at every prefix and with it.
 
     The S groups are one batch, in which averages over all tokens are what they are for one group.
     (S, G, T) each.
@@ -208,7 +208,7 @@ def control(name: str, label: str, options, kind: str, style: str = "radio") -> 
 def write_page(data: dict, methods: dict[str, Method]) -> str:
     """The html, with all data packed in it. data: controls, states, scenes and start."""
     method = control("method", "method", methods, "loss", "select")
-    baseline = control("baseline", "baseline at every history", ("off", "on"), "loss")
+    baseline = control("baseline", "baseline at every prefix", ("off", "on"), "loss")
     data["controls"] = [method, baseline, *data["controls"]]
     data["methods"] = {name: f"J = {m.formula}" for name, m in methods.items()}
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()

@@ -1,12 +1,12 @@
 # %% [markdown]
 """
-# 11. A baseline at every history (20 minutes)
+# 11. A baseline at every prefix (20 minutes)
 
 **Aim:** make any loss cancel at shared tokens, and see what that moves. It takes a leave-one-out
-baseline away at every history. So the expected push stays, as with any baseline. (The noise
+baseline away at every prefix. So the expected push stays, as with any baseline. (The noise
 changes, for the better or the worse: claims C22 and C27.)
 
-**a)** At one history n answers take a token, the same one or others. A loss pushes them with c_i.
+**a)** At one prefix n answers take a token, the same one or others. A loss pushes them with c_i.
 Their ratios are r_i = pi / pi_old. Let every answer be compared with the others:
 
     c'_i = c_i - r_i mean_j (c_j / r_j)            over the others, j != i
