@@ -24,11 +24,11 @@ divides them all. Under grpo they do not, because grpo divides each by the answe
 short answers push harder. (By default both losses also divide A by the group's standard deviation.
 That changes all four alike, and the table leaves it out.)
 
-What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm", which mean nothing,
-and whichever is drawn gets such a push. That averages to 0, because frequent tokens are pushed
-often and little, and rare ones seldom and much: by itself, what is left is noise. But the division
-by T_i also weighs answers unequally at the tokens where right and wrong answers differ. There it
-can change which answers win (claim C18).
+What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm". If these change
+nothing that follows, whichever is drawn gets the same push on average. Then none gains, because
+frequent tokens are moved often and little, and rare ones seldom and much: what is left is noise.
+But where a token changes the reward or the length of what follows, the division by T_i is a bias,
+and it can change which answers win (claim C18).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
 paper on cancellation, and the table METHODS. Below the ruled line stand a baseline that makes the
@@ -88,9 +88,9 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     "maxrl"   the group's mean                MaxRL 2602.02710 (S)
 
     A std divides by G - 1, and has 1e-4 added, as in TRL. C29 says which objective each scale
-    ascends. A group whose rewards are all equal gets exactly 0; under "maxrl" so does a group with
-    a reward below 0. (N,) floats -> (N,). Raises ValueError for what is not whole groups of floats,
-    or for another scale.
+    ascends, if any. A group whose rewards are all equal gets exactly 0; under "maxrl" so does a
+    group with a reward below 0. (N,) floats -> (N,). Raises ValueError for what is not whole groups
+    of floats, or for another scale.
     """
     check_groups(len(rewards), group_size)
     if rewards.dim() != 1 or not rewards.is_floating_point():
@@ -176,7 +176,7 @@ def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("
 #                    slash how the sum is averaged:
 #                        x / T_i       seq_mean      each answer by its own length
 #                        x / L         budget_mean   one divisor
-#                        x / tokens    token_mean    one divisor
+#                        x / tokens    token_mean    one divisor within a batch (large: C18)
 #     Shared token   whether pushes cancel on a token that the whole group shares, like "so"
 #     Source         claims/README.md lists where a loss is not quite its paper's
 #
@@ -449,11 +449,12 @@ def prefix_baseline(loss: Tensor, batch: Batch, nodes: Tensor) -> Tensor:
     that take a token after the same prefix; where there is none, c stays. So if all of them take
     the same token, its pushes cancel.
 
-    Like any baseline it changes the noise: less where prefixes already decide much of the reward,
-    else more (C27). The *expected* update stays the same if
-    1. a push is made of its own answer alone: not so for dfpo-min, which compares weights;
+    Like any baseline it changes the noise: at tokens that earn nothing it is less where prefixes
+    already decide much of the reward, else more (C27). The *expected* update stays the same if
+    1. a push is made of its own answer alone: not so for dfpo-min, which compares weights, nor for
+       a token mean over few answers;
     2. A is the reward minus a fixed number. In a run it is the reward minus the group's mean, and
-       then the expected update grows a little (C22c);
+       then the expected update moves: without a std by a part of the true gradient (C22c);
     3. no earlier update has used the batch.
 
     Returns the loss's value, with the gradient -(1/N) sum c' grad log pi. batch.logp is what the
@@ -754,7 +755,7 @@ METHODS |= {
     ),
     "balanced": Method(
         (balanced,),
-        "min(r A, clip(r) A) / tokens of that sign",
+        "(n/G) min(r A, clip(r) A) / tokens of that sign",
         "equal mean T_i, inside the clip",
     ),
     "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T_i", "equal lengths, ratios of 1"),

@@ -191,18 +191,18 @@ def subtract_baseline(rows: list, G: int):
         push -> push - r b,    b: the mean of push / r over the other answers of that prefix
 
     b says what answers of this prefix get, whichever token they take here. So what is left of a
-    push is due to the token. Where all answers of the prefix take the same token, nothing is due to
-    it, and what is left sums to 0: with r = 1, pushes of .05 and -.02 become .07 and -.07. An
-    answer without others keeps its push.
+    push is due to the token and to what follows it. Where all answers of the prefix take the same
+    token, what is left sums to 0: with r = 1, pushes of .05 and -.02 become .07 and -.07. An answer
+    without others keeps its push.
 
     Why r b, and not b: if pi_old samples the token, r b grad log pi is 0 on average, because
 
         sum over tokens of pi_old (pi / pi_old) grad log pi = sum of grad pi = grad 1 = 0
 
-    So the expected update stays as it is, if b does not depend on the answer at hand. In GRPO it
-    does a little, because that answer's reward is in the group's mean; the comments of
-    losses.prefix_baseline say what follows. A token that the min has stopped is pushed again, by
-    - r b.
+    So the expected update stays as it is, if b does not depend on the answer at hand and nothing
+    has been learnt from these answers yet. In GRPO b does depend on it, because that answer's
+    reward is in the group's mean; losses.prefix_baseline says what follows. A token that the min
+    has stopped is pushed again, by - r b.
     """
     corrected = []
     for i, row in enumerate(rows):
