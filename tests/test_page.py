@@ -79,8 +79,11 @@ def press(page: str, presses: list[str], folder: Path, width: int | None = None)
     (folder / "page.html").write_text(page)
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=999000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", folder / "page.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    seen = json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
+    for _ in range(3):  # on a very busy machine the browser may give up before the page is done
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if found := re.search(r'data-seen="([^"]*)"', done.stdout):
+            break
+    seen = json.loads(html.unescape(found[1]))
     return dict(zip(presses, seen, strict=True))
 
 

@@ -156,7 +156,7 @@ def compare(world: World, G: int, optimiser: str) -> list[Tensor]:
 def plot(curves: dict[str, list[Tensor]]):
     figure = make_figure(
         "A baseline at every prefix learns faster where luck decides most of the reward.\n"
-        "It brings nothing with less luck, and may lose where a rare way is far better.",
+        "With less luck it brings nothing, and without luck or with a rare good way it loses.",
         3.5,
     )
     axes = figure.subplots(1, len(PANELS), sharey=True)
