@@ -25,10 +25,12 @@ short answers push harder. (By default both losses also divide A by the group's 
 That changes all four alike, and the table leaves it out.)
 
 What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm". If these change
-nothing that follows, whichever is drawn gets the same push on average. Then none gains, because
-frequent tokens are moved often and little, and rare ones seldom and much: what is left is noise.
-But where a token changes the reward or the length of what follows, the division by T_i is a bias,
-and it can change which answers win (claim C18).
+nothing that follows, all three get the same push k on average, and the expected gradient is
+k sum pi grad log pi = k grad 1 = 0. Then what is left is noise.
+
+But if a token changes the reward or the length of what follows, its average push under the division
+by T_i is not what it should be. This is a bias, and it can change which answers the policy comes to
+prefer (claim C18).
 
 This file has the parts that all losses are made of, the losses that people use and those of the
 paper on cancellation, and the table METHODS. Below the ruled line stand a baseline that makes the
@@ -69,8 +71,27 @@ class Batch:
 
     def __post_init__(self):
         check_batch(self)
-        # A nan here on padding would be the gradient of adv * logp there, whatever masks it later.
+        # With a nan here on padding, backward would compute 0 * nan, although losses are masked.
         self.adv = self.adv.masked_fill(~self.mask, 0.0)
+
+
+# ---------------- how to read what follows
+#
+# Losses differ in what weighs A, in whether a clip stops a push, and in the divisor. Their
+# docstrings have
+#
+#     J              what is maximised, so the loss is -J. It says what a token adds, and after the
+#                    slash how the sum is averaged:
+#                        x / T_i       seq_mean      each answer by its own length
+#                        x / L         budget_mean   one divisor
+#                        x / tokens    token_mean    one divisor within a batch. If that is only a
+#                                                    few answers, short ones still gain (C18)
+#     Shared token   whether pushes cancel on a token that the whole group shares, like "so". Its
+#                    ratio r is the same in all answers, because they took it after the same words
+#     Source         claims/README.md lists where a loss is not quite its paper's
+#
+# r is a token's ratio, s an answer's; clip(r) keeps r between 1 - eps_low and 1 + eps_high; sg[x]
+# is x without its gradient.
 
 
 # ---------------- parts: advantages, ratios, averages, the clip
@@ -87,7 +108,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     "batch"   the std of all rewards + 1e-4   TRL (P)
     "maxrl"   the group's mean                MaxRL 2602.02710 (S)
 
-    A std divides by G - 1, and has 1e-4 added, as in TRL. C29 says which objective each scale
+    A std is the unbiased one, and has 1e-4 added, as in TRL. C29 says which objective each scale
     ascends, if any. A group whose rewards are all equal gets exactly 0; under "maxrl" so does a
     group with a reward below 0. (N,) floats -> (N,). Raises ValueError for what is not whole groups
     of floats, or for another scale.
@@ -107,7 +128,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "std") -> Te
     elif scale == "batch":
         adv = adv / (rewards.std() + 1e-4)
     elif scale == "maxrl":
-        adv, silent = adv / mean, silent | (low < 0) | (mean <= 0)
+        adv, silent = adv / mean, silent | (low < 0)
     return adv.masked_fill(silent, 0.0).view(-1)
 
 
@@ -169,19 +190,6 @@ def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("
 
 
 # ---------------- the losses that people use, and DFPO: Batch -> scalar to minimise
-#
-# They differ in what weighs A, in whether a clip stops a push, and in the divisor. A docstring has
-#
-#     J              what is maximised, so the loss is -J. It says what a token adds, and after the
-#                    slash how the sum is averaged:
-#                        x / T_i       seq_mean      each answer by its own length
-#                        x / L         budget_mean   one divisor
-#                        x / tokens    token_mean    one divisor within a batch (large: C18)
-#     Shared token   whether pushes cancel on a token that the whole group shares, like "so"
-#     Source         claims/README.md lists where a loss is not quite its paper's
-#
-# r is a token's ratio, s an answer's; clip(r) keeps r between 1 - eps_low and 1 + eps_high; sg[x]
-# is x without its gradient.
 
 
 def reinforce(batch: Batch) -> Tensor:
@@ -205,7 +213,7 @@ def grpo(
     """PPO's clipped surrogate, averaged per answer.
 
     J = (min(r A, clip(r) A) - kl k3) / T_i. k3 estimates the KL to a reference policy.
-    Shared token: sum A_i/T_i is left while all ratios are 1 (C8). Above the clip range only losers
+    Shared token: inside the clip range r sum A_i/T_i is left (C8). Above the range only losers
     push, below it only winners (C6).
     Source: GRPO Eq. 3-4 (P; its kl is 0.04, its eps is not printed, 0.2 is PPO's). Two additions of
     trainers, off by default: kl_ratio weighs k3 by r; dual, see `clipped`.
@@ -234,8 +242,8 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     Source: DAPO Eq. 8, 10-12 (P; where a group is not mixed it samples another prompt, and here
     the group is left out).
     """
-    # A group with equal rewards pushes nothing, because all its advantages are 0. It would only
-    # enlarge the divisor, so it is masked there.
+    # A group with equal rewards pushes nothing, because all its advantages are 0. So that it does
+    # not enlarge the divisor, its tokens are not counted.
     groups = (batch.adv != 0).view(-1, batch.group_size, batch.adv.shape[1])  # (groups, G, T)
     mixed = groups.flatten(1).any(1).repeat_interleave(batch.group_size)  # (N,)
     only_mixed = replace(batch, mask=batch.mask & mixed[:, None])
@@ -269,14 +277,26 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     """GRPO with one divisor, and with a clip blind to the sign of A: there is no min.
 
     J = clip(r) A / L.
-    Shared token: cancels at any ratio, because outside the clip range nobody pushes it (C7).
+    Shared token: cancels at any ratio: inside the clip range by the one divisor, and outside it
+    nobody pushes (C7).
     Source: DFPO's "GRPO-fix", of which only the purpose is known (S); this reading is ours (D).
     """
     ratio = token_ratio(batch)  # 1 on padding
     return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
 
 
-# ---------------- DFPO: two repairs of a group's weights w, and a loss with each
+# ---------------- DFPO: an answer is weighed by its ratio s, and two repairs make pushes cancel
+#
+# On a shared token the pushes are w_i A_i / L, with w = s. They cancel if w.A = 0 in the group.
+
+
+def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
+    """The loss of both: the transform makes new weights of a group's s and A."""
+    s, A = sequence_ratio(batch, ratio), trajectory_advantage(batch)  # (N,), (N,)
+    G = batch.group_size
+    w = transform(s.view(-1, G), A.view(-1, G)).reshape(-1, 1)  # (N, 1)
+    outside = (token_ratio(batch) - 1).abs() > eps  # (N, T)
+    return -budget_mean((w * batch.adv * batch.logp).masked_fill(outside, 0.0), batch)
 
 
 def min_replace(w: Tensor, adv: Tensor) -> Tensor:
@@ -285,7 +305,7 @@ def min_replace(w: Tensor, adv: Tensor) -> Tensor:
     Pushes fail to cancel where answers have unequal weights, so all answers of a group get the
     smallest one: 0.5 and 2 become 0.5 and 0.5. Then pushes cancel over the group, and over all
     answers that share a longer prefix if their advantages sum to 0 (C9). The price is a bias: an
-    answer's own ratio is what makes up for having been sampled from pi_old (C16).
+    answer's own ratio corrects for the policy that sampled it, and this is lost (C16).
     (groups, G), (groups, G) -> (groups, G). adv is not read, but adv_orthogonal needs it.
     """
     return w.detach().amin(1, keepdim=True).expand_as(w)
@@ -308,7 +328,8 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
 
     J = sg[the group's smallest s] A log pi / L. With eps (ours), tokens whose ratio is outside
     1 +- eps have no push.
-    Shared token: cancels at any ratio, on every zero-sum part of the group, too (C9).
+    Shared token: cancels at any ratio. So does a token that only some answers share, if their A sum
+    to 0 (C9).
     Source: DFPO Eq. 17. Known second-hand (S): the transform. Ours (D): that it weighs A log pi,
     the divisor, the geometric s.
     """
@@ -319,19 +340,10 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
     """dfpo-orthogonal (our reconstruction): the same under Adv-Orthogonal.
 
     J = sg[s without its part along A] A log pi / L.
-    Shared token: cancels at any ratio where the whole group shares it, not on its parts (C10).
+    Shared token: cancels at any ratio. A token that only some share does not, in general (C10).
     Source: DFPO Eq. 18, as for dfpo-min (transform S, loss D).
     """
     return _dfpo(adv_orthogonal, batch, ratio, eps)
-
-
-def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
-    """The loss of both: per group, weights from sequence ratios and advantages."""
-    s, A = sequence_ratio(batch, ratio), trajectory_advantage(batch)  # (N,), (N,)
-    G = batch.group_size
-    w = transform(s.view(-1, G), A.view(-1, G)).reshape(-1, 1)  # (N, 1)
-    outside = (token_ratio(batch) - 1).abs() > eps  # (N, T)
-    return -budget_mean((w * batch.adv * batch.logp).masked_fill(outside, 0.0), batch)
 
 
 # ---------------- a method is a loss and the scale of its advantage

@@ -18,13 +18,14 @@ The upper half of this file is the lecture:
 
 Read toy/plain.py first, which is the same algorithm one answer at a time, then the upper half of
 losses.py. Compared with toy/plain.py, this file has batches, with padding and with a cache of what
-the model has read; all losses in place of one; more answers a step; and a learning rate that falls.
+the model has read; all losses in place of one; more answers a step; AdamW, whose rate falls; and
+first ratios that are 1 by construction, because batches round differently.
 What the lecture calls and does not define stands below the ruled line: warm start, memory,
 neighbouring papers, loading, files. A default run needs train.py, losses.py and toy/arithmetic.py
 alone.
 
-A *step* is all three: it samples a batch of answers, the rollout, and makes several *updates* from
-it.
+A *step* is 1, 2 and 3. It begins with a batch of sampled answers, the rollout, and makes several
+*updates* of the weights from it.
 """
 
 from __future__ import annotations
@@ -68,9 +69,8 @@ from losses import (
 
 @dataclass
 class Config:
-    """Every field is a flag, and its comment is the help: --group-size is group_size.
-
-    The defaults are the toy's.
+    """Every field is a flag, and its comment is the help (`parse` reads them): --group-size is
+    group_size. The defaults are the toy's; --task gsm8k changes some, see GSM8K below the line.
     """
 
     # Which loss.
@@ -166,6 +166,7 @@ def run(config: Config):
         due = step % config.eval_every == 0 or step == config.steps
         if due:
             metrics |= evaluate(policy, task, config)
+            # How far the policy, before this step, is from its start, which is loaded for that.
             metrics |= divergence(scored, reference or load_start(config, task), config)
         record(metrics, config)
         if due:
@@ -256,7 +257,7 @@ def generate(
     Greedy answers have log-probs at temperature 1.
     """
     n, device = len(prompts), prompts.device
-    if temperature:  # each row has random numbers of its own: it draws the same in any company
+    if temperature:  # each row has random numbers of its own, whatever the other rows are
         uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     # Shorter prompts are padded on the left, so that all rows continue in one column. Positions
     # are counted from a row's own first token; those of padding are never looked at:
@@ -279,8 +280,7 @@ def generate(
         cache = out.past_key_values
         logp = (out.logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (N, V)
         token = draw(logp, uniform[:, t, None]) if temperature else logp.argmax(-1)  # (N,)
-        # An EOS counts, and what follows it does not. So a token's mask is `alive` as it was before
-        # this token could end its row:
+        # An EOS counts, and what follows it does not. So the mask is `alive` before its update:
         #     token  a . _      mask  1 1 0      with . for EOS and _ for what comes after it
         # A row that has ended still goes through the model, until all have, but nothing sees it.
         tokens.append(token.masked_fill(~alive, 0))
@@ -296,7 +296,7 @@ def generate(
 def draw(logp: Tensor, uniform: Tensor) -> Tensor:
     """Sample: the first token whose cumulative probability exceeds a uniform number.
 
-    By hand, because in torch.multinomial the rows share random numbers.
+    By hand, because in torch.multinomial a row's numbers depend on how many rows there are.
     (n, V) log-probs, (n, 1) numbers -> (n,) tokens.
     """
     cdf = logp.double().exp().cumsum(-1)  # (n, V); fp32 sums of a large vocabulary are too coarse
@@ -315,8 +315,9 @@ class Scored:
     answers: Answers
     batch: Batch  # its logp_old always is that of the policy that sampled
     advantages: Tensor  # (N,) A_i
-    # (N, T) places in the tree of a group's answers, as numbers. Two answers have the same number
-    # while they have said the same, this token included: so 7 and so 8 have nodes 0 1 and 0 3.
+    # (N, T) where in the tree of its group's answers a token is. Two answers have the same number
+    # while they have said the same, this token included: that of the first cell which has it. Of
+    # the answers a b and a c, cells 0 1 and 2 3, the nodes are 0 1 and 0 3.
     nodes: Tensor
     metrics: dict  # of the whole rollout, for the log: entropy, max_logp_gap
 
@@ -334,7 +335,7 @@ def score(
     G, mask = config.group_size, answers.mask
     # The sampler has computed log-probs, too. But it reads token by token, and rounds differently
     # from the trainer, so that ratios would differ from 1 before anything is learnt.
-    old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T): by log_probs below
+    old, entropy = log_probs_in_pieces(policy, answers, config)  # (N, T), by policy.scorer
     gap = (old - answers.logp)[mask].abs().max().item()
     check_gap(gap, answers.step, config.temperature, old.device)  # more than rounding ends the run
     ref = None
@@ -352,7 +353,7 @@ def score(
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
-    # For --prefix-baseline, which compares a token with those after the same node.
+    # For --prefix-baseline and `decided`: tokens after the same node have the same prefix.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     metrics = {"entropy": (entropy.sum() / mask.sum()).item(), "max_logp_gap": gap}
     return Scored(answers, batch, advantages, nodes, metrics)
@@ -416,8 +417,8 @@ def learn(
 ) -> list[Update]:
     """Log-probs -> loss -> gradient -> weights, once for each minibatch.
 
-    By default 4 times, on 64 of 256 answers each. From the second on the weights have moved, so
-    ratios are no longer 1, although these answers are learnt from for the first time.
+    By default 4 times, each on another 64 of the 256 answers. From the second on the weights have
+    moved, so ratios are no longer 1, although these answers are learnt from for the first time.
 
     toy/plain.py finds the pushes by hand, and makes a loss of them. Here a loss of losses.py is
     given, and backward finds its pushes on the way to the weights.
@@ -436,7 +437,8 @@ def learn(
             loss = prefix_baseline(loss, batch, minibatch.nodes)
         optimizer.zero_grad()
         loss.backward()
-        if len(logp) > config.micro_rows:  # too many for one pass: backward has stopped at logp
+        if len(logp) > config.micro_rows:
+            # Too many for one pass: logp came without a graph, so backward has stopped there.
             backward_in_pieces(policy, minibatch.answers, logp.grad, config)
 
         push = -len(logp) * logp.grad  # (n, T) c = -n dLoss/dlogp: positive makes a token likelier
@@ -473,7 +475,7 @@ def diagnose(
 ) -> dict:
     """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
 
-    losses.decided adds three numbers: would --prefix-baseline lower the noise?
+    decided, visitors and break_even say if --prefix-baseline would lower the noise (losses.py).
     """
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
@@ -527,7 +529,7 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
 
 
 # =================================================================================================
-# The lecture ends here. Below stands the housekeeping: warm start, memory, flags, loading, files
+# The lecture ends here. Below stand warm start, memory, neighbouring papers, flags, loading, files
 # =================================================================================================
 
 

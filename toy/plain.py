@@ -1,6 +1,6 @@
 """The algorithm as plainly as it can be said: one answer at a time, no batch, no cache, no padding.
 
-    python -m toy.plain        a tiny model learns to add, slowly: from .2 to .4 right, in minutes
+    python -m toy.plain        a tiny model learns to add, slowly: its reward rises, in minutes
 
 To the prompt `37+48=` the answer `so 7+8=15,30+40=70,#85` is right: it earns 1, because the number
 behind its last # is 85. A wrong answer earns 0. An answer begins with "so", "ok" or "hm", which
@@ -10,15 +10,16 @@ GRPO maximises, as a mean over answers,
 
     (1/T) sum over the answer's T tokens of min(r A, clip(r) A)
 
-A compares the answer with the others to the same prompt. r = pi / pi_old is a token's ratio: how
+A = (reward - mean of the group) / its standard deviation (which divides by G - 1) compares the
+answer with the others to the same prompt. r = pi / pi_old is a token's ratio: how
 much likelier it is now than when it was sampled. clip(r) keeps r between 1 - EPS and 1 + EPS. (The
 paper's KL term is left out; train.py has it, off by default.)
 
 The gradient of r A is r A grad log pi, because dr = r dlog pi. So GRPO comes down to one number for
 each token, its *push*: r A / T. It is 0 where the min has chosen the clipped side, which is
 constant: for winners (A > 0) above 1 + EPS, and for losers below 1 - EPS. A positive push makes the
-token likelier. If 4 of 8 answers are right, a right one has A = .94, and with r = 1.1 each of its
-23 tokens has a push of 1.1 * .94 / 23 = .045.
+token likelier. If 4 of 8 answers are right, a right one has A = .5 / .53 = .94, and with r = 1.1
+each of its 23 tokens, 22 characters and the end, has a push of 1.1 * .94 / 23 = .045.
 
 A *step* samples answers, and then makes several *updates* of the weights from them. Begin with
 `learn`, which makes the updates. train.py does the same faster, and with any loss.
@@ -44,11 +45,12 @@ def learn(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=
     """Learn from sampled answers. A row has a prompt, an answer and a reward.
 
     The first G rows are a group, that is the answers to one prompt; the next G rows are another.
-    minibatches: for each update the numbers of the groups that it learns from. A row gains `A` and
-    `old_logp`, which stay, and in each update `logp`, `ratio` and `push`.
+    minibatches: for each update the indices of its groups, as in [[3, 0], [5, 1]]. A row gains `A`
+    and `old_logp`, which stay, and in each update `logp`, `ratio` and `push`.
     """
-    # Before learning: how an answer compares with its group, and how probable its tokens were.
-    # Only the end of an answer is rewarded, so all its tokens have the same advantage A.
+    # How an answer compares with its group, and how probable its tokens were: nothing has been
+    # learnt yet, so the weights still are those that sampled. Only the end of an answer is
+    # rewarded, so all its tokens have the same advantage A.
     for row, A in zip(rows, advantages([row.reward for row in rows], G), strict=True):
         row.A, row.old_logp = A, log_probs(policy, row.prompt, row.answer).detach()
     for groups in minibatches:
@@ -65,7 +67,7 @@ def learn(policy, optimizer, rows: list, minibatches: list[list[int]], baseline=
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        # If no token is pushed, there is no update: Adam's momentum would still move the weights.
+        # If no token is pushed there is nothing to learn, and momentum alone must not move weights.
         if any(any(row.push) for row in minibatch):
             optimizer.step()
 
@@ -118,10 +120,9 @@ def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> 
         while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
             logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
             if temperature:
-                # Sample: the first id whose cumulative probability exceeds a random number. The
-                # ids before it are those with at most that, so their count is the id. (Not by
-                # torch.multinomial: train.py draws the same answers in a batch, so each answer
-                # needs random numbers of its own.)
+                # Sample: the first id whose cumulative probability exceeds a random number. Every
+                # id before it has at most that number, so counting those gives the id. (By hand,
+                # and with random numbers for each answer, so that train.py can draw the same.)
                 cumulative = (logits / temperature).double().softmax(-1).cumsum(-1)
                 number = uniform[i, len(answer)] * cumulative[-1]
                 answer.append(int((cumulative <= number).sum()))
@@ -176,7 +177,7 @@ def imitate(policy, task, steps: int, gen):
         for i in torch.randint(len(task.train), (32,), generator=gen).tolist():
             (prompt,) = task.encode(policy.tokenizer, [task.train[i]])
             demo = policy.tokenizer(task.train[i].demo)["input_ids"] + policy.eos
-            # 400: about as many tokens as 32 demonstrations have, of 7 if guessed, else of 23
+            # 32 demonstrations have about 400 tokens: three of four are guesses, of 7 tokens
             (-log_probs(policy, prompt, demo).sum() / 400).backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
@@ -199,10 +200,11 @@ def subtract_baseline(rows: list, G: int):
 
         sum over tokens of pi_old (pi / pi_old) grad log pi = sum of grad pi = grad 1 = 0
 
-    So the expected update stays as it is, if b does not depend on the answer at hand and nothing
-    has been learnt from these answers yet. In GRPO b does depend on it, because that answer's
-    reward is in the group's mean; losses.prefix_baseline says what follows. A token that the min
-    has stopped is pushed again, by - r b.
+    So the expected update stays as it is, if nothing has been learnt from these answers yet, and if
+    b does not depend on the answer at hand. In GRPO b does depend on that answer, because its
+    reward is in the group's mean, which is in the A of all others. So the expected update moves.
+
+    A token that the min has stopped is pushed again, by - r b.
     """
     corrected = []
     for i, row in enumerate(rows):
