@@ -144,7 +144,7 @@ def run(config: Config):
     # come supervised steps. Or, with --resume, what was saved: then some steps are done already.
     done = warm_start_or_resume(policy, optimizer, task, method, config)
     # The policy that RL started from, which a KL term compares with.
-    reference = load_start(config, task) if method.hyper.get("kl") else None
+    reference = load_start(policy, task, config) if method.hyper.get("kl") else None
     batches = prompt_batches(task, config)
 
     todo = range(done + 1, config.steps + 1)
@@ -167,7 +167,7 @@ def run(config: Config):
         if due:
             metrics |= evaluate(policy, task, config)
             # How far the policy, before this step, is from its start, which is loaded for that.
-            metrics |= divergence(scored, reference or load_start(config, task), config)
+            metrics |= divergence(scored, reference or load_start(policy, task, config), config)
         record(metrics, config)
         if due:
             save_batch(policy, scored, config)
@@ -881,9 +881,13 @@ def load_policy(config: Config, task, path: str) -> Policy:
     return policy
 
 
-def load_start(config: Config, task) -> Policy:
-    """The policy that RL started from: what a KL term and kl_start are measured from."""
-    return load_policy(config, task, f"{config.out}/start" if config.warm_steps else config.model)
+def load_start(policy: Policy, task, config: Config) -> Policy:
+    """The policy that RL started from: what a KL term and kl_start are measured from.
+
+    It scores as the policy does, whose model has the same shape, so --fast is not checked again.
+    """
+    path = f"{config.out}/start" if config.warm_steps else config.model
+    return replace(load_policy(replace(config, fast=False), task, path), scorer=policy.scorer)
 
 
 def use_fast(policy: Policy, task, config: Config):

@@ -56,7 +56,7 @@ def c14(name, draws, evidence):
     Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
 
     Measured: off-policy, the identity at every prefix of every tree, and the sum of the
-    pushes_of where the whole group is together. "left": the sum where only some are.
+    pushes where the whole group is together. "left": the sum where only some are.
     """
     for draw in draws:
         batch = draw.batch(0.6)

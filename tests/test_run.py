@@ -18,8 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, build, load, metrics, refused, run
-from torch.nn.utils import parameters_to_vector
+from conftest import TINY, build, load, metrics, refused, run, weights_of
 from transformers import AutoModel
 
 import losses
@@ -59,18 +58,14 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
             torch.testing.assert_close(saved[name][i][seen], logp, rtol=1e-4, atol=1e-5)
 
 
-def vector(path) -> torch.Tensor:
-    return parameters_to_vector(load(path).model.parameters())
-
-
 def test_a_kl_term_compares_with_the_start_policy(tmp_path, monkeypatch):
     references, real = [], train.score
     monkeypatch.setattr(train, "score", lambda *args: references.append(args[4]) or real(*args))
     folder = run(tmp_path / "run", "--hyper", "kl=0.1")
-    start, end = (vector(folder / name) for name in ("start", "model"))
+    start, end = (weights_of(load(folder / name)) for name in ("start", "model"))
     assert not torch.equal(start, end)
     for reference in references:
-        assert torch.equal(parameters_to_vector(reference.model.parameters()), start)
+        assert torch.equal(weights_of(reference), start)
 
 
 @pytest.mark.parametrize("options", ["--model scratch --hyper kl=0.1", "--method ibpo"])

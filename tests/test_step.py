@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from conftest import Letters, float64, load, random_policy, refused
-from torch.nn.utils import parameters_to_vector
+from conftest import Letters, float64, load, random_policy, refused, weights_of
 
 import losses
 import train
@@ -27,10 +26,6 @@ from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
 BUDGET = 9  # which no answer reaches: they are cut off at L
-
-
-def weights(policy):
-    return parameters_to_vector(policy.model.parameters()).detach()
 
 
 def adam(model, lr):
@@ -224,7 +219,7 @@ def test_a_step_is_the_naive_one(start, first_rows, flags, hyper):
     *policies, reference = copy.deepcopy(start)
     policy = policies[config.fast]
     metrics = make_step(policy, config, method, reference)
-    torch.testing.assert_close(weights(policy), weights(expected), rtol=0, atol=1e-9)
+    torch.testing.assert_close(weights_of(policy), weights_of(expected), rtol=0, atol=1e-9)
     assert metrics.pop("max_logp_gap") < 1e-9
     assert metrics == pytest.approx(log, rel=1e-7, abs=1e-12)
     assert 0.5 < log["truncated"] < 1 and log.get("repair_rate", 1) > 0 and log["kl_start"] > 0
@@ -247,8 +242,8 @@ def test_the_plain_algorithm_makes_the_trainers_step(
     orders = [torch.randperm(4, generator=gen).view(minibatches, -1).tolist() for _ in range(3)]
     rows = copy.deepcopy(first_rows)
     plain.learn(theirs, adam(theirs.model, 0.05), rows, sum(orders, []), baseline, G)
-    assert not torch.equal(weights(ours), weights(start[0]))
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-9)
+    assert not torch.equal(weights_of(ours), weights_of(start[0]))
+    torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-9)
 
 
 # ---------------- evaluation and warm start
@@ -306,7 +301,7 @@ def test_the_warm_start_is_the_naive_one(start, method):
         norms.append(gradient(theirs.model, -torch.cat(logps).mean(), 1.0))
         optimizer.param_groups[0]["lr"] = 0.1 * min((step + 1) / 20, 1 - step / 25)
         optimizer.step()
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-9)
+    torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-9)
     assert min(norms) < 1 < max(norms)  # clipped, but not always
 
 
@@ -341,8 +336,8 @@ def step(policy, answers, method, config):
 
 def stops(prepared) -> bool:
     """Whether the step ends in one line and leaves the weights as they are."""
-    before = weights(prepared[0])
-    return "step 1" in refused(step, *prepared) and torch.equal(weights(prepared[0]), before)
+    before = weights_of(prepared[0])
+    return "step 1" in refused(step, *prepared) and torch.equal(weights_of(prepared[0]), before)
 
 
 def sqrt_at_0(batch):
