@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -38,13 +39,12 @@ PADDING = {"cpu": 2**9, "cuda": 2**12}
 
 @torch.no_grad()
 def generate(policy, prompts, max_tokens: int, temperature: float, gen):
-    """As train.generate: tokens, mask and their log-probs, (N, T) each."""
+    """As train.generate: tokens, mask, log-probs and entropies, (N, T) each."""
     model, n, device = policy.model, len(prompts), prompts.device
-    if temperature:
-        uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
+    uniform = torch.rand(n, max_tokens, generator=gen, dtype=torch.float64).to(device)
     tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
     mask = torch.zeros(n, max_tokens, dtype=torch.bool, device=device)
-    logps = torch.zeros(n, max_tokens, device=device)
+    logps, entropies = torch.zeros(2, n, max_tokens, device=device)
     alive = torch.arange(n, device=device)  # the answers that are still in the batch
     with policy.autocast():  # which casts each weight once
         cache, hidden, seen = read_prompts(model, prompts).of(alive)
@@ -64,6 +64,7 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
             tokens[alive, t] = token
             mask[alive, t] = True
             logps[alive, t] = logp.gather(1, token[:, None]).squeeze(1)
+            entropies[alive, t] = -(logp.exp() * logp).sum(1)
             stays = ~torch.isin(token, policy.eos)
             left = int(stays.sum())  # a GPU is waited for here
             if t + 1 == max_tokens or not left:
@@ -80,18 +81,17 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
-    return tokens[:, : t + 1], mask[:, : t + 1], logps[:, : t + 1]
+    return tuple(x[:, : t + 1] for x in (tokens, mask, logps, entropies))
 
 
-def log_probs(policy, answers, temperature: float) -> tuple[Tensor, Tensor]:
-    """As train.log_probs: log pi of the answers' tokens (differentiable) and entropies, (N, T)."""
-    model, mask = policy.model, answers.mask
+def log_probs(policy, rollout, temperature: float) -> Tensor:
+    """As train.log_probs: log pi of the answers' tokens, differentiable. (N, T)."""
+    model, mask = policy.model, rollout.mask
     logp = torch.zeros(mask.shape, device=mask.device)
-    entropy = torch.zeros_like(logp)
     with autocast(policy):
-        prompts = read_prompts(model, answers.prompts)
+        prompts = read_prompts(model, rollout.prompts)
         for bucket in length_buckets(mask):
-            seen, tokens = mask[bucket], answers.tokens[bucket]  # (n, T)
+            seen, tokens = mask[bucket], rollout.tokens[bucket]  # (n, T)
             width = max(1, int(seen.sum(1).max()))
             cache, first, before = prompts.of(bucket)
             hidden = first[:, None]  # (n, 1, d) predicts the first tokens
@@ -107,22 +107,22 @@ def log_probs(policy, answers, temperature: float) -> tuple[Tensor, Tensor]:
                 hidden = torch.cat([hidden, rest], 1)  # (n, width, d)
             hidden = hidden[seen[:, :width]]  # (M, d)
             row, column = bucket[:, None].expand_as(seen)[seen], seen.nonzero()[:, 1]  # (M,)
-            new, its_entropy = token_log_probs(model, hidden, tokens[seen], temperature)
+            new = token_log_probs(model, hidden, tokens[seen], temperature)
             logp = logp.index_put((row, column), new)
-            entropy[row, column] = its_entropy
-    return logp, entropy
+    return logp
 
 
 @torch.no_grad()
-def check(policy, answers, temperature: float, plain):
-    """Raises ValueError where this file is wrong for a model.
+def check(policy, prompts, max_tokens: int, temperature: float, gen, plain):
+    """Samples and scores answers to a few prompts. Raises ValueError where this file is wrong for
+    the model.
 
-    answers: a few, sampled by `generate`. plain: train.log_probs. On the CPU, where fp32 makes the
-    limit sharp.
+    plain: train.log_probs. On the CPU, where fp32 makes the limit sharp.
     """
-    slow, _ = plain(policy, answers, temperature)
-    quick, _ = log_probs(policy, answers, temperature)
-    gap = torch.stack([answers.logp - slow, quick - slow]).abs().max().item()  # nan if one is
+    tokens, mask, sampled, _ = generate(policy, prompts, max_tokens, temperature, gen)
+    rollout = SimpleNamespace(prompts=prompts, tokens=tokens, mask=mask)
+    slow, quick = plain(policy, rollout, temperature), log_probs(policy, rollout, temperature)
+    gap = torch.stack([sampled - slow, quick - slow]).abs().max().item()  # nan if one is
     # Logits are divided by the temperature, and so is their rounding.
     if not gap * min(1.0, temperature) < 1e-3:
         differ = f"its log-probs differ by {gap:.3g} nats from the plain ones"
@@ -256,11 +256,11 @@ def output_logits(model, hidden: Tensor) -> Tensor:
 
 
 def token_log_probs(model, hidden: Tensor, targets: Tensor, temperature: float):
-    """log pi of M target tokens (differentiable) and the entropies of pi (detached), in fp32.
+    """log pi of M target tokens, differentiable, in fp32.
 
     pi = softmax(logits / temperature). Many rows of a large vocabulary go through it a chunk at a
     time, and once more in backward, so that all logits never exist together.
-    (M, d), (M,) -> (M,), (M,).
+    (M, d), (M,) -> (M,).
     """
     vocabulary = model.get_output_embeddings().weight.shape[0]
     # With much fewer rows than 128, a product with a large matrix takes as long as reading it.
@@ -271,12 +271,9 @@ def token_log_probs(model, hidden: Tensor, targets: Tensor, temperature: float):
         checkpoint(_chunk_log_probs, model, h, y, temperature, use_reentrant=False)
         for h, y in zip(hidden.split(size), targets.split(size), strict=True)
     ]
-    logps, entropies = zip(*parts, strict=True)
-    return torch.cat(logps), torch.cat(entropies)
+    return torch.cat(parts)
 
 
 def _chunk_log_probs(model, hidden: Tensor, targets: Tensor, temperature: float):
     logp = (output_logits(model, hidden) / temperature).log_softmax(-1)  # (M, V)
-    with torch.no_grad():
-        entropy = -logp.exp().mul_(logp).sum(-1)
-    return logp.gather(1, targets[:, None]).squeeze(1), entropy
+    return logp.gather(1, targets[:, None]).squeeze(1)

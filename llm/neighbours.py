@@ -9,6 +9,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from losses import OldPolicy, group_advantages
+
+
+def reshape_credit(policy, task, rollout, method, config, ask_again, gen) -> dict[str, float]:
+    """Put rollout.adv, (N, T), under the method's credit rule. Returns more to log.
+
+    Under ibpo the policy first corrects its wrong answers, and a wrong one earns a part of the
+    reward if its correction is right. ask_again(problems) returns a Rollout of the policy's answers
+    to them. gen: for rules that draw at random.
+    """
+    metrics, facts, rewards = {}, {}, rollout.rewards
+    if method.repair:
+        facts, sampled = correct(rollout, task, config, ask_again, policy.eos)
+        earned = method.repair(rewards, facts["repaired"])
+        A = group_advantages(earned, config.group_size, config.scale or method.scale)  # (N,)
+        rollout.adv = A[:, None].expand_as(rollout.mask)
+        wrong = (rewards == 0).sum().clamp(min=1)
+        metrics["repair_rate"] = (facts["repaired"].sum() / wrong).item()
+        metrics["generated"] = int(rollout.mask.sum()) + sampled  # tokens, corrections included
+    old = OldPolicy(
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        logp=rollout.old,
+        rewards=rewards,
+        group_size=config.group_size,
+        gen=gen,
+        **facts,
+    )
+    if method.needs_scores:
+        add_scores(old, policy, rollout, config)
+    rollout.adv = method.credit(rollout.adv, old)
+    return metrics
+
+
 # ---------------- NTHR: how much a token's push moves the correct answers
 
 
