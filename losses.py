@@ -535,7 +535,7 @@ def lopti_low(
 ) -> Tensor:
     """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
-    J = 1[pi_old < eta] min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens where pi_old < eta. AR/Lopti's code (P).
     eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
     Shared token: cancels inside the clip range. All its visitors have one pi_old, so they are in
     the same pass.
@@ -548,7 +548,7 @@ def lopti_high(
 ) -> Tensor:
     """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
-    J = 1[pi_old >= eta] min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens where pi_old >= eta. AR/Lopti's code (P).
     Shared token: cancels inside the clip range. It can be left in every update, because r has moved
     since pi_old.
     """

@@ -588,7 +588,7 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
     greedy, sampled = torch.cat(greedy), torch.cat(sampled).view(-1, k)  # (items,), (items, k)
     return {
         "greedy": greedy.mean().item(),
-        "greedy_se": (greedy.std() / len(greedy) ** 0.5).item(),  # its standard error
+        "greedy_se": (greedy.std(correction=0) / len(greedy) ** 0.5).item(),  # its standard error
         "sampled": sampled.mean().item(),
         f"pass@{k}": (sampled == 1).any(1).float().mean().item(),
         "examples": [

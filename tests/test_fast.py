@@ -20,17 +20,16 @@ IDS = SimpleNamespace(encode=lambda _, items: items, reward=lambda *_: 0.0)
 
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
-    config = train.Config(max_tokens=max_tokens, temperature=temperature)
-    return train.ask(policy, IDS, prompts, config, gen)
+    return train.ask(policy, IDS, prompts, train.Config(max_tokens=max_tokens), temperature, gen)
 
 
 def numbers(policy, answers, temperature) -> list:
     """Sampled and scored log-probs, entropies, and a gradient."""
-    logp, entropy = policy.scorer(policy, answers, temperature)
+    logp = policy.scorer(policy, answers, temperature)
     policy.model.zero_grad()
     logp.backward(torch.randn(logp.shape, generator=train.rng("weight")))
     grads = [p.grad.clone() for p in policy.model.parameters() if p.grad is not None]
-    return [answers.logp, logp.detach(), entropy, *grads]
+    return [answers.sampled, logp.detach(), answers.entropy, *grads]
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +80,16 @@ def test_a_draw_is_exact_in_a_large_vocabulary(quick, monkeypatch):
 # ---------------- the check before a run
 
 
-@pytest.mark.parametrize(
-    "name, wrong",
-    [
-        ("generate", lambda tokens, mask, logp: (tokens, mask, logp + 0.01)),
-        ("log_probs", lambda logp, entropy: (logp - 0.01, entropy)),
-        ("log_probs", lambda logp, entropy: (logp * torch.nan, entropy)),
-    ],
-)
+WRONG = [  # a function, and what it returns of what it found
+    ("generate", lambda found: (*found[:2], found[2] + 0.01, found[3])),
+    ("log_probs", lambda found: found - 0.01),
+    ("log_probs", lambda found: found * torch.nan),
+]
+
+
+@pytest.mark.parametrize("name, wrong", WRONG)
 def test_the_check_sees_what_differs(scratch, monkeypatch, name, wrong):
     train.use_fast(replace(scratch), Letters(), train.Config())
     real = getattr(fast, name)
-    monkeypatch.setattr(fast, name, lambda *args: wrong(*real(*args)))
+    monkeypatch.setattr(fast, name, lambda *args: wrong(real(*args)))
     assert "--fast" in refused(train.use_fast, replace(scratch), Letters(), train.Config())

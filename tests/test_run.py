@@ -13,18 +13,14 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import TINY, build, load, metrics, refused, run, weights_of
 from transformers import AutoModel
 
-import losses
 import train
 from llm.neighbours import add_scores
-from llm.trace import show_group
 from toy import plain
 from toy.arithmetic import Arithmetic
 
@@ -36,31 +32,40 @@ pytestmark = pytest.mark.usefixtures("easy")
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     """Lines, both models, and a batch with its log-probs before and after the step."""
-    flags = "--steps 1 --temperature 0.7 --method advantage-reweighting"
+    flags = "--steps 1 --temperature 0.7 --epochs 2"
     folder = run(tmp_path / "run", *flags.split())
     config, task = train.Config(**json.loads((folder / "config.json").read_text())), Arithmetic()
     start, after = load(folder / "start"), load(folder / "model")
-    first, last = (json.loads(line) for line in open(folder / "metrics.jsonl"))
+    first, last = metrics(folder)
     assert first == {"step": 0} | train.evaluate(start, task, config)
-    assert last == last | {"step": 1, "kl_start": 0} | train.evaluate(after, task, config)
+    assert last == last | {"step": 1} | train.evaluate(after, task, config)
     assert f"greedy {first['greedy']:.3f} -> {last['greedy']:.3f}" in capsys.readouterr().out
 
     saved = torch.load(*folder.glob("batches/*"), weights_only=True)
     items = train.prompt_batches(task, config)[0]
     assert saved["prompts"] == [item.prompt for item in items]
-    A = plain.advantages([task.reward(text, None) for text in saved["texts"]], 3)
-    assert saved["advantages"].tolist() == pytest.approx(A, abs=1e-5)
     prompts = [row for row in task.encode(after.tokenizer, items) for _ in range(3)]
     for i, (prompt, seen) in enumerate(zip(prompts, saved["mask"], strict=True)):
         answer = saved["tokens"][i][seen].tolist()
+        text = "".join(saved["pieces"][i][: len(answer)]).removesuffix("<eos>")
+        assert saved["rewards"][i] == task.reward(text, None)
         for name, policy in (("logp_old", start), ("logp", after)):
             logp = plain.log_probs(policy, prompt, answer, 0.7).detach()
             torch.testing.assert_close(saved[name][i][seen], logp, rtol=1e-4, atol=1e-5)
 
 
+def test_a_credit_rule_acts_between_scoring_and_learning(tmp_path, monkeypatch):
+    calls = []
+    for name in ("score", "reshape_credit", "learn"):
+        real = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda *a, f=real, n=name: calls.append(n) or f(*a))
+    run(tmp_path / "run", "--method", "advantage-reweighting", "--steps", 2)
+    assert calls == ["score", "reshape_credit", "learn"] * 2
+
+
 def test_a_kl_term_compares_with_the_start_policy(tmp_path, monkeypatch):
     references, real = [], train.score
-    monkeypatch.setattr(train, "score", lambda *args: references.append(args[4]) or real(*args))
+    monkeypatch.setattr(train, "score", lambda *args: references.append(args[1]) or real(*args))
     folder = run(tmp_path / "run", "--hyper", "kl=0.1")
     start, end = (weights_of(load(folder / name)) for name in ("start", "model"))
     assert not torch.equal(start, end)
@@ -129,44 +134,16 @@ def test_a_mistake_in_a_task_of_ones_own_is_one_line(tmp_path, line):
     assert (tmp_path / "run").exists() == ("demo" in new)
 
 
-def test_a_tracker_gets_the_flags_and_every_number(tmp_path, monkeypatch):
-    tracker = SimpleNamespace(init=Mock(), log=Mock(), __spec__="it is installed")
-    monkeypatch.setitem(sys.modules, "trackio", tracker)
-    *_, line = metrics(run(tmp_path / "run", "--track", "trackio", "--steps", 1))
-    assert tracker.init.call_args.kwargs["config"]["width"] == 16
-    (logged,), step = tracker.log.call_args
-    del line["examples"]  # a text
-    assert step == {"step": 1} and logged == logged | line and "examples" not in logged
-
-
 def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
-    first, bad = {"greedy": 0.5, "sampled": 0.5}, {"greedy": 0.4, "sampled": 0.6, "truncated": 0.3}
-    fine = bad | {"greedy": 0.5, "truncated": 0.2}
+    first = {"greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
+    bad = {"greedy": 0.4, "greedy_se": 0.03, "sampled": 0.6, "truncated": 0.3}
+    fine = bad | {"greedy": 0.42, "truncated": 0.2}  # within two standard errors, of .042
     for last, wrong in ((bad, True), (fine, False)):
         (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}")
         train.summarize(tmp_path)
         said = capsys.readouterr().out
         assert f"greedy 0.500 -> {last['greedy']:.3f}, sampled 0.500 -> 0.600" in said
         assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
-
-
-def test_a_traced_group_is_printed_with_its_pushes_and_their_sums(scratch, capsys):
-    policy, task, texts = copy.deepcopy(scratch), Arithmetic(), ["so#", "so#1", "ok#"] * 2
-    read = policy.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    config = train.Config(prompts=2, group_size=3, minibatches=2, scale="mean")
-    answers, method = train.sample(policy, task, task.train[:2], 1, config), losses.bind("grpo", {})
-    answers.tokens, answers.mask = read.input_ids, read.attention_mask.bool()
-    answers.rewards = torch.tensor([1, 0, 0.2, 1, 1, 1])  # nothing to learn from the second group
-    before = answers.logp = train.log_probs(policy, answers, 1.0)[0].detach()
-    scored = train.score(policy, answers, method, config, None)
-    updates = train.learn(policy, train.adamw(policy.model, 0.1), scored, method, config)
-    assert show_group(policy, updates, config)
-    after, said = train.log_probs(policy, answers, 1.0)[0], capsys.readouterr().out
-    numbers = {"push c": [-0.1] * 4, "before": before[1], "after": after[1]}
-    rows = [f"{name} {' '.join(f'{x:.4f}' for x in row)}" for name, row in numbers.items()]
-    expected = f"answer 2: reward 0, A -0.400 token s o # 1 {' '.join(rows)} answer 3"
-    assert expected in " ".join(said.split())
-    assert said.split()[-7:] == "0.200 0.1000 1 2: s o #".split()
 
 
 # ---------------- kills
@@ -197,9 +174,7 @@ def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
 
 MOMENTS = [  # a call of a function, and how many of six steps are left
     (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-    (train, "save", 6, 1),  # a line of metrics more than the checkpoint has steps
     (os, "replace", 2, 5),  # a checkpoint that has not got its name
-    (train, "write_model", 2, 0),  # after the last step
 ]
 
 
@@ -236,22 +211,18 @@ def test_weights_that_are_not_finite_spoil_no_checkpoint(tmp_path):
 
 MISTAKES = """
 --task chess: no such file
---lr nan: --lr nan
---temperature 0: --temperature 0.0: must be above 0
+--warm-lr nan: --warm-lr nan
 --group-size 1: --group-size must be at least 2
 --prompts 30 --minibatches 4: not divisible
---method ibpo --repair-references 8: only --group-size - 1 siblings
---model /no/such/model: no such directory
+--model /no/such/model: --model /no/such/model
 --task gsm8k --data /no/such/dir: train.jsonl
 --data /no/such/dir: needs --task gsm8k
 --out taken: --out taken exists
 --resume nowhere: no config.json
 --resume nowhere --lr 1: no other flag
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
---hyper eps_low=wide: a float is expected
 --hyper eps_low=-1: must be at least 0
---hyper alpha=1.5 --method ar-lopti: alpha must lie between 0 and 1
---hyper ratio=sum --method dfpo-min: "geometric" or "product"
+--hyper kl_ratio=2: must be true or false
 """
 
 
@@ -272,7 +243,7 @@ layers 1, width 64, warm_steps 700, warm_rows 64, warm_lr 0.006, steps 60, promp
 max_tokens 26, temperature 1.0, repair_references 1, epochs 1, minibatches 4, micro_rows 64,
 lr 0.001, grad_clip 1.0, eval_every 20, eval_items 200, eval_samples 4, seed 0, threads 1,
 task arithmetic, method grpo, model scratch, schedule linear, prefix_baseline False,
-fast False, trace False, hyper , scale , data , track , out x, resume
+fast False, hyper , scale , data , track , out x, resume
 """
 PRESET = """
 task gsm8k, model Qwen/Qwen2.5-0.5B-Instruct, warm_steps 0, steps 200, prompts 16, max_tokens 512,
@@ -292,14 +263,6 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
     given = read("lr 1.0, fast False, micro_rows 3, prefix_baseline True")
     flags = "--lr 1 --fast false --micro-rows 3 --prefix-baseline --task gsm8k"
     assert parsed(flags) == read(DEFAULTS) | read(PRESET) | given
-
-
-def test_every_flag_has_its_line_of_help(capsys):
-    with pytest.raises(SystemExit):
-        train.parse(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "L, the most tokens that an answer may have (default: 26)" in said
-    assert said.count("(default: ") == len(train.Config.__dataclass_fields__)
 
 
 # ---------------- which models are taken
