@@ -43,15 +43,17 @@ def float64():
 
 
 @pytest.mark.parametrize("number", EXERCISES)
-def test_solutions_pass_and_blanks_do_not(number, grade):
+def test_solutions_pass_and_blanks_do_not(number, grade, capsys):
     code, out = grade(number, SOLUTIONS)
     count = len(EXERCISES[number].questions)
     assert code == 0 and out.count("  PASS") == count and "Why it is so:" in out
+    grader.show_progress({number: Path(solutions.__file__)})
+    assert capsys.readouterr().out.split() == ["solutions", "PASS"]
     blank = re.sub(
         r"^( +).*\n( +.*\n|\n(?= ))*", r"\1raise NotImplementedError\n", SOLUTIONS, flags=re.M
     )
     code, out = grade(number, blank)
-    assert code == 1 and out.count("  NOT YET (blank)\n") == count
+    assert code == 1 and out.count("  NOT YET (blank)\n") == count and "Why" not in out
     asked = grader.find_files()[number].read_text()
     assert all(f"def {question.function}(" in asked for question in EXERCISES[number].questions)
 
@@ -75,17 +77,17 @@ ANSWERS = [
     ),
     # A known mistake, and another one where the reward is the crumb.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
+    # No known mistake: no hint is better than a wrong one.
+    ("prefix_baseline(c, r)", "[1.2 * x for x in c]", r"expected +\[2, -2\]$"),
     ("shared_token_gradient(r, A)", "r * sum(A) / (len(A) + 1e-3)", "nearly right"),
     ("shared_token_gradient(r, A)", "print(r * sum(A) / len(A))", "returns nothing"),
     ("prefix_baseline(c, r)", "c.clear() or c", r"with +c = \[3, 1\], r = .* expected +\[2, -2\]"),
     ("min_replace(w, adv)", "w.min(1).expand_as(w)", "line 2, in min_replace.* Try amin"),
-    ("blind_spot()", "[1, 1.1, 1, 1]", "the sum is 0.050"),
-    ("blind_spot()", "[3, 3, 0.1, 0.1]", "the sum is 0.000"),
+    ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
     ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "PASS"),
     ("blind_spot()", "3", "another form"),
-    ("a_better_way_that_loses()", "(0.45, 0.01)", "earns 0.0222 times the crumb"),
+    ("a_better_way_that_loses()", "(0.09, 0.45)", "earns 5 times the crumb"),
     ("a_better_way_that_loses()", "(0.02, 0.6)", "expects A = 0.495, not below 0"),
-    ("a_better_way_that_loses()", "(0, 0.4)", "Two numbers between 0 and 1"),
 ]
 
 
@@ -95,10 +97,6 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said):
     function = grader.load(f"def {head}:\n    return {body}")[name]
     verdict = grader.judge(QUESTIONS[name], function)
     assert re.search(said, " ".join([verdict.state, *verdict.lines]))
-
-
-def test_a_student_sees_the_same_cases_again():
-    assert grader.read_lessons.__wrapped__() == LESSONS
 
 
 def test_a_wrong_function_is_not_held_against_the_next(grade):
