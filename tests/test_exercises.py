@@ -78,7 +78,7 @@ ANSWERS = [
     # A known mistake, and another one where the reward is the crumb.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
     # No known mistake: no hint is better than a wrong one.
-    ("prefix_baseline(c, r)", "[1.2 * x for x in c]", r"expected +\[2, -2\]$"),
+    ("shared_token_gradient(r, A)", "r * sum(A) / 3", r"expected +[\d.-]+$"),
     ("shared_token_gradient(r, A)", "r * sum(A) / (len(A) + 1e-3)", "nearly right"),
     ("shared_token_gradient(r, A)", "print(r * sum(A) / len(A))", "returns nothing"),
     ("prefix_baseline(c, r)", "c.clear() or c", r"with +c = \[3, 1\], r = .* expected +\[2, -2\]"),
@@ -99,12 +99,16 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said):
     assert re.search(said, " ".join([verdict.state, *verdict.lines]))
 
 
+def test_a_student_is_tried_on_the_same_cases_again():
+    assert grader.read_lessons.__wrapped__() == LESSONS
+
+
 def test_a_wrong_function_is_not_held_against_the_next(grade):
     wrong = "def prefix_baseline(c, r):\n    return [0 * x for x in c]\n\n"
     solution = LESSONS["over_all_pairs"].solution
     calls = re.sub(r"x, y = .*", "x, y = prefix_baseline([c[a], c[b]], [r[a], r[b]])", solution)
-    _, out = grade(11, wrong + calls)
-    assert "prefix_baseline  NOT YET" in out and "over_all_pairs  PASS" in out
+    code, out = grade(11, wrong + calls)
+    assert code == 1 and "prefix_baseline  NOT YET" in out and "over_all_pairs  PASS" in out
     assert (
         "SyntaxError" in grade(11, "def f(:")[1] and "no function of this name" in grade(11, "")[1]
     )
