@@ -19,7 +19,6 @@ COLORS = {
     "gspo": "#CC79A7",
     "dr-grpo": "#009E73",
     "grpo-symmetric": "#332288",
-    "balanced": "#56B4E9",
     "dfpo-min": "#0072B2",
     "reinforce": "#E69F00",
     "ibpo": "#882255",
