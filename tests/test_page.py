@@ -115,6 +115,7 @@ method reinforce | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.00
 method cispo | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 spread wide | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 moved 0.6 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+method dppo | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 method gspo | so +0.158 0.000 +0.158, 7+8=15 +0.092 0.000 +0.092
 baseline on | so cancels 0.000 0.000 0.000, 7+8=15 +0.009 0.000 +0.009
 method dfpo-min | so cancels 0.000 0.000 0.000, 7+8=15 −0.006 0.000 −0.006"""
