@@ -28,7 +28,7 @@ PRESS = """<script type="module">
     Object.fromEntries(all("section[id]").map((of) => [of.id, f(of).join(" ")]));
   const long = (of) => Number(Number(of.style.getPropertyValue("--v")).toFixed(2));
   const bar = (of) => `[${of.matches(".minus") ? "−" : ""}${long(of)}]`;
-  const last = (path) => `${path.className.baseVal} ${path.getAttribute("d").split(" ").at(-1)}`;
+  const last = (path) => `${path.className.baseVal} ${path.getAttribute("d").split("L").at(-1)}`;
   const runs = (of) => all("i", of).map((cell) => cell.className[0]).join("")
     .replace(/(.)\\1*/g, (run) => run[0] + run.length);
   const wait = () => new Promise((done) => setTimeout(done, 50));
@@ -277,12 +277,12 @@ crumb-p 99: 0.60 0.55 99 % 2 −0.059 0.583 −0.083 0.593 −0.044 0.600""",
 }
 
 
-# Where it is drawn: the ends of lines, which are at 192 for 0 (up: 290 for 1 in "lengths"); the
+# Where it is drawn: the ends of lines, 12 from the right (and at 192 for 0, 290 up for 1); the
 # mark at a ratio, 75 for 1. A strip changes where the pull changes its
 # sign, at a share of 0.080, and for the batch of 64 answers at 0.008. Its bar is at the start.
 DRAWN = """\
 clip | only losers | M120.75
-lengths | the group's mean | c 18.8 a 72.7 b 21.7
+lengths | the group's mean | c 317.0 18.8 a 317.0 72.7 b 317.0 21.7
 crumb | to the crumb | l20w41 l9w52 w61 28.66 28.66 28.66"""
 
 
