@@ -277,7 +277,7 @@ crumb-p 99: 0.60 0.55 99 % 2 −0.059 0.583 −0.083 0.593 −0.044 0.600""",
 }
 
 
-# Where it is drawn: the ends of lines, 12 from the right, and at 192 for 0 and 290 further up for 1;
+# Where it is drawn: the ends of lines, 12 from the right, and at 192 for 0 and 290 higher for 1;
 # the mark at a ratio, 75 for 1. A strip changes where the pull changes its sign, at a share of
 # 0.080, and for the batch of 64 answers at 0.008. Its bar is at the start.
 DRAWN = """\

@@ -1,5 +1,7 @@
 """Whoever quotes a figure of toy/README.md finds its published numbers when they run it again."""
 
+import functools
+
 import pytest
 import torch
 
@@ -10,12 +12,17 @@ from toy.worlds import Groups
 LONG, SHORT, WORSE = tax.SETTINGS
 
 
+@functools.cache
+def run_tax(setting: str, name: str) -> tuple:
+    return tax.find_rewards(setting, tax.ROWS[name])
+
+
 def reward_of_tax(setting: str, name: str) -> float:
-    return float(tax.find_rewards(setting, tax.ROWS[name])[0][-1])
+    return float(run_tax(setting, name)[0][-1])
 
 
 def share_of_tax(setting: str, name: str) -> float:
-    return tax.find_rewards(setting, tax.ROWS[name])[1]
+    return run_tax(setting, name)[1]
 
 
 def tax_with_adam(setting: str, name: str) -> list[float]:
@@ -114,8 +121,7 @@ def test_a_number_is_as_published(row):
     assert find(*setting) == pytest.approx(number, abs=0.0006)
 
 
-@pytest.mark.parametrize("scale, found", [("std", [0, 8, 54]), ("mean", [100] * 3)])
-def test_as_many_sampled_runs_find_the_rare_way_as_published(scale, found):
+def test_as_many_sampled_runs_find_the_rare_way_as_published():
     """Another torch draws the same numbers but may round otherwise."""
-    ends = crumb.train_sampled(scale)[-1]
-    assert (ends > 0.4).sum(1).tolist() == pytest.approx(found, abs=3)
+    ends = crumb.train_sampled("std")[-1]
+    assert (ends > 0.4).sum(1).tolist() == pytest.approx([0, 8, 54], abs=3)
