@@ -115,7 +115,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: " ".join(map(str, row[1:-1])))
+@pytest.mark.parametrize(
+    "row", PUBLISHED, ids=lambda row: " ".join([row[0].__name__, *map(str, row[1:-1])])
+)
 def test_a_number_is_as_published(row):
     find, *setting, number = row
     assert find(*setting) == pytest.approx(number, abs=0.0006)
