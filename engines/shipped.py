@@ -11,7 +11,6 @@ from torch import Tensor
 
 from losses import Batch
 
-
 # ---------------- TRL
 
 
