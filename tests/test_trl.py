@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
-from losses import METHODS, Batch, OldPolicy
+from losses import METHODS, Batch, OldPolicy, bind
 from toy import plain
-from train import Config, bind, load_policy
+from train import Config, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import gather_object  # noqa: E402
@@ -37,8 +37,8 @@ G, L, LONGEST = 6, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
 
-# Rewards are of the ids alone. Most answers have only one of them, and in some groups all are equal:
-# six times .075, of which floats make a mean that is another number.
+# Rewards are of the ids alone. Most answers have only one of them. In some groups all are equal,
+# six times .075, whose mean in floats is another number.
 WEIGHTS = [0.75, 0.5]
 
 
@@ -134,14 +134,11 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
 
     for k, (weights, grads, rows) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
-        generation = [y for step in steps[first : first + pieces] for _, y in step[2]]
         answers = [y for _, y in rows]
         ref, old = (read(steps[at][0], rows)[0].detach() for at in (0, first))
         logp, spread = read(weights, rows)
         tokens, mask = padded(answers), padded([[True] * len(y) for y in answers])
-        A = losses.group_advantages(total(generation), G, scale)
-        A = A[k % pieces * len(answers) :][: len(answers)]
-        adv = A[:, None].expand_as(logp)
+        adv = losses.group_advantages(total(answers), G, scale)[:, None].expand_as(logp)
         if rule.credit:
             adv = rule.credit(adv, OldPolicy(tokens, mask, old, total(answers), G))
         batch = Batch(logp, old, adv, mask, G, L, ref)
@@ -243,17 +240,12 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch):
 
 
 def test_a_model_of_ones_own_is_loaded_as_the_flags_say(qwen_path):
-    pytest.importorskip("peft", reason="LoRA is an extra: pip install peft")
-    flags = ["--model_name_or_path", qwen_path, "--use_peft", "--dtype", "bfloat16"]
-    flags += ["--attn_implementation", "eager", "--model_revision", "v2"]
-    trainer = example.make_trainer(*example.parse(flags))
-    weights = dict(trainer.model.named_parameters())
-    trained = {name for name in weights if weights[name].requires_grad}
-    assert trained == {name for name in weights if "lora_" in name}
-    assert all(weights[name].dtype == torch.bfloat16 for name in set(weights) - trained)
-    loading = trainer.args.model_init_kwargs
-    assert (loading["attn_implementation"], loading["revision"]) == ("eager", "v2")
-    assert trainer.args.max_steps == -1  # that of the tiny model
+    flags = ["--model_name_or_path", qwen_path, "--dtype", "bfloat16", "--model_revision", "v2"]
+    trainer = example.make_trainer(*example.parse([*flags, "--attn_implementation", "eager"]))
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.args.model_init_kwargs["revision"] == "v2"
+    assert trainer.args.max_steps == -1  # that of the tiny model is 60
 
 
 LAUNCH = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
