@@ -241,10 +241,12 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch):
 
 def test_a_model_of_ones_own_is_loaded_as_the_flags_say(qwen_path):
     flags = ["--model_name_or_path", qwen_path, "--dtype", "bfloat16", "--model_revision", "v2"]
-    trainer = example.make_trainer(*example.parse([*flags, "--attn_implementation", "eager"]))
+    flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_safetensors": true}']
+    trainer = example.make_trainer(*example.parse(flags))
     assert trainer.model.dtype == torch.bfloat16
     assert trainer.model.config._attn_implementation == "eager"
-    assert trainer.args.model_init_kwargs["revision"] == "v2"
+    loading = trainer.args.model_init_kwargs
+    assert loading["revision"] == "v2" and loading["use_safetensors"]
     assert trainer.args.max_steps == -1  # that of the tiny model is 60
 
 
