@@ -53,11 +53,6 @@ TABLES = {  # claims with a table of their own: title, head
         "Noise with a baseline at every prefix over without, 4 visitors, b = .5: it pays below 1",
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
-    "C27b": (
-        "What `decided` finds if a token counts 1 - p, or all count alike; and the noise of a "
-        "token that earns nothing with a baseline at every prefix, over the group's mean (G = 8)",
-        ["drawn by the environment", "rho^2", "decided", "all alike", "break-even", "noise"],
-    ),
     "C28": (
         "The most that a baseline takes off the noise of a token that the whole group shares, and "
         "the noise with it over without, if weights lie in [m, M]",
@@ -67,11 +62,6 @@ TABLES = {  # claims with a table of their own: title, head
         "Rewards 0 and 1, G = 8: the expected update is K(p) grad p, and without a signal a group "
         "teaches nothing",
         ["", *(f"p = {p}" for p in objective.CHANCES)],
-    ),
-    "C30b": (
-        "The largest gain in J that the std refuses, G = 8, by the weight of the format and by how "
-        "often the usual way is right",
-        ["", *(f"q0 = {q0}" for q0 in (0.0, 0.05, 0.1, 0.2, 0.3))],
     ),
 }
 

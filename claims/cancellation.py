@@ -20,7 +20,7 @@ from torch import Tensor
 
 import losses
 from claims.evidence import Draw, claim, pushes_of
-from claims.formulas import DFPO, UNCLIPPED, shares_in
+from claims.formulas import DFPO, UNCLIPPED, shares
 
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
@@ -32,7 +32,7 @@ def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, 
     batch = draw.batch(spread, adv=adv)
     c = pushes_of(getattr(losses, name)(batch, **hyper), batch)
     rho = draw.at_shared(draw.log_ratio(spread).exp())
-    return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
+    return rho, draw.at_shared(adv * shares(name, batch)), draw.at_shared(c).sum(1)
 
 
 @claim("C2", *FACTORISED)
@@ -179,10 +179,9 @@ def c10(name, draws, evidence):
             evidence.record_left((out * A)[:, : draw.G // 2].sum(1))
 
 
-@claim("C11", *DFPO, "recentred", only_if="the policy has not moved")
+@claim("C11", *DFPO, only_if="the policy has not moved")
 def c11(name, draws, evidence):
-    """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves, and so
-    is recentred.
+    """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
 
     Source: DFPO Eq. 17 and 18 (D)
 
