@@ -147,7 +147,7 @@ def c9(name, draws, evidence):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to
     zero cancels.
 
-    Source: DFPO Eq. 17 (S)
+    Source: DFPO Eq. 17, of dfpo-min (S)
 
     Measured: the weights, that they are detached, and the sum over a zero-sum half of the group.
     """
@@ -164,7 +164,7 @@ def c10(name, draws, evidence):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of
     it.
 
-    Source: DFPO Eq. 18 (S); limits (D)
+    Source: DFPO Eq. 18, of dfpo-orthogonal (S); limits (D)
 
     Measured: the sum over the group, over a zero-sum half of it ("left"), the sum of the weights,
     and that they are detached.
@@ -183,7 +183,7 @@ def c10(name, draws, evidence):
 def c11(name, draws, evidence):
     """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
 
-    Source: DFPO Eq. 17 and 18 (D)
+    Source: DFPO Eq. 17 and Eq. 18 (D)
 
     Measured: each coefficient on-policy against A_i / L. "left": the mean difference once the
     ratios differ.
