@@ -108,15 +108,14 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
     G, total = toy.groups.G, torch.zeros_like(toy.exact)
     sampler = toy.old if off_policy else toy.policy
     rewards = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
-    answers = dict(sampler.answers(()))
-    for h in {y[:t] for y in answers for t in range(len(y))}:
-        visits = {y: q for y, q in answers.items() if len(y) > len(h) and y[: len(h)] == h}
-        P, w_over_r, earned = sum(visits.values()), 0.0, 0.0
+    for h in ((), (1,), (2,)):  # the prefixes at which a token is chosen
+        t = len(h)
+        visits = [(y, q) for y, q in sampler.answers(()) if len(y) > t and y[:t] == h]
+        P = sum(q for _, q in visits)
+        w_over_r = sum(q / len(y) for y, q in visits) / P
         r = toy.policy.probs(h) / sampler.probs(h)
-        for y, q in visits.items():
-            a = y[len(h)]
-            w_over_r += q / P / len(y)
-            earned += q / P * rewards[y] * r[a] * toy.policy.grad_log_prob(h, a)
+        scores = [r[a] * toy.policy.grad_log_prob(h, a) for a in range(len(r))]
+        earned = sum(q * rewards[y] * scores[y[t]] for y, q in visits) / P
         total += P / G * (1 - (1 - P) ** (G - 1)) * w_over_r * earned
     return total
 
@@ -149,14 +148,20 @@ def c22c(name, draws, evidence):
 # ---------------- C27: what a baseline at every prefix does to the noise
 
 
-def compare_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float) -> Tensor:
-    """The noise with `prefix_baseline` over that without, under grpo without a clip, if n answers
-    take a way each, which is learnt, and then end somehow."""
+def outcomes_of(ways: int, ends: tuple[Tensor, ...]) -> list[Outcome]:
+    """Each way ends alike: with these chances at these rewards and lengths."""
+    ends = [*zip(*(x.tolist() for x in ends), strict=True)]
+    return [Outcome(way, *end) for way in range(ways) for end in ends]
+
+
+def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Tensor) -> Tensor:
+    """The noise with `prefix_baseline` over that without, if n answers take a way each, which is
+    learnt, and then end somehow. Under grpo without a clip, with A = R."""
     groups = Groups(outcomes, n)
     logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
     logp[:, 0] = logits.log_softmax(0)[groups.way]
     logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
-    adv = (groups.rewards - b)[:, None].expand(logp.shape)
+    adv = groups.rewards[:, None].expand(logp.shape)
     batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, n, logp.shape[1])
     loss = losses.grpo(batch, **UNCLIPPED)
     scores = one_hot(groups.way) - logits.softmax(0)  # grad log pi of the way, in its logits
@@ -168,7 +173,9 @@ def compare_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float)
 
 
 @claim(
-    "C27", "prefix_baseline", only_if="the token earns nothing, and c/r is iid over its visitors"
+    "C27",
+    "prefix_baseline",
+    only_if="the token earns nothing, and c/r is iid over its visitors",
 )
 def c27(name, draws, evidence):
     """`prefix_baseline` multiplies the noise of n visitors by (1 - t) n/(n-1), which pays only if t
@@ -177,40 +184,29 @@ def c27(name, draws, evidence):
 
     Source: the law of the noise (D, ours)
 
-    Measured: the noise with it over that without, for a choice over all groups of 2 to 5 visitors
-    with random rewards and lengths, off-policy, with grpo unclipped. "left": the law's error where
-    one of the ways earns more. The table is on-policy, with rewards 0 and 1.
+    Measured: the noise with it over that without, for three ways, over all groups of 2 to 5
+    visitors with random advantages and lengths, off-policy, with grpo unclipped. "left": the law's
+    error where one of the ways earns more. The table is on-policy, with rewards 0 and 1.
     """
     for j, draw in enumerate(draws[::2]):
-        ways, n, b = 2 + j % 2, 2 + j // 2 % 4, float(draw.randn(1))
-        logits = draw.randn(2, ways)  # now, before
-        chances, rewards = draw.randn(2).softmax(0), draw.randn(2)
-        lengths = torch.randint(1, 9, (2,), generator=draw.generator)
-        c_over_r = (rewards - b) / lengths
-        t = (chances @ c_over_r) ** 2 / (chances @ c_over_r**2)
-        ends = [*zip(chances.tolist(), rewards.tolist(), lengths.tolist(), strict=True)]
-        for earns in (0, 1):
-            outcomes = [
-                Outcome(way, p, R + earns * way, T) for way in range(ways) for p, R, T in ends
-            ]
-            measured, law = compare_noise(outcomes, n, *logits, b), (1 - t) * n / (n - 1)
-            if earns:
-                evidence.record_left(measured - law)
-            else:
-                evidence.equal(law, measured)
-    for title, chance, *ways in (
+        n, logits = 2 + j % 4, draw.randn(2, 3)  # now, before
+        chance, A = draw.randn(2).softmax(0), draw.randn(2)
+        T = torch.randint(1, 9, (2,), generator=draw.generator)
+        t = (chance @ (A / T)) ** 2 / (chance @ (A / T) ** 2)
+        law, outcomes = (1 - t) * n / (n - 1), outcomes_of(3, (chance, A, T))
+        evidence.equal(law, compare_noise(outcomes, n, *logits))
+        earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
+        evidence.record_left(compare_noise(earning, n, *logits) - law)
+    for title, share, *right in (
         ("earns nothing; right .9", 0.5, 0.9, 0.9),
         ("earns nothing; right .7", 0.5, 0.7, 0.7),
         ("an even choice; right .95, .85", 0.5, 0.95, 0.85),
         ("a good way, taken with .1; right .9, else .1", 0.1, 0.9, 0.1),
     ):
-        shares = torch.tensor([chance, 1 - chance], dtype=torch.float64)
-        outcomes = [
-            Outcome(w, p, R, 1) for w, q in enumerate(ways) for p, R in ((q, 1), (1 - q, 0))
-        ]
-        mu = float(shares @ torch.tensor(ways).double()) - 0.5
-        t = mu**2 / 0.25  # R - b is 1/2 or -1/2
-        measured = compare_noise(outcomes, 4, shares.log(), shares.log(), 0.5)
+        ends = [(way, *end) for way, q in enumerate(right) for end in ((q, 0.5), (1 - q, -0.5))]
+        logits = torch.tensor([share, 1 - share], dtype=torch.float64).log()
+        measured = compare_noise([Outcome(*end, 1) for end in ends], 4, logits, logits)
+        t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
         evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
 
 
@@ -233,24 +229,23 @@ def c28(name, draws, evidence):
     is within the bound. It is the bound for the table's worlds: right with chance M/(M+m) and the
     weight M, else wrong with m. "left": how t changes with b.
     """
-    even = torch.zeros(2, 2, dtype=torch.float64)  # logits of two ways, now and before
 
-    def measure_t(ends: list[tuple], n: int, b: float) -> Tensor:
-        outcomes = [Outcome(way, *end) for way in (0, 1) for end in ends]
-        return 1 - compare_noise(outcomes, n, *even, b) * (n - 1) / n
+    def measure_t(n: int, *ends: Tensor) -> float:
+        even = torch.zeros(2, dtype=torch.float64)
+        return 1 - float(compare_noise(outcomes_of(2, ends), n, even, even)) * (n - 1) / n
 
     for j, draw in enumerate(draws[::2]):
-        n, chances, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
+        n, chance, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
         T = torch.randint(1, 9, (3,), generator=draw.generator)
-        ends, b = [*zip(chances.tolist(), R.tolist(), T.tolist(), strict=True)], float(chances @ R)
-        t, most = measure_t(ends, n, b), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
-        evidence.equal(True, bool(t <= most + TOLERANCE), what="whether t is within the bound")
-        evidence.record_left(measure_t(ends, n, b + 1) - t)
+        A = R - chance @ R
+        t, most = measure_t(n, chance, A, T), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
+        evidence.equal(True, t <= most + TOLERANCE, what="whether t is within the bound")
+        evidence.record_left(measure_t(n, chance, A - 1, T) - t)
     for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
-        q, most = long / (short + long), ((long - short) / (long + short)) ** 2
-        row = [f"{long / short:g}", most]
-        for n in (4, 8):
-            t = measure_t([(q, 1.0, short), (1 - q, 0.0, long)], n, q)
-            evidence.equal(most, t, what="t where the bound is sharp")
-            row.append(float(1 - t) * n / (n - 1))
-        evidence.rows.append(row)
+        T = torch.tensor([short, long], dtype=torch.float64)  # of right and of wrong answers
+        q, most = T.flip(0) / T.sum(), ((long - short) / (long + short)) ** 2
+        A = q.flip(0) * q.new_tensor([1, -1])  # rewards 1 and 0 minus the chance to be right
+        ts = [measure_t(G, q, A, T.long()) for G in (4, 8)]
+        evidence.equal([most, most], ts, what="t where the bound is sharp")
+        noise = [(1 - t) * G / (G - 1) for t, G in zip(ts, (4, 8), strict=True)]
+        evidence.rows.append([f"{long / short:g}", most, *noise])

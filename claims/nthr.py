@@ -62,8 +62,7 @@ class Readout:
             answer = answer + start
             ids = slice(None) if full_vocab else draw.tokens[answer, t].unique()
             g, h = self.g[answer, t][:, ids], self.h[answer, t]
-            pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
-            pairs = pairs * self.correct[answer]  # with the tokens of correct answers
+            pairs = (g @ g.T) * (h @ h.T) * self.correct[answer]  # (K, K), no matrix M
             scores[answer, t] = pairs.sum(1)
             own[answer, t] = (pairs * (answer[:, None] == answer)).sum(1)
         return scores, own
