@@ -92,6 +92,7 @@ def attached(right, w, adv):
 FAULTS = [
     # The identity of C13 holds for any pushes.
     *((claim.id, claim.names[0], spoilt) for claim in CLAIMS if claim.id != "C13"),
+    ("M2", "grpo", lambda right, batch: right(batch) + (not batch.mask.any())),
     ("C9", "min_replace", attached),
     ("C10", "adv_orthogonal", attached),
     ("C10", "adv_orthogonal", lambda right, w, adv: right(w, adv) + 0.01 * adv),
