@@ -92,11 +92,17 @@ def attached(right, w, adv):
 FAULTS = [
     # The identity of C13 holds for any pushes.
     *((claim.id, claim.names[0], spoilt) for claim in CLAIMS if claim.id != "C13"),
-    ("M2", "grpo", lambda right, batch: right(batch) + (not batch.mask.any())),
+    ("M2", "reinforce", lambda right, batch: right(batch) + (not batch.mask.any())),
     ("C9", "min_replace", attached),
     ("C10", "adv_orthogonal", attached),
     ("C10", "adv_orthogonal", lambda right, w, adv: right(w, adv) + 0.01 * adv),
     ("C22", "prefix_baseline", lambda right, loss, batch, nodes: loss),
+    ("M6", "nthr_random", lambda right, adv, old, **hyper: adv),
+    (
+        "C30",
+        "group_advantages",
+        lambda right, R, G, scale: right(R, G, scale) + 0.01 * (R == 1) * (scale == "std"),
+    ),
 ]
 
 
@@ -104,12 +110,13 @@ FAULTS = [
 def test_a_claim_notices_a_fault(id_, function, fault, monkeypatch):
     [claim] = [claim for claim in CLAIMS if claim.id == id_]
     trees = [Draw(0, k) for k in range(4)]
-    assert not examine_on(trees, claim, function).message
+    name = function if function in claim.names else claim.names[0]
+    assert not examine_on(trees, claim, name).message
     module = neighbours if function == "nthr_scores" else losses
     right = getattr(module, function)
     faulty = functools.wraps(right)(functools.partial(fault, right))
     monkeypatch.setattr(module, function, faulty)
-    assert examine_on(trees, claim, function).message
+    assert examine_on(trees, claim, name).message
 
 
 def test_what_holds_is_not_printed_for_what_is_wrong(capsys, monkeypatch):
