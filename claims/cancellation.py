@@ -112,9 +112,10 @@ def c7(name, draws, evidence):
             evidence.record_left(push_shared("dr_grpo", draw, 0.6, **bounds)[2])
 
 
-@claim("C8", "grpo", "gspo", only_if="all T_i are equal, or the normaliser is a common factor")
+@claim("C8", "grpo", "gspo")
 def c8(name, draws, evidence):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
+    That is 0 for every A only if all T_i are equal.
 
     Source: the normalisers of GRPO and GSPO (D)
 

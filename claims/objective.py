@@ -22,8 +22,9 @@ RARE = 1e-13  # a share that is as good as none
 
 @claim("C29a", "group_advantages")
 def c29a(name, draws, evidence):
-    """With rewards 0 and 1 the expected update is K(p) grad p, so it climbs the integral of K. K is
-    what being right is worth, E[A(right) - A(wrong)] over the siblings.
+    """On-policy, with one divisor and rewards 0 and 1, the expected update is K(p) grad p, so it
+    climbs the integral of K. K is what being right is worth, E[A(right) - A(wrong)] over the
+    siblings.
 
     Source: what a group's update ascends (D). The frame: 2510.13651, 2510.23049 (S, abstracts).
     maxrl: 2602.02710 (S)
@@ -78,9 +79,9 @@ def curl(loss: str, world: World, scale: str) -> float:
 
 @claim("C29c", "reinforce")
 def c29c(name, draws, evidence):
-    """For sure rewards a rule climbs something for every policy exactly if A is a score of the
-    group minus a function of the siblings. R minus the mean is that. Divided by the group's std it
-    is not, once there are three levels.
+    """On-policy, with one divisor and sure rewards, a rule climbs something for every policy
+    exactly if A is a score of the group minus a function of the siblings. R minus the mean is that.
+    Divided by the group's std it is not, once there are three levels.
 
     Source: what a group's update ascends (D; we know of no other text that says so of the std).
     2510.13651 and, for G = 2, 2502.18548 (S, abstracts)
@@ -118,9 +119,9 @@ def push_rare(name: str, G: int, share: float, scale: str, right: float = 0.45) 
 
 @claim("C30", "reinforce")
 def c30(name, draws, evidence):
-    """A crumb can hold a policy for good. The usual way earns .1 surely, a rare one 1 with chance
-    .45: with the std and G = 8 the rare one dies out below a share of .08. With the mean scale it
-    always grows.
+    """A crumb can hold a policy for good, also on-policy and at equal lengths. The usual way earns
+    .1 surely, a rare one 1 with chance .45: with the std and G = 8 the rare one dies out below a
+    share of .08. With the mean scale it always grows.
 
     Source: the crumb (D). The std under noise: 2508.11800 (S, abstract)
 
