@@ -87,14 +87,6 @@ def unspoken() -> list[str]:
 # ---------------- printing
 
 
-def format_number(x: float) -> str:
-    if math.isnan(x):
-        return ""
-    if x == 0:
-        return "0"
-    return f"{x:.4f}" if 1e-3 <= abs(x) < 1e4 else f"{x:.0e}"
-
-
 def wrap(text: str, indent: int) -> str:
     """text in lines of 100, all but the first of them indented."""
     return textwrap.fill(text, 100, subsequent_indent=" " * indent, break_on_hyphens=False)
@@ -113,10 +105,8 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
         verdict = "HOLDS ONLY IF" if claim.condition else "HOLDS"
         if any(result.message for result in own):
             verdict = "WRONG"
-        predicted, measured, error, left = map(format_number, (*worst.pair, worst.error, mean_left))
-        print(
-            f"\n{claim.id:6}{verdict:17}{predicted:>11}{measured:>11}{error:>9}{left:>9}".rstrip()
-        )
+        numbers = f"{worst.pair[0]:11.4g}{worst.pair[1]:11.4g}{worst.error:9.1g}"
+        print(f"\n{claim.id:6}{verdict:17}{numbers}" + (f"{mean_left:9.2g}" if left else ""))
         lines = [f"Holds only if: {claim.condition}."] if claim.condition else []
         lines += [claim.text[1], f"Of {', '.join(result.function for result in own)}."]
         for line in (claim.text[0], *lines):
