@@ -4,13 +4,14 @@ known exactly.
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
     python verify.py --explain C14      what a claim says, and its proof from claims/PROOFS.md
-    python verify.py --explain gspo     which claims speak of a method, and questions about it
-    python verify.py --explain loss     questions people ask about that word
+    python verify.py --explain gspo     questions about a method, and the claims that speak of it
+    python verify.py --explain Eq. 17   the claims that speak of an equation
+    python verify.py --explain loss     questions people ask about that word, and claims
     python verify.py --explain symbols  what the letters mean
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
 to 3 prompts with 2 to 16 answers each, on-policy and off-policy, inside and outside the clip range.
-Most are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
+All are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
 rewards that nearly agree, hundreds of tokens. These decide about verdicts, not about the numbers.
 
 "predicted" is computed by hand and "measured" by autograd; both are shown where they are furthest
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", metavar="ID", help="these claims: C9 C16")
-    add("--explain", nargs="+", metavar="ID", help="print proofs; or symbols, or a word")
+    add("--explain", nargs="+", metavar="ID", help="print proofs; or a method, Eq. 17, symbols")
     options = parser.parse_args(argv)
     if options.explain:
         print(explain(options.explain))
