@@ -98,6 +98,7 @@ FAULTS = [
     ("C10", "adv_orthogonal", lambda right, w, adv: right(w, adv) + 0.01 * adv),
     ("C22", "prefix_baseline", lambda right, loss, batch, nodes: loss),
     ("M6", "nthr_random", lambda right, adv, old, **hyper: adv),
+    ("N4", "nthr_scores", lambda right, **facts: [k + x for k, x in enumerate(right(**facts))]),
     (
         "C30",
         "group_advantages",
