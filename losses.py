@@ -178,14 +178,12 @@ def token_mean(x: Tensor, batch: Batch) -> Tensor:
     return x.masked_fill(~batch.mask, 0.0).sum() / batch.mask.sum().clamp(min=1)
 
 
-def clipped(batch: Batch, eps_low: float, eps_high: float, dual: float = float("inf")) -> Tensor:
+def clipped(batch: Batch, eps_low: float, eps_high: float) -> Tensor:
     """PPO's surrogate min(r A, clip(r) A). (N, T).
 
-    Above the clip range a winner (A > 0) has no push any more, and below it a loser has none. Dual
-    clip (1912.09729), verl's default with 3, also silences losers whose ratio is above `dual`.
+    Above the clip range a winner (A > 0) has no push any more, and below it a loser has none.
     """
     ratio = token_ratio(batch)
-    ratio = torch.where(batch.adv < 0, ratio.clamp(max=dual), ratio)
     return torch.minimum(ratio * batch.adv, ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv)
 
 
@@ -196,7 +194,7 @@ def reinforce(batch: Batch) -> Tensor:
     """Plain policy gradient.
 
     J = A log pi / L.
-    Shared token: cancels at any ratio, because the ratio does not matter.
+    Shared token: cancels at any ratio. The ratio does not matter.
     Source: Williams 1992 (P). METHODS gives it GRPO's advantage.
     """
     return -budget_mean(batch.adv * batch.logp, batch)
@@ -208,17 +206,16 @@ def grpo(
     eps_high: float = 0.2,
     kl: float = 0.0,
     kl_ratio: bool = False,
-    dual: float = float("inf"),
 ) -> Tensor:
     """PPO's clipped surrogate, averaged per answer.
 
     J = (min(r A, clip(r) A) - kl k3) / T_i. k3 estimates the KL to a reference policy.
-    Shared token: inside the clip range r sum A_i/T_i is left (C8). Above the range only losers
-    push, below it only winners (C6).
-    Source: GRPO Eq. 3-4 (P; its kl is 0.04, its eps is not printed, 0.2 is PPO's). Two additions of
-    trainers, off by default: kl_ratio weighs k3 by r; dual, see `clipped`.
+    Shared token: cancels at equal lengths inside the clip range. At other lengths r sum A_i/T_i is
+    left (C8). Above the range only losers push, below it only winners (C6).
+    Source: GRPO Eq. 3-4 (P; its kl is 0.04, its eps is not printed, 0.2 is PPO's). kl_ratio, an
+    addition of trainers, weighs k3 by r.
     """
-    surrogate = clipped(batch, eps_low, eps_high, dual)
+    surrogate = clipped(batch, eps_low, eps_high)
     if kl:
         surrogate = surrogate - kl * k3(batch, kl_ratio)
     return -seq_mean(surrogate, batch)
@@ -228,7 +225,7 @@ def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor
     """GRPO's surrogate over one divisor. METHODS also leaves the std out of its advantage.
 
     J = min(r A, clip(r) A) / L.
-    Shared token: cancels inside the clip range only (C6).
+    Shared token: cancels inside the clip range. Outside it one side pushes alone (C6).
     Source: Dr. GRPO sec. 3.2 (P).
     """
     return -budget_mean(clipped(batch, eps_low, eps_high), batch)
@@ -237,8 +234,8 @@ def dr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor
 def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     """GRPO's surrogate with a wider upper clip, averaged over the tokens of mixed groups.
 
-    J = min(r A, clip(r) A) / tokens of mixed groups, in which rewards differ.
-    Shared token: cancels inside the clip range only (C6).
+    J = min(r A, clip(r) A) / tokens of mixed groups. In a mixed group rewards differ.
+    Shared token: cancels inside the clip range. Outside it one side pushes alone (C6).
     Source: DAPO Eq. 8, 10-12 (P; where a group is not mixed it samples another prompt, and here
     the group is left out).
     """
@@ -253,9 +250,9 @@ def dapo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
 def gspo(batch: Batch, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     """PPO's surrogate once per answer, on the geometric ratio.
 
-    J = min(s A, clip(s) A), once per answer, then the mean over answers.
-    Shared token: s_i is a geometric mean of T_i ratios, so ds_i/dlogp is s_i/T_i, and
-    sum A_i s_i/T_i is left (C4, C8).
+    J = min(s A, clip(s) A), once per answer. Then the mean over answers.
+    Shared token: cancels at equal lengths and ratios of 1. s_i is a geometric mean of T_i ratios,
+    so ds_i/dlogp is s_i/T_i, and sum A_i s_i/T_i is left (C4, C8).
     Source: GSPO Eq. 5-7 (P). ScaleRL (2510.13786, P) found 4e-3/5e-3 to work better.
     """
     ratio, adv = sequence_ratio(batch), trajectory_advantage(batch)  # (N,), (N,)
@@ -266,7 +263,7 @@ def cispo(batch: Batch, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
     """Clip the ratio as a detached weight: no token loses its gradient, none gets a huge one.
 
     J = sg[clip(r)] A log pi / tokens. With eps_low = 1 there is no lower bound.
-    Shared token: cancels at any ratio, because all who share it have the same weight.
+    Shared token: cancels at any ratio. All who share it have the same weight.
     Source: MiniMax-M1 Eq. 4-5 (P). It does not print the upper bound; r <= 5 is ScaleRL's (P).
     """
     weight = token_ratio(batch).clamp(1 - eps_low, 1 + eps_high).detach()
@@ -277,8 +274,8 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     """GRPO with one divisor, and with a clip blind to the sign of A: there is no min.
 
     J = clip(r) A / L.
-    Shared token: cancels at any ratio: inside the clip range by the one divisor, and outside it
-    nobody pushes (C7).
+    Shared token: cancels at any ratio. Inside the clip range that is the divisor's doing, and
+    outside it nobody pushes (C7).
     Source: DFPO's "GRPO-fix", of which only the purpose is known (S); this reading is ours (D).
     """
     ratio = token_ratio(batch)  # 1 on padding
@@ -346,48 +343,9 @@ def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("
     return _dfpo(adv_orthogonal, batch, ratio, eps)
 
 
-# ---------------- a method is a loss and the scale of its advantage
-
-
-@dataclass
-class Method:
-    """What METHODS names, and train.py --method takes."""
-
-    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one, except for Lopti
-    formula: str = ""  # J, as in the docstrings
-    cancels: str = ""  # when pushes on a token that the whole group shares cancel; a comma is "and"
-    scale: str = "std"  # of group_advantages
-    clips: Callable[[Batch], Tensor] = token_ratio  # which ratio, for the metric clip_share
-    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters, by `bind`
-    # Only for papers below the ruled line, in which tokens get advantages of their own:
-    credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T) adv
-    needs_scores: bool = False  # whether credit reads OldPolicy.scores
-    repair: Callable[..., Tensor] | None = None  # rewards after wrong answers were corrected
-
-
-METHODS: dict[str, Method] = {
-    "reinforce": Method((reinforce,), "A log pi / L", "at any ratio"),
-    "grpo": Method((grpo,), "min(r A, clip(r) A) / T_i", "equal lengths, inside the clip"),
-    "dr-grpo": Method((dr_grpo,), "min(r A, clip(r) A) / L", "inside the clip", scale="mean"),
-    "dapo": Method((dapo,), "min(r A, clip(r) A) / tokens of mixed groups", "inside the clip"),
-    "gspo": Method(
-        (gspo,),
-        "min(s A, clip(s) A), once per answer",
-        "equal lengths, ratios of 1",
-        clips=lambda batch: sequence_ratio(batch)[:, None],
-    ),
-    "cispo": Method((cispo,), "sg[clip(r)] A log pi / tokens", "at any ratio"),
-    "grpo-symmetric": Method((grpo_symmetric,), "clip(r) A / L", "at any ratio"),
-    "dfpo-min": Method((dfpo_min,), "sg[the group's smallest s] A log pi / L", "at any ratio"),
-    "dfpo-orthogonal": Method(
-        (dfpo_orthogonal,), "sg[s without its part along A] A log pi / L", "at any ratio"
-    ),
-}
-
-
 # =================================================================================================
 # What people seldom use: a baseline at every prefix, a KL term, the losses of neighbouring papers;
-# and what measures a batch. Each stands by itself.
+# what measures a batch; and at the end METHODS, the table of all methods
 # =================================================================================================
 
 
@@ -504,45 +462,13 @@ def k3(batch: Batch, times_ratio: bool = False) -> Tensor:
     return (log_q.exp() - log_q - 1) * (token_ratio(batch) if times_ratio else 1)
 
 
-def recentred(batch: Batch, ratio: str = "product") -> Tensor:
-    """REINFORCE that compares every two answers of a group, weighted by both ratios. Ours (D).
-
-    J = sg[mean_j s_i s_j (A_i - A_j)] log pi / L. The weight is s_i mean(s) (A_i - Ahat),
-    Ahat = sum_j s_j A_j / sum_j s_j. With the plain product and the scale "mean" it is unbiased,
-    also off-policy. The price is variance (C21). A_i is trajectory_advantage.
-    Shared token: cancels at any ratio. On parts of a group the pairs inside the part cancel.
-    """
-    groups = (-1, batch.group_size)
-    s = sequence_ratio(batch, ratio).detach().clamp(max=1e9)  # s_i s_j stays finite in float32
-    s, adv = s.view(groups), trajectory_advantage(batch).view(groups)
-    pairs = s[:, :, None] * s[:, None] * (adv[:, :, None] - adv[:, None])  # (groups, G, G)
-    return -budget_mean(pairs.mean(2).view(-1, 1) * batch.logp, batch)
-
-
-def balanced(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
-    """GRPO's surrogate, averaged over the tokens of winners and over those of losers, apart.
-
-    J = sum over both signs of A of (n/G) mean over their tokens of min(r A, clip(r) A).
-    n is how many answers of the group, empty ones left out, have that sign; then a mean over
-    groups. Balanced Aggregation 2605.04077 (words P: its abstract; formula S).
-    Shared token: sum_{A>0} A_i (1/mean T of winners - 1/mean T of losers) is left at ratios of 1.
-    """
-    surrogate, adv = clipped(batch, eps_low, eps_high), trajectory_advantage(batch)  # (N, T), (N,)
-    total = 0.0
-    for side in (adv > 0, adv < 0):  # (N,)
-        counted = (batch.mask & side[:, None]).view(-1, batch.group_size, surrogate.shape[1])
-        sums = surrogate.view(counted.shape).masked_fill(~counted, 0.0).sum((1, 2))  # (groups,)
-        answers = side.view(-1, batch.group_size).sum(1)  # (groups,)
-        total = total + (answers * sums / counted.sum((1, 2)).clamp(min=1)).sum()
-    return -total / len(adv)
-
-
 def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
 
     J = (4/tau) sigmoid(tau (r - 1)) A / T_i, tau by the sign of A. SAPO 2511.20347 (S:
     as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
-    Shared token: sum A_i/T_i is left at ratios of 1 (C8); elsewhere a little more, by the two taus.
+    Shared token: cancels at equal lengths and ratios of 1. Else sum A_i/T_i is left (C8), and away
+    from 1 a little more, by the two taus.
     """
     ratio = token_ratio(batch)
     soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
@@ -552,10 +478,11 @@ def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
 def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
     """A clip by probabilities in place of ratios, which looks at the sign of A.
 
-    J = r A / tokens, but 0 if A > 0 and p - p_old > delta, or if A < 0 and p_old - p > delta.
+    J = r A / tokens, but 0 where p has left p_old the way A says. That is, where A > 0 and
+    p - p_old > delta, or where A < 0 and p_old - p > delta.
     DPPO 2602.04879, "binary TV" (S: as in verl 0.9.1's dppo_tv and prime-rl's default loss).
     Left out: verl's largest weight r <= 3, prime-rl's penalty of 0.001 log(r)^2.
-    Shared token: cancels while p is within delta of p_old; beyond, only one side acts (C6).
+    Shared token: cancels while p is within delta of p_old. Beyond, only one side acts (C6).
     """
     moved = (batch.logp.exp() - batch.logp_old.exp()).detach()  # (N, T)
     outside = torch.where(batch.adv > 0, moved > delta, moved < -delta)
@@ -567,7 +494,7 @@ def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
 
     J = r A / tokens, but 0 if |p - p_old| > delta. prime-rl's loss of type "ipo", there called
     "a symmetric trust region" (P: its source; its penalty of 0.001 log(r)^2 is left out).
-    Shared token: cancels at any ratio (C7).
+    Shared token: cancels at any ratio. The clip is blind to the sign of A (C7).
     """
     outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
     return -token_mean((token_ratio(batch) * batch.adv).masked_fill(outside, 0.0), batch)
@@ -580,7 +507,7 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Te
     """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
     J = min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
-    Shared token: cancels inside the clip range only (C6).
+    Shared token: cancels inside the clip range. Outside it one side pushes alone (C6).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch)
 
@@ -589,7 +516,7 @@ def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tens
     """The same with NTHR's clip: the loss under its credit rules.
 
     J = min(r A, clip(r) A) / tokens. NTHR sec. 2.2 (P; there over a group's tokens).
-    Shared token: cancels inside the clip range (C6), where the credit rule softens nothing.
+    Shared token: cancels inside the clip range. Not where the credit rule has softened a loser.
     """
     return token_grpo(batch, eps_low, eps_high)
 
@@ -597,8 +524,8 @@ def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tens
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r) A+) / tokens with A+ = max(A, 0). NTHR sec. 2.2 (P).
-    Shared token: does not cancel; nothing stands against the winners.
+    J = min(r A+, clip(r) A+) / tokens. A+ = max(A, 0). NTHR sec. 2.2 (P).
+    Shared token: never cancels. Nothing stands against the winners.
     """
     return token_grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
@@ -610,7 +537,8 @@ def lopti_low(
 
     J = 1[pi_old < eta] min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
     eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
-    Shared token: as token_grpo. All its visitors have one pi_old, so they are in the same pass.
+    Shared token: cancels inside the clip range. All its visitors have one pi_old, so they are in
+    the same pass.
     """
     return _lopti(batch, batch.logp_old.exp() < eta, eps_low, eps_high)
 
@@ -621,7 +549,8 @@ def lopti_high(
     """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
     J = 1[pi_old >= eta] min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
-    Shared token: as lopti_low. The clip can act in every update, because r has moved since pi_old.
+    Shared token: cancels inside the clip range. It can be left in every update, because r has moved
+    since pi_old.
     """
     return _lopti(batch, batch.logp_old.exp() >= eta, eps_low, eps_high)
 
@@ -665,7 +594,7 @@ def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Te
     """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
     A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P). alpha 0.3 is that of ar-lopti.
-    Shared token: one factor for all visitors, so what cancelled still does.
+    Shared token: one factor for all its visitors. So what cancelled still does.
     (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
     if not 0 <= alpha <= 1:
@@ -674,15 +603,19 @@ def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Te
 
 
 def nthr(
-    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = False
+    adv: Tensor,
+    old: OldPolicy,
+    beta: float = 1.0,
+    eta: float | None = None,
+    self_term: bool = False,
 ) -> Tensor:
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
     A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}, i over the
     correct answers. NTHR 5.2 (P). s is llm/neighbours.nthr_scores; of a correct answer it leaves
-    out that answer itself, unless self_term. eta -1 stands for 2|0.5 - p| (App. 7.3, P), p the
-    group's share of correct answers.
-    Shared token: a winner's counterweight is taken away, on purpose. (N, T), OldPolicy -> (N, T).
+    out that answer itself, unless self_term. eta is 2|0.5 - p| if it is not given (App. 7.3, P),
+    p the group's share of correct answers.
+    Shared token: softened losers no longer outweigh winners. (N, T), OldPolicy -> (N, T).
     Raises ValueError without scores.
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
@@ -690,12 +623,17 @@ def nthr(
 
 
 def nthr_random(
-    adv: Tensor, old: OldPolicy, beta: float = 1.0, eta: float = -1.0, self_term: bool = False
+    adv: Tensor,
+    old: OldPolicy,
+    beta: float = 1.0,
+    eta: float | None = None,
+    self_term: bool = False,
 ) -> Tensor:
     """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
     A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P); the same eta as
-    nthr's is ours. Arguments as for nthr. Shared token: as nthr. (N, T), OldPolicy -> (N, T).
+    nthr's is ours. Arguments as for nthr. Shared token: softened losers no longer outweigh winners.
+    (N, T), OldPolicy -> (N, T).
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
     count = selected.sum(1, keepdim=True)  # (N, 1)
@@ -704,11 +642,11 @@ def nthr_random(
     return torch.where(rank < count, nthr_factor(old, eta) * adv, adv)
 
 
-def nthr_factor(old: OldPolicy, eta: float) -> Tensor:
-    """eta of each answer; -1 stands for 2|0.5 - p|, p its group's share of correct ones. (N, 1)."""
+def nthr_factor(old: OldPolicy, eta: float | None) -> Tensor:
+    """eta of each answer; if None it is 2|0.5 - p|, p its group's share of correct ones. (N, 1)."""
     correct = (old.rewards == 1).to(old.logp.dtype).view(-1, old.group_size)  # (groups, G)
     share = correct.mean(1).repeat_interleave(old.group_size)[:, None]  # (N, 1)
-    return 2 * (0.5 - share).abs() if eta < 0 else torch.full_like(share, eta)
+    return 2 * (0.5 - share).abs() if eta is None else torch.full_like(share, eta)
 
 
 def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = False) -> Tensor:
@@ -732,7 +670,7 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     A' comes from shaped_rewards. IBPO (S). This reading, "sign", is ours (D): a repaired answer
     never rewards what its correction changed, or blames what it kept. "changed", 1[changed] for
     both signs, is the literal reading of the best source, and can reward the mistake (I3).
-    Shared token: by the sign of A' a repaired answer drops out of the sum, on purpose.
+    Shared token: a repaired answer may drop out of the sum. That is the purpose.
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """
     if reading not in ("sign", "changed", "none"):
@@ -760,91 +698,7 @@ def shaped_rewards(
     return rewards + weight * bonus * (repaired & (rewards == 0)).to(rewards.dtype)
 
 
-_SURROGATE, _INSIDE = "min(r A, clip(r) A) / tokens", "inside the clip"
-METHODS |= {
-    "recentred": Method(
-        (recentred,), "sg[mean_j s_i s_j (A_i - A_j)] log pi / L", "at any ratio", scale="mean"
-    ),
-    "balanced": Method(
-        (balanced,),
-        "(n/G) min(r A, clip(r) A) / tokens of that sign",
-        "equal mean T_i, inside the clip",
-    ),
-    "sapo": Method((sapo,), "(4/tau) sigmoid(tau (r - 1)) A / T_i", "equal lengths, ratios of 1"),
-    "dppo": Method(
-        (dppo,), "r A / tokens, 0 where p left p_old the way A says", _INSIDE, scale="mean"
-    ),
-    "symmetric-trust": Method(
-        (symmetric_trust,), "r A / tokens, 0 where p left p_old", "at any ratio", scale="mean"
-    ),
-    "pos-only": Method((pos_only,), "min(r A+, clip(r) A+) / tokens", "never"),
-    "nthr": Method(
-        (nthr_grpo,),
-        f"{_SURROGATE}; some losers' tokens softer",
-        f"{_INSIDE}, unsoftened",
-        credit=nthr,
-        needs_scores=True,
-    ),
-    "nthr-random": Method(
-        (nthr_grpo,),
-        f"{_SURROGATE}; any tokens of losers softer",
-        f"{_INSIDE}, unsoftened",
-        credit=nthr_random,
-        needs_scores=True,
-    ),
-    "advantage-reweighting": Method(
-        (token_grpo,), f"{_SURROGATE}; rare tokens softer", _INSIDE, credit=advantage_reweighting
-    ),
-    "lopti": Method((lopti_low, lopti_high), f"{_SURROGATE}; rare tokens first", _INSIDE),
-    "ar-lopti": Method(
-        (lopti_low, lopti_high),
-        f"{_SURROGATE}; rare tokens first, softer",
-        _INSIDE,
-        credit=advantage_reweighting,
-    ),
-    "ibpo": Method(
-        (grpo,),
-        "grpo's; of repaired answers only tokens that the sign fits",
-        "as grpo, if no answer is repaired",
-        credit=ibpo,
-        repair=shaped_rewards,
-    ),
-}
-
-
 # ---------------- what measures a batch
-
-
-@torch.no_grad()
-def decided(
-    rewards: Tensor, nodes: Tensor, mask: Tensor, group_size: int, logp: Tensor | None = None
-) -> dict[str, float]:
-    """Would a baseline at every prefix lower the noise? How much earlier tokens decide (C27).
-
-    decided = rho^2 = 1 - Var(R | prefix) / Var(R), over the tokens whose prefix has n >= 2
-    visitors, which are answers that take a token after it; visitors = mean n. Where decided is
-    above break_even = (G - n) / (n (G - 1)), or its like for the mean of n / (n - 1), the baseline
-    lowers the noise of tokens that earn nothing, against the group's mean. With logp a token counts
-    1 - pi, because what was sure to be taken has no gradient; else all count alike, and
-    Var(R | prefix) has no bias (C27b). (D, ours)
-    (N,), (N, T) prefix_nodes, (N, T), G, (N, T) -> the three, by name; none where nothing is shared
-    or no reward differs.
-    """
-    weight = mask.double() if logp is None else -torch.expm1(logp.double())
-    weight, R = weight[mask], rewards.double()[:, None].expand(mask.shape)[mask]  # (K,) tokens
-    of_group = rewards.double().view(-1, group_size).var(1).repeat_interleave(group_size)  # (N,)
-    ids, prefix = prefixes(nodes, group_size)[mask].unique(return_inverse=True)
-    n = torch.bincount(prefix)[prefix].double()  # (K,) visitors of the token's prefix
-    others = (R.new_zeros(len(ids)).index_add_(0, prefix, R)[prefix] - R) / (n - 1)
-    # The variance of n visitors is the mean of R (R - mean of the others).
-    within, total = R * (R - others), of_group[:, None].expand(mask.shape)[mask]
-    within, total, n, weight = (x[n > 1] for x in (within, total, n, weight))
-    if not weight @ total > 0:
-        return {}
-    weight = weight / weight.sum()
-    price = (group_size - 1) / group_size * (weight @ (n / (n - 1)))  # of not knowing the mean
-    numbers = 1 - weight @ within / (weight @ total), weight @ n, 1 - 1 / price
-    return dict(zip(("decided", "visitors", "break_even"), map(float, numbers), strict=True))
 
 
 def learning_tax(coefficients: Tensor, advantages: Tensor, nodes: Tensor, mask: Tensor) -> float:
@@ -894,7 +748,60 @@ def check_groups(rows: int, group_size: int):
         raise ValueError(f"{rows} rows are not whole groups of {group_size} (at least 2)")
 
 
-# ---------------- a method by name: its hyperparameters are filled in before a run
+# ---------------- METHODS: a loss, the scale of its advantage, and perhaps a credit rule
+
+
+@dataclass
+class Method:
+    """What METHODS names, and train.py --method takes."""
+
+    passes: tuple[Callable[..., Tensor], ...]  # Batch -> loss; one, except for Lopti
+    scale: str = "std"  # of group_advantages
+    credit: Callable[..., Tensor] | None = None  # (N, T) adv, OldPolicy -> (N, T) adv
+    needs_scores: bool = False  # whether credit reads OldPolicy.scores
+    repair: Callable[..., Tensor] | None = None  # rewards after wrong answers were corrected
+    hyper: dict[str, object] = field(default_factory=dict)  # all hyperparameters, by `bind`
+
+    @property
+    def formula(self) -> str:
+        """J, from the docstrings of the passes."""
+        return "; then ".join(said(loss, "J = ") for loss in self.passes)
+
+    @property
+    def cancels(self) -> str:
+        """Whether pushes on a token that the whole group shares cancel, from the docstrings."""
+        made_of = [self.passes[0], self.credit] if self.credit else [self.passes[0]]
+        return "; ".join(said(function, "Shared token: ") for function in made_of)
+
+
+def said(function: Callable, start: str) -> str:
+    """What a docstring says behind `start`, to the end of the sentence."""
+    function = getattr(function, "func", function)  # of a partial, which `bind` makes
+    text = " ".join(inspect.getdoc(function).split()) + " "
+    return text.partition(start)[2].partition(". ")[0]
+
+
+METHODS: dict[str, Method] = {
+    "reinforce": Method((reinforce,)),
+    "grpo": Method((grpo,)),
+    "dr-grpo": Method((dr_grpo,), scale="mean"),
+    "dapo": Method((dapo,)),
+    "gspo": Method((gspo,)),
+    "cispo": Method((cispo,)),
+    "grpo-symmetric": Method((grpo_symmetric,)),
+    "dfpo-min": Method((dfpo_min,)),
+    "dfpo-orthogonal": Method((dfpo_orthogonal,)),
+    "sapo": Method((sapo,)),
+    "dppo": Method((dppo,), scale="mean"),
+    "symmetric-trust": Method((symmetric_trust,), scale="mean"),
+    "pos-only": Method((pos_only,)),
+    "nthr": Method((nthr_grpo,), credit=nthr, needs_scores=True),
+    "nthr-random": Method((nthr_grpo,), credit=nthr_random, needs_scores=True),
+    "advantage-reweighting": Method((token_grpo,), credit=advantage_reweighting),
+    "lopti": Method((lopti_low, lopti_high)),
+    "ar-lopti": Method((lopti_low, lopti_high), credit=advantage_reweighting),
+    "ibpo": Method((grpo,), credit=ibpo, repair=shaped_rewards),
+}
 
 
 def functions(method: Method) -> list[Callable]:
@@ -912,48 +819,46 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
     """METHODS[name] with its hyperparameters filled in, as in bind("grpo", {"kl": "0.04"}).
 
     Method.hyper has all of them. Values may be text, as on a command line. Raises ValueError, in
-    one line, for an unknown method or name, and for a value that the method does not take.
+    one line, for an unknown method or name, for a value of another type, and for a negative number.
+    What else a function does not take, it refuses itself.
     """
     if name not in METHODS:
         raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
     method, known = METHODS[name], {}
     for function in functions(method):
         known |= defaults(function)
-    for key, text in hyper.items():
+    for key, given in hyper.items():
         if key not in known:
             accepted = ", ".join(f"{k}={v}" for k, v in known.items()) or "none"
             raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
-        kind = type(known[key])
-        try:
-            value = bool(int(text)) if kind is bool else kind(text)
-        except ValueError:
-            raise ValueError(f"{key}={text}: a {kind.__name__} is expected") from None
-        # The only negative value is a default: nthr's eta -1 stands for a formula.
-        if kind is float and not value >= 0 and value != known[key]:
-            raise ValueError(f"{key}={text}: must be at least 0")
-        known[key] = value
+        known[key] = parse_like(known[key], key, str(given))
 
     def fill(function):
         return partial(function, **{key: known[key] for key in defaults(function)})
 
-    bound = replace(
+    return replace(
         method,
         passes=tuple(map(fill, method.passes)),
         credit=method.credit and fill(method.credit),
         repair=method.repair and fill(method.repair),
         hyper=known,
     )
-    # Once on zeros: what only the functions can judge is refused now, not after a warm start.
-    zeros = torch.zeros(2, 1)
-    mask, rewards, repaired = zeros == 0, zeros[:, 0], zeros[:, 0] > 0
-    for loss_fn in bound.passes:
-        loss_fn(Batch(zeros, zeros, zeros, mask, group_size=2, max_tokens=1, logp_ref=zeros))
-    if bound.repair:
-        bound.repair(rewards, repaired)
-    if bound.credit:
-        facts = dict(scores=zeros, own_scores=zeros, kept_mask=mask, repaired=repaired)
-        bound.credit(zeros, OldPolicy(mask.long(), mask, zeros, rewards, group_size=2, **facts))
-    return bound
+
+
+def parse_like(default: object, key: str, text: str) -> object:
+    """The text as a value of the default's type; a default of None stands for a number."""
+    if isinstance(default, str):
+        return text
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        number = float(text)
+    except (KeyError, ValueError):
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ValueError(f"{key}={text}: must be {kind}") from None
+    if not number >= 0:  # a nan, too
+        raise ValueError(f"{key}={text}: must be at least 0")
+    return number
 
 
 LEGEND = """\
@@ -961,17 +866,18 @@ J is what a method maximises, so its loss is -J. J says what a token adds, and a
 what that is divided: L, the longest answer allowed, is one divisor for all; T_i is the answer's
 own length; tokens is the number of tokens in the batch.
 
-A     reward - group mean; where the table says std, also divided by the group's deviation
-r, s  r = pi / pi_old of a token; s: its geometric mean over the answer (recentred: the product)
+A     reward - group mean; where the table says std, also divided by the group's standard deviation;
+      then changed by the credit rule that stands behind a +
+r, s  r = pi / pi_old of a token; s: its geometric mean over the answer
 clip  clip(r): r, but at least 1 - eps_low and at most 1 + eps_high
 sg    stop-gradient: what is in brackets counts as a constant
 
-The last column says when the pushes on a token that the whole group shares cancel. A comma there is
-an "and".
+The last column says when the pushes on a token that the whole group shares cancel.
 """
 
 if __name__ == "__main__":
     print(LEGEND)
-    print(f"{'--method':22} {'A':5} {'J':60} cancels")
+    print(f"{'--method':22} {'A':27} {'J':60} pushes on a shared token")
     for name, method in METHODS.items():
-        print(f"{name:22} {method.scale:5} {method.formula:60} {method.cancels}")
+        adv = method.scale + (f" + {method.credit.__name__}" if method.credit else "")
+        print(f"{name:22} {adv:27} {method.formula:60} {method.cancels}")

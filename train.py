@@ -56,11 +56,10 @@ from losses import (
     Method,
     OldPolicy,
     bind,
-    decided,
     group_advantages,
-    k3,
     prefix_baseline,
     prefix_nodes,
+    token_ratio,
 )
 
 # -------------------------------------------------------------------------------------------------
@@ -114,7 +113,6 @@ class Config:
     threads: int = 1  # CPU threads, 0: all; a tiny model gains nothing from more than one
     fast: bool = False  # llm/fast.py's generate and log_probs: the same numbers, sooner
     repair_references: int = 1  # ibpo: answers shown beside a wrong one that is to be corrected
-    trace: bool = False  # print the first group that can learn, token by token
     track: Literal["", "trackio", "wandb"] = ""  # send the metrics there, too
     out: str = ""  # the run directory; empty: runs/TASK-METHOD-sSEED-TIME
     resume: str = ""  # a run directory to go on with; takes no other flag
@@ -161,13 +159,9 @@ def run(config: Config):
         metrics = diagnose(policy, scored, updates, method, config)
         metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - start)
 
-        if config.trace:
-            trace(policy, updates, config)
         due = step % config.eval_every == 0 or step == config.steps
         if due:
             metrics |= evaluate(policy, task, config)
-            # How far the policy, before this step, is from its start, which is loaded for that.
-            metrics |= divergence(scored, reference or load_start(policy, task, config), config)
         record(metrics, config)
         if due:
             save_batch(policy, scored, config)
@@ -353,9 +347,12 @@ def score(
         max_tokens=config.max_tokens,
         logp_ref=ref,
     )
-    # For --prefix-baseline and `decided`: tokens after the same node have the same prefix.
+    # For --prefix-baseline: tokens after the same node have the same prefix.
     nodes = prefix_nodes(answers.tokens, mask, G)  # (N, T)
     metrics = {"entropy": (entropy.sum() / mask.sum()).item(), "max_logp_gap": gap}
+    if ref is not None:  # KL(policy || reference) a token, by k3: 0 in the first step
+        log_q = (ref - old)[mask]
+        metrics["kl"] = (log_q.exp() - log_q - 1).mean().item()
     return Scored(answers, batch, advantages, nodes, metrics)
 
 
@@ -473,10 +470,7 @@ def log_probs_now(policy: Policy, minibatch: Scored, first: bool, config: Config
 def diagnose(
     policy: Policy, scored: Scored, updates: list[Update], method: Method, config: Config
 ) -> dict:
-    """A step's metrics: of its answers, and means over its updates. Entropy is in nats.
-
-    decided, visitors and break_even say if --prefix-baseline would lower the noise (losses.py).
-    """
+    """A step's metrics: of its answers, and means over its updates. Entropy and KL are in nats."""
     answers, mask, G = scored.answers, scored.answers.mask, config.group_size
     rewards, tokens = answers.rewards, mask.sum()
     equal = (scored.advantages == 0).view(-1, G).all(1)  # (groups,) nothing to learn from
@@ -492,8 +486,7 @@ def diagnose(
     metrics |= scored.metrics
     metrics["loss"] = sum(u.loss for u in updates) / len(updates)
     metrics["grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
-    metrics |= decided(rewards, scored.nodes, mask, G, scored.batch.logp_old)
-    metrics |= clip_share(updates, method)
+    metrics["clip_share"] = sum(far_share(u.minibatch.batch) for u in updates) / len(updates)
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in metrics.items()}
 
 
@@ -882,7 +875,7 @@ def load_policy(config: Config, task, path: str) -> Policy:
 
 
 def load_start(policy: Policy, task, config: Config) -> Policy:
-    """The policy that RL started from: what a KL term and kl_start are measured from.
+    """The policy that RL started from: what a KL term is measured from.
 
     It scores as the policy does, whose model has the same shape, so --fast is not checked again.
     """
@@ -946,26 +939,10 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 # more to log, and to print
 
 
-def divergence(scored: Scored, reference: Policy, config: Config) -> dict[str, float]:
-    """kl_start: KL(policy || reference) a token, in nats, by k3; of the policy before its step."""
-    ref, _ = log_probs_in_pieces(reference, scored.answers, config)
-    kl = k3(replace(scored.batch, logp_ref=ref)).sum() / scored.batch.mask.sum()
-    return {"kl_start": kl.item()}
-
-
-def clip_share(updates: list[Update], method: Method) -> dict[str, Tensor]:
-    """The share of tokens outside the clip range, as PPO implementations log it; 0 in a first
-    update, whose ratios are 1. Nothing for a method without a clip."""
-    if "eps_low" not in method.hyper:
-        return {}
-    low, high = 1 - method.hyper["eps_low"], 1 + method.hyper["eps_high"]
-    shares = []
-    for update in updates:
-        batch = update.minibatch.batch
-        ratio = method.clips(batch)  # (n, T or 1)
-        outside = ((ratio < low) | (ratio > high)) & batch.mask
-        shares.append(outside.sum() / batch.mask.sum())
-    return {"clip_share": sum(shares) / len(shares)}
+def far_share(batch: Batch) -> Tensor:
+    """The share of tokens whose ratio is more than .2 from 1, which PPO's usual clip would stop."""
+    far = (token_ratio(batch) - 1).abs() > 0.2
+    return far.sum() / batch.mask.sum()
 
 
 def examples(answers: Answers, k: int) -> list[str]:
@@ -975,13 +952,6 @@ def examples(answers: Answers, k: int) -> list[str]:
         line = f"{answers.items[i].prompt} -> {answers.texts[i]}  [{answers.rewards[i]:g}]"
         lines.append(" / ".join(line.splitlines()))
     return lines
-
-
-def trace(policy: Policy, updates: list[Update], config: Config):
-    """Print a group that can learn, token by token, in the first step that has one."""
-    from llm.trace import show_group
-
-    config.trace = not show_group(policy, updates, config)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1067,7 +1037,7 @@ def record(metrics: dict, config: Config):
         numbers = {key: x for key, x in metrics.items() if key != "examples"}
         importlib.import_module(config.track).log(numbers, step=metrics["step"])
     if "greedy" in metrics:
-        shown = ("loss", "grad_norm", "reward", "repair_rate", "entropy", "decided")
+        shown = ("loss", "grad_norm", "reward", "repair_rate", "entropy", "kl")
         shown += ("greedy", "sampled")
         keys = [key for key in metrics if key in shown or key.startswith("pass@")]
         tqdm.write(f"step {metrics['step']}: {'  '.join(f'{k} {metrics[k]:.3f}' for k in keys)}")
