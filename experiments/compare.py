@@ -44,7 +44,7 @@ import pandas as pd
 import torch
 
 import train
-from toy.figure import format_interval
+from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
 INCIDENTAL = ["seed", "out", "resume", "threads", "micro_rows", "fast"]
@@ -177,16 +177,14 @@ def make_tables(outcomes: pd.DataFrame) -> str:
         for name, x in (methods | gaps).items()
         if len(x)
     }
-    return pd.DataFrame(table).to_string()
+    return pd.DataFrame(table).T.to_string()
 
 
 def draw(runs: dict[tuple[str, int], pd.DataFrame]):
     """A matplotlib Figure: all runs, and the means over seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.3, 6.2), layout="constrained")
     rewards = compute_outcomes(runs)["reward"].groupby(level=0, sort=False).mean()
-    figure.suptitle(f"{rewards.idxmax()} has the highest mean reward: {rewards.max():.3f}")
+    finding = f"{rewards.idxmax()} has the highest mean reward: {rewards.max():.3f}"
+    figure = make_figure(finding, 6.2)
     panels = "reward", "greedy", "length", "entropy"
     for axis, key in zip(figure.subplots(2, 2).flat, panels, strict=True):
         curves = pd.DataFrame({run: lines[key] for run, lines in runs.items()})

@@ -50,13 +50,13 @@ def make_start(seed: int, direct: int) -> tuple[train.Policy, Arithmetic]:
     return policy, task
 
 
-def log_probs(policy: train.Policy, answers) -> Tensor:
+def log_probs(policy, answers) -> Tensor:
     """log pi of the answers' tokens, differentiable. (N, T)."""
     logp, _ = train.log_probs(policy, answers, 1.0)
     return logp
 
 
-def make_batch(policy: train.Policy, answers) -> Batch:
+def make_batch(policy, answers) -> Batch:
     """What a loss knows of the answers before anything is learnt from them."""
     old, config = log_probs(policy, answers).detach(), train.Config()
     A = group_advantages(answers.rewards, config.group_size)  # (N,)
@@ -65,7 +65,7 @@ def make_batch(policy: train.Policy, answers) -> Batch:
 
 
 def step(
-    policy: train.Policy, answers, batch: Batch, passes: Sequence[Callable], optimizer: Callable
+    policy, answers, batch: Batch, passes: Sequence[Callable], optimizer: Callable
 ) -> tuple[Tensor, float]:
     """An optimiser step for each loss of `passes`, on a copy of the policy.
 
@@ -90,7 +90,7 @@ OPTIMIZERS = {
 }
 
 
-def find_questions(policy: train.Policy, task: Arithmetic, seed: int) -> Iterator:
+def find_questions(policy, task: Arithmetic, seed: int) -> Iterator:
     """The unseen questions that get right and wrong answers: their numbers and answers."""
     for number, item in enumerate(task.test):
         answers = train.sample(policy, task, [item], number, train.Config(seed=seed))
@@ -154,7 +154,7 @@ ORDERS = {
 }
 
 
-def measure_tokens(policy: train.Policy, answers) -> dict[tuple[str, str], float]:
+def measure_tokens(policy, answers) -> dict[tuple[str, str], float]:
     """The tokens are parted by their probability into the quarters of 0 to 1.
 
     Of each quarter: its share of the tokens, and the norm of its gradient (all tokens: 1). Of each
