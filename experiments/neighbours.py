@@ -31,7 +31,7 @@ import train
 from llm.neighbours import add_scores
 from losses import Batch, OldPolicy, group_advantages, token_grpo
 from toy.arithmetic import Arithmetic
-from toy.figure import format_interval
+from toy.figure import format_interval, make_figure
 
 STARTS, QUESTIONS = 6, 8  # policies; and of nthr, questions to each
 WARM_STEPS = 300
@@ -282,10 +282,11 @@ def ibpo(path: str | None):
     print(f"{unit}, {len(SEEDS)} seeds")
     print(costs.map(lambda values: format_interval(values, ".2f")).T.to_string())
     if path:
-        finding = "IBPO pays where right answers are rare; a lower temperature pays more"
-        means = costs.map(fmean)
-        axis = means.plot(title=finding, ylabel=unit, logy=True, xticks=LENGTHS, marker="o")
-        axis.figure.savefig(path)
+        finding = "IBPO pays where right answers are rare. A lower temperature pays more."
+        figure = make_figure(finding, 3.8)
+        means, axis = costs.map(fmean), figure.subplots()
+        means.plot(ax=axis, ylabel=unit, logy=True, xticks=LENGTHS, marker="o")
+        figure.savefig(path)
 
 
 def main():
