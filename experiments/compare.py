@@ -37,7 +37,6 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -60,11 +59,11 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--runs", nargs="+", type=Path)
     parser.add_argument("--plot")
     options, shared = parser.parse_known_args(argv)
-    folders = options.runs or train_all(options, shared)
+    seeds = range(options.seed, options.seed + options.seeds)
+    folders = options.runs or train_all(options.method, seeds, shared, options.out)
     finished = [folder for folder in folders if is_finished(folder)]
-    for folder in folders:
-        if folder not in finished:
-            print(f"left out: {folder} is not a finished run; see {folder}.log")
+    for folder in sorted({*folders} - {*finished}):
+        print(f"left out: {folder} is not a finished run; see {folder}.log")
     if not finished:
         sys.exit("error: there is no finished run to read")
     runs = read_runs(finished)
@@ -76,34 +75,21 @@ def main(argv: list[str] | None = None):
 # ---------------- making runs
 
 
-def train_all(options: argparse.Namespace, shared: list[str]) -> list[Path]:
+def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> list[Path]:
     """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
-    folders, todo = [], {}
-    seeds = range(options.seed, options.seed + options.seeds)
-    for method, seed in itertools.product(options.method, seeds):
-        folder = Path(options.out, re.sub(r"[^\w.=]+", "-", f"{method} s{seed}"))
+    commands = {}
+    for method, seed in itertools.product(methods, seeds):
+        # The name has all flags, so no run is taken for one that was made with others.
+        name = re.sub(r"[^\w.=]+", "-", " ".join([method, *shared, f"s{seed}"]))
         flags = [*shared, "--method", *shlex.split(method), "--seed", str(seed)]
-        config = train.parse(flags)
-        train.choose_method(config)  # mistakes end here, before anything runs
-        check_same(folder, asdict(config))
-        folders.append(folder)
-        if not is_finished(folder):
-            todo[folder] = flags
-    Path(options.out).mkdir(parents=True, exist_ok=True)
+        commands[Path(out, name)] = flags
+    todo = [folder for folder in commands if not is_finished(folder)]
+    Path(out).mkdir(parents=True, exist_ok=True)
     at_once = 1 if torch.cuda.is_available() else os.cpu_count()
     print(f"{len(todo)} runs to do, {at_once} at once", flush=True)
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(train_one, todo, todo.values()))
-    return folders
-
-
-def check_same(folder: Path, asked: dict):
-    """Refuse a run that is there already and was made with other flags."""
-    if (folder / "config.json").exists():
-        for key, was in read_config(folder).items():
-            if key not in INCIDENTAL and was != asked.get(key):
-                other = f"{key} {was}, not {asked.get(key)}"
-                sys.exit(f"error: {folder} was made with {other}; choose another --out")
+        list(pool.map(lambda folder: train_one(folder, commands[folder]), todo))
+    return [*commands]
 
 
 def train_one(folder: Path, flags: list[str]):
@@ -121,13 +107,9 @@ def is_finished(folder: Path) -> bool:
     return (folder / "model").exists()  # what train.py writes last
 
 
-def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
 def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     """A method's name has all flags in which the runs differ."""
-    configs = [read_config(folder) for folder in folders]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
     flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"])
     differing = [key for key in flags if flags[key].nunique() > 1]
     runs = {}

@@ -142,13 +142,9 @@ def nthr():
 QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
 
 
-def half_grpo(batch: Batch) -> Tensor:
-    return token_grpo(batch) / 2
-
-
-# Lopti makes two optimiser steps, so its control does, too.
+# Lopti makes two optimiser steps, so its control does, too. (AdamW ignores how large a loss is.)
 ORDERS = {
-    "grpo twice": (half_grpo, half_grpo),
+    "grpo twice": (token_grpo, token_grpo),
     "lopti": (losses.lopti_low, losses.lopti_high),
     "reversed": (losses.lopti_high, losses.lopti_low),
 }
@@ -296,10 +292,8 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="a picture of ibpo's costs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.figure == "ibpo":
-        ibpo(options.plot)
-    else:
-        {"nthr": nthr, "lopti": lopti}[options.figure]()
+    figures = {"nthr": nthr, "lopti": lopti, "ibpo": lambda: ibpo(options.plot)}
+    figures[options.figure]()
 
 
 if __name__ == "__main__":
