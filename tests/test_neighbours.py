@@ -31,7 +31,7 @@ def test_nthr_its_control_and_grpo_are_three_methods(easy, monkeypatch):
         monkeypatch.setattr(neighbours, name, value)
     deltas = neighbours.measure_deltas()
     assert deltas.round(6).T.nunique().tolist() == [4, 4]
-    assert deltas["pos-only"].min() > 0  # it learns from the right answers alone
+    assert deltas[["grpo", "pos-only"]].min().min() > 0  # right answers get likelier
 
 
 def test_lopti_by_hand(monkeypatch):
@@ -55,7 +55,7 @@ def test_lopti_by_hand(monkeypatch):
 def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
     """At the rate that is best on other seeds."""
     monkeypatch.setattr(neighbours, "LIMIT", 20_000)  # a broken loss never gets there
-    published = {("grpo", 8): 1.01, ("ibpo", 12): 2.17, ("ibpo at 0.7", 8): 0.83}
+    published = {("grpo", 8): 1.01, ("ibpo", 12): 2.17, ("ibpo at 0.7", 16): 2.01}
     found = {key: fmean(neighbours.measure_cost(*key)) for key in published}
     # Another torch rounds otherwise, and a run that is sampled then takes another path.
     assert found == pytest.approx(published, rel=0.1)
