@@ -104,12 +104,13 @@ def write_model(shape: Shape, folder: Path):
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         tie_word_embeddings=True,
+        initializer_range=1e-3,
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
     model = LlamaForCausalLM(config)
-    # The first number of every embedding is 1, and large beside the others. After the last norm it
-    # is about sqrt(width) in all hidden states, so there it adds to a token's logit what we like.
+    # The first number of every embedding is 1, and the others are tiny. So after the last norm it is
+    # about sqrt(width) in all hidden states, and there it adds to a token's logit what we like.
     first = model.get_input_embeddings().weight.data[:, 0].fill_(1.0)
     first[EOS] += math.log((shape.vocab - 1) / (shape.mean - 1)) / shape.width**0.5
     first[PAD] = -1.0  # never said

@@ -78,8 +78,9 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
 def test_the_bench_gives_all_sides_the_same_work(tmp_path, monkeypatch):
     bench = pytest.importorskip("experiments.bench")
     monkeypatch.setattr(train, "load_task", train.load_task)  # which the bench replaces
-    shape = bench.SHAPES["toy"]
+    shape = bench.SHAPES["gsm8k"]._replace(prompts=2, max_tokens=40, micro_rows=16)
     bench.write_model(shape, tmp_path)
-    tokens = [bench.time_step(side, shape, tmp_path)["tokens"] for side in bench.SIDES]
-    mean = 16 * (1 - (15 / 16) ** 26)  # answers end with chance 1 / 16, or at 26
-    assert tokens == pytest.approx([32 * 8 * mean] * 3, rel=0.15)
+    steps = [bench.time_step(side, shape, tmp_path) for side in bench.SIDES]
+    mean = 70 * (1 - (69 / 70) ** 40)  # answers end with chance 1 / 70, or at 40
+    assert [step["tokens"] for step in steps] == pytest.approx([2 * 8 * mean] * 3, rel=0.25)
+    assert min(step["seconds"] for step in steps) > 0.05  # a step, and not the rewards alone
