@@ -109,8 +109,8 @@ def write_model(shape: Shape, folder: Path):
         pad_token_id=PAD,
     )
     model = LlamaForCausalLM(config)
-    # The first number of every embedding is 1, and the others are tiny. So after the last norm it is
-    # about sqrt(width) in all hidden states, and there it adds to a token's logit what we like.
+    # The first number of every embedding is 1, and the others are tiny. So after the last norm it
+    # is about sqrt(width) in all hidden states, and there it adds to a token's logit what we like.
     first = model.get_input_embeddings().weight.data[:, 0].fill_(1.0)
     first[EOS] += math.log((shape.vocab - 1) / (shape.mean - 1)) / shape.width**0.5
     first[PAD] = -1.0  # never said
