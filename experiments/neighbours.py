@@ -1,0 +1,300 @@
+"""Three neighbouring papers, a figure of each in miniature. README.md says what came out.
+
+    python -m experiments.neighbours nthr     does a step make a question's right answers likelier?
+    python -m experiments.neighbours lopti    whose gradient is it, and does the order help?
+    python -m experiments.neighbours ibpo     when does it pay to learn from corrections?
+
+Each takes less than a minute. For nthr and lopti the policy is the small GPT-2 of train.py after a
+short warm start. All steps begin with the same policy, and their optimisers have no history. ibpo
+has a world of its own, which is described below; with --plot FILE it is also drawn. Intervals are
+95 %, over start policies or seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from statistics import fmean
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+from torch.nn.functional import one_hot
+
+import losses
+import train
+from llm.neighbours import add_scores
+from losses import Batch, OldPolicy, group_advantages, token_grpo
+from toy.arithmetic import Arithmetic
+from toy.figure import format_interval, make_figure
+
+STARTS, QUESTIONS = 6, 8  # policies; and of nthr, questions to each
+WARM_STEPS = 300
+
+
+# ---------------- a step of train.py's small model
+
+
+def make_start(seed: int, direct: int) -> tuple[train.Policy, Arithmetic]:
+    """A policy after its warm start. Of direct demonstrations every direct-th stays; 0: none."""
+    config, task = train.Config(seed=seed, warm_steps=WARM_STEPS, warm_rows=32), Arithmetic()
+    pairs = enumerate(task.train)
+    task.train = [item for i, item in pairs if "+" in item.demo or direct and i % direct == 0]
+    policy = train.load_policy(config, task, "scratch")
+    train.warm_start(policy, task, losses.METHODS["grpo"], config)
+    return policy, task
+
+
+def log_probs(policy, answers) -> Tensor:
+    """log pi of the answers' tokens, differentiable. (N, T)."""
+    logp, _ = train.log_probs(policy, answers, 1.0)
+    return logp
+
+
+def make_batch(policy, answers) -> Batch:
+    """What a loss knows of the answers before anything is learnt from them."""
+    old, config = log_probs(policy, answers).detach(), train.Config()
+    A = group_advantages(answers.rewards, config.group_size)  # (N,)
+    adv = A[:, None].expand_as(old)
+    return Batch(old, old, adv, answers.mask, config.group_size, config.max_tokens)
+
+
+def step(
+    policy, answers, batch: Batch, passes: Sequence[Callable], optimizer: Callable
+) -> tuple[Tensor, float]:
+    """An optimiser step for each loss of `passes`, on a copy of the policy.
+
+    optimizer(model) makes the optimiser. As in train.py, a gradient is clipped to a norm of 1.
+    Returns how far the tokens' log pi has moved, (N, T), and the norm of the first gradient.
+    """
+    trial, norms = replace(policy, model=copy.deepcopy(policy.model)), []
+    optimizer = optimizer(trial.model)
+    for loss_fn in passes:
+        optimizer.zero_grad()
+        loss_fn(replace(batch, logp=log_probs(trial, answers))).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0).item())
+        optimizer.step()
+    return log_probs(trial, answers).detach() - batch.logp_old, norms[0]
+
+
+# ---------------- NTHR, Fig. 1 and 4
+
+OPTIMIZERS = {
+    "SGD 0.02": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
+    "AdamW 3e-4": lambda model: train.adamw(model, 3e-4),
+}
+
+
+def find_questions(policy, task: Arithmetic, seed: int) -> Iterator:
+    """The unseen questions that get right and wrong answers: their numbers and answers."""
+    for number, item in enumerate(task.test):
+        answers = train.sample(policy, task, [item], number, train.Config(seed=seed))
+        if 0 < answers.rewards.mean() < 1:
+            yield number, answers
+
+
+def measure_deltas() -> pd.DataFrame:
+    """Delta, the change of log pi of a question's right answers by a step on its G answers.
+
+    The warm start has seen worked solutions only, all of them right, so a wrong answer is mostly a
+    right one with a slip. grpo stands for NTHR's loss with nothing softened. A column for each
+    method; a row for each optimiser and start, the mean over its questions.
+    """
+    rows = []
+    for seed in range(STARTS):
+        policy, task = make_start(seed, direct=0)
+        for number, answers in islice(find_questions(policy, task, seed), QUESTIONS):
+            batch, gen = make_batch(policy, answers), train.rng(0, "credit", number)
+            facts = answers.tokens, answers.mask, batch.logp_old, answers.rewards, batch.group_size
+            old = OldPolicy(*facts, gen)
+            add_scores(old, policy, answers, train.Config())
+            advantages = {
+                "grpo": batch.adv,
+                "nthr": losses.nthr(batch.adv, old),
+                "random": losses.nthr_random(batch.adv, old),
+                "pos-only": batch.adv.clamp(min=0),
+            }
+            for kind, optimizer in OPTIMIZERS.items():
+                row = {"optimiser": kind, "start": seed}
+                for name, adv in advantages.items():
+                    changed, passes = replace(batch, adv=adv), [losses.nthr_grpo]
+                    moved, _ = step(policy, answers, changed, passes, optimizer)
+                    row[name] = moved.sum(1)[answers.rewards == 1].mean().item()
+                rows.append(row)
+    return pd.DataFrame(rows).groupby(["optimiser", "start"], sort=False).mean()
+
+
+def nthr():
+    deltas = measure_deltas()
+    for other in ("grpo", "random"):
+        gaps = deltas.sub(deltas[other], axis="index").groupby("optimiser", sort=False)
+        print(f"\nDelta minus {other}'s, {STARTS} starts")
+        print(gaps.agg(format_interval, "+.3f").T.to_string())
+
+
+# ---------------- AR and Lopti, Fig. 1d-f
+
+QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
+
+
+# Lopti makes two optimiser steps, so its control does, too. (AdamW ignores how large a loss is.)
+ORDERS = {
+    "grpo twice": (token_grpo, token_grpo),
+    "lopti": (losses.lopti_low, losses.lopti_high),
+    "reversed": (losses.lopti_high, losses.lopti_low),
+}
+
+
+def measure_tokens(policy, answers) -> dict[tuple[str, str], float]:
+    """The tokens are parted by their probability into the quarters of 0 to 1.
+
+    Of each quarter: its share of the tokens, and the norm of its gradient (all tokens: 1). Of each
+    order: the share of the tokens with p > .75 that moves the way their A points.
+    """
+
+    def climb(batch: Batch, *passes: Callable) -> tuple[Tensor, float]:
+        return step(policy, answers, batch, passes, lambda model: train.adamw(model, 1e-3))
+
+    batch, found = make_batch(policy, answers), {}
+    quarter = (4 * batch.logp_old.exp()).long().clamp(max=3)  # (N, T) 0 to 3
+    _, whole = climb(batch, token_grpo)
+    for q, name in enumerate(QUARTERS):
+        found["share of the tokens", name] = (quarter == q)[batch.mask].double().mean().item()
+        alone = replace(batch, adv=batch.adv.masked_fill(quarter != q, 0.0))
+        found["norm of the gradient", name] = climb(alone, token_grpo)[1] / whole
+    probable = batch.mask & (quarter == 3) & (batch.adv != 0)
+    for name, passes in ORDERS.items():
+        moved, _ = climb(batch, *passes)
+        right = (moved * batch.adv > 0)[probable]
+        found["p > .75, moved as A points", name] = right.double().mean().item()
+    return found
+
+
+def lopti():
+    rows = []
+    for seed in range(STARTS):
+        policy, task = make_start(seed, direct=6)
+        config = train.Config(seed=seed)
+        answers = train.sample(policy, task, task.test[: config.prompts], 1, config)
+        rows.append(measure_tokens(policy, answers))
+    table = pd.DataFrame(rows)
+    *_, twice, first, backwards = table  # the names of the columns
+    table["minus grpo twice", "lopti"] = table[first] - table[twice]
+    table["minus lopti", "reversed"] = table[backwards] - table[first]
+    print(f"{STARTS} starts\n{table.agg(format_interval).to_string()}")
+
+
+# ---------------- IBPO
+#
+# A word of K letters is decoded. Each letter has a digit, which is secret, and one slip spoils the
+# answer. The policy is a table: the chance of each digit, given the letter. So the chance of a
+# right answer is known exactly; at the start it is 0.63^K. It is trained by SGD, through losses.py.
+#
+# The policy corrects each wrong answer of its own beside one sibling, a right one if there is one.
+# It draws every digit from its table once more, but with 6 times the odds for each of the two
+# answers that shows the digit. If that is right, the answer is repaired, and losses.ibpo says which
+# of its tokens get credit.
+
+LETTERS, DIGITS, PROMPTS, G = 26, 10, 4, 8
+DIGIT = torch.arange(LETTERS) % DIGITS  # of each letter
+RIGHT = 0.63  # chance of the right digit at the start
+ODDS = 6  # a correction multiplies a digit's odds by it for each answer that shows it
+GOAL = 0.5  # chance of a right answer, to be reached
+LENGTHS = (4, 8, 12, 16, 20)  # K, of a word
+RATES = (400, 800, 1600, 3200)  # at 800 one right answer settles its letters
+LIMIT = 1_000_000  # tokens after which a run is stopped
+SEEDS, TUNING_SEEDS = range(24), range(100, 108)
+# Whether wrong answers are corrected, and the temperature of answers and corrections.
+SETTINGS = {
+    "grpo": (False, 1.0),
+    "ibpo": (True, 1.0),
+    "grpo at 0.7": (False, 0.7),
+    "ibpo at 0.7": (True, 0.7),
+}
+
+
+def pick_siblings(right: Tensor, answers: Tensor) -> Tensor:
+    """The answer beside which each is corrected: a right one if its group has one, or the next.
+
+    (N, K), (N, K) -> (N, K).
+    """
+    solved = (answers == right).all(1).view(-1, G).any(1).repeat_interleave(G)
+    groups = answers.view(-1, G, answers.shape[1])
+    return torch.where(solved[:, None], right, groups.roll(-1, 1).flatten(0, 1))
+
+
+def word_loss(logits: Tensor, right: Tensor, answers: Tensor, fixed: Tensor) -> Tensor:
+    """IBPO's loss; that of GRPO where corrections change nothing. (N, K, DIGITS), then (N, K)."""
+    rewards = (answers == right).all(1).double()  # (N,)
+    repaired = (rewards == 0) & (fixed == right).all(1)
+    A = group_advantages(losses.shaped_rewards(rewards, repaired), G)
+    mask, kept = answers >= 0, answers == fixed  # place by place: each stands for one letter
+    logp = logits.log_softmax(2).gather(2, answers[..., None]).squeeze(2)
+    old = OldPolicy(answers, mask, logp.detach(), rewards, G, kept_mask=kept, repaired=repaired)
+    adv = losses.ibpo(A[:, None].expand(mask.shape), old)
+    return losses.grpo(Batch(logp, logp.detach(), adv, mask, G, answers.shape[1]))
+
+
+def count_tokens(name: str, K: int, rate: float, seed: int) -> int:
+    """Tokens generated until the chance of a right answer, at temperature 1, is GOAL."""
+    torch.manual_seed(seed)
+    corrects, temperature = SETTINGS[name]
+    odds = RIGHT / (1 - RIGHT) * (DIGITS - 1)
+    table = (math.log(odds) * one_hot(DIGIT, DIGITS).double()).requires_grad_()  # logits
+    optimizer, tokens = torch.optim.SGD([table], lr=rate), 0
+    while table.softmax(1).gather(1, DIGIT[:, None]).mean() ** K < GOAL and tokens < LIMIT:
+        words = torch.randint(LETTERS, (PROMPTS, K)).repeat_interleave(G, 0)  # (N, K)
+        right, logits = DIGIT[words], table[words] / temperature
+        answers = Categorical(logits=logits).sample()
+        shown = one_hot(answers, DIGITS) + one_hot(pick_siblings(right, answers), DIGITS)
+        fixed = Categorical(logits=logits + math.log(ODDS) * shown / temperature).sample()
+        tokens += answers.numel()
+        if corrects:
+            tokens += K * int((answers != right).any(1).sum())
+        optimizer.zero_grad()
+        word_loss(logits, right, answers, fixed if corrects else answers).backward()
+        optimizer.step()
+    return tokens
+
+
+def measure_cost(name: str, K: int) -> list[float]:
+    """Thousands of tokens to GOAL for each seed, at the rate that is best on other seeds."""
+
+    def run(rate: float, seeds: range) -> list[float]:
+        return [count_tokens(name, K, rate, seed) / 1000 for seed in seeds]
+
+    return run(min(RATES, key=lambda rate: sum(run(rate, TUNING_SEEDS))), SEEDS)
+
+
+def ibpo(path: str | None):
+    costs = {name: [measure_cost(name, K) for K in LENGTHS] for name in SETTINGS}
+    costs = pd.DataFrame(costs, index=LENGTHS).rename_axis("K, letters of a word")
+    unit = f"thousands of tokens to a reward of {GOAL}"
+    print(f"{unit}, {len(SEEDS)} seeds")
+    print(costs.map(lambda values: format_interval(values, ".2f")).T.to_string())
+    if path:
+        finding = "IBPO pays where right answers are rare. A lower temperature pays more."
+        figure = make_figure(finding, 3.8)
+        means, axis = costs.map(fmean), figure.subplots()
+        means.plot(ax=axis, ylabel=unit, logy=True, xticks=LENGTHS, marker="o")
+        figure.savefig(path)
+
+
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("figure", choices=["nthr", "lopti", "ibpo"])
+    parser.add_argument("--plot", metavar="FILE", help="a picture of ibpo's costs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = {"nthr": nthr, "lopti": lopti, "ibpo": lambda: ibpo(options.plot)}
+    figures[options.figure]()
+
+
+if __name__ == "__main__":
+    main()
