@@ -52,7 +52,7 @@ def make_start(seed: int, direct: int) -> tuple[train.Policy, Arithmetic]:
 
 def log_probs(policy, answers) -> Tensor:
     """log pi of the answers' tokens, differentiable. (N, T)."""
-    logp, _ = train.log_probs(policy, answers, 1.0)
+    logp = train.log_probs(policy, answers, 1.0)
     return logp
 
 
