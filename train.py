@@ -34,9 +34,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -54,6 +55,7 @@ import losses
 def run(config: Config):
     method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
+    encode(policy, task, task.train + task.test, config)  # what is wrong with a prompt is said now
     optimizer = adamw(policy.model, config.lr)
     # Where every answer is wrong, all rewards are equal and there is nothing to compare. So RL
     # begins after some supervised steps. A resumed run begins with what was saved, and has already
@@ -460,17 +462,21 @@ class UserError(ValueError):
 
 
 @contextmanager
-def blame(flags: str):
+def blame(flags: str, kinds: type | tuple = (OSError, ValueError)):
     """What is refused in here is the mistake of these flags."""
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flags}: {str(error).splitlines()[0]}") from error
+    except kinds as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{flags}: {first_line or type(error).__name__}") from error
 
 
 def main(argv: list[str] | None = None):
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a console may lack letters that a model writes
+            stream.reconfigure(errors="backslashreplace")
     try:
         config = parse(argv)
         torch.set_num_threads(config.threads or os.cpu_count())
@@ -497,8 +503,6 @@ def parse(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(given.task, {}))
     config = Config(**vars(parser.parse_args(argv)))
     check(config)
-    name = f"{Path(config.task).stem}-{config.method}-s{config.seed}"
-    config.out = config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config
 
 
@@ -522,6 +526,10 @@ def check(config: Config):
         raise UserError(f"--track {config.track} is not installed: pip install {config.track}")
     if config.out and Path(config.out).exists():
         raise UserError(f"--out {config.out} exists; choose another, or --resume it")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            "a launcher has started several processes, and train.py is one; see engines/"
+        )
 
 
 def choose_method(config: Config) -> losses.Method:
@@ -619,6 +627,11 @@ def warm_start(policy: Policy, task, method: losses.Method, config: Config):
         return list(zip(task.encode(tokenizer, items), ended, strict=True))
 
     plain, corrections = encode_demos(task.train), 0
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    for item, (prompt, demo) in zip(task.train, plain, strict=True):
+        if config.warm_steps and len(prompt + demo) > limit:
+            long = f"{len(prompt + demo)} tokens of the demonstration to {item.prompt[:60]!r}"
+            raise UserError(f"{long} exceed the model's context of {limit}")
     if method.repair:
         corrections = round(0.3 * config.warm_rows)
         mended = [task.correction(item, config.repair_references) for item in task.train]
@@ -728,27 +741,55 @@ def load_task(config: Config):
 
 
 def reward_of(task, text: str, item) -> float:
-    """The task's reward, if it is a finite number."""
+    """The task's reward, if it is a number that a tensor can hold."""
     reward = task.reward(text, item)
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:  # a nan, too
         about = f"of the answer {text!r} to {item.prompt!r}"
-        raise UserError(f"the task's reward {about} is {reward!r}; accepted: a finite number")
+        accepted = "a finite number that float32 can hold"
+        raise UserError(f"the task's reward {about} is {reward!r}; accepted: {accepted}")
     return number
 
 
 def encode(policy: Policy, task, items: list, config: Config) -> Tensor:
     """Prompts, padded with -1 on the left. (N, W)."""
-    prompts = pad(task.encode(policy.tokenizer, items), -1, "left", policy.model.device)
-    limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    width = prompts.shape[1]
-    if width + config.max_tokens > limit:  # some models would read on, and be wrong in silence
-        too_long = f"a prompt of {width} tokens and --max-tokens {config.max_tokens}"
-        raise UserError(f"{too_long} exceed the model's context of {limit}")
-    return prompts
+    rows = task.encode(policy.tokenizer, items)
+    check_prompts(policy, rows, items, config)
+    return pad(rows, -1, "left", policy.model.device)
+
+
+def check_prompts(policy: Policy, rows: list[list[int]], items: list, config: Config):
+    """Refuse what a task's `encode` may give, and a model would read in silence or not at all."""
+    tokenizer, model = policy.tokenizer, policy.model
+    if not isinstance(rows, list) or len(rows) != len(items):
+        gave = f"a {type(rows).__name__} of {len(rows)} for {len(items)} items"
+        raise UserError(
+            f"the task's encode gave {gave}; wanted: a list with a list of ids for each"
+        )
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    size, pad_id = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id
+    if pad_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        pad_id = None  # a prompt may begin or end with it
+    for row, item in zip(rows, items, strict=True):
+        of = f"of the prompt {item.prompt[:60]!r}"
+        if not isinstance(row, list) or not row or any(type(x) is not int or x < 0 for x in row):
+            gave = f"{type(row).__name__} {str(row)[:60]!r}"
+            raise UserError(
+                f"the task's encode gave {gave} {of}; wanted: a list of ids, at least one"
+            )
+        if pad_id in (row[0], row[-1]):
+            raise UserError(f"the task's encode gave padding (id {pad_id}) {of}; wanted: none")
+        if max(row) >= size:
+            which = f"id {max(row)} ({tokenizer.convert_ids_to_tokens(max(row))!r}) {of}"
+            raise UserError(f"{which}: the model has embeddings of {size} ids")
+        if (
+            len(row) + config.max_tokens > limit
+        ):  # some models would read on, and be wrong in silence
+            long = f"{len(row)} tokens {of} and --max-tokens {config.max_tokens}"
+            raise UserError(f"{long} exceed the model's context of {limit}")
 
 
 def pad(rows: list[list[int]], value: int, side: str, device: torch.device) -> Tensor:
@@ -776,7 +817,7 @@ def load_policy(config: Config, task, path: str) -> Policy:
         tokenizer = task.make_tokenizer()
         model = make_model(config, tokenizer)
     else:
-        with blame(f"--model {path} (a directory or a hub id)"):
+        with blame(f"--model {path} (a directory or a hub id)", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, output_loading_info=True
@@ -784,17 +825,19 @@ def load_policy(config: Config, task, path: str) -> Policy:
         if info["missing_keys"]:
             missing = min(info["missing_keys"])
             raise UserError(f"--model {path} has no {missing}: it would begin with random weights")
+        frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+        if frozen:  # of an adapter's base, or quantised
+            raise UserError(f"--model {path}: {frozen[0]} cannot learn; merge an adapter first")
     ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    ends |= turn_end(tokenizer)
     if not ends:
         raise UserError(f"--model {path}: nothing says which token ends an answer (eos_token_id)")
-    # Its own generation config may hold a sampler, which we ignore and save_pretrained may refuse.
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
-    )
+    # A model's own generation config may hold a sampler. We ignore that, and store it as it is.
+    model.generation_config.eos_token_id = sorted(ends)
     policy = Policy(model.eval(), tokenizer, torch.tensor(sorted(ends)), generate, log_probs)
-    if config.fast:
-        use_fast(policy, task, config)
+    if config.fast or path != "scratch":
+        try_out(policy, task, config)
     if torch.cuda.is_available():
         model.to("cuda")
         policy.eos = policy.eos.to("cuda")
@@ -806,15 +849,54 @@ def load_policy(config: Config, task, path: str) -> Policy:
     return policy
 
 
-def use_fast(policy: Policy, task, config: Config):
-    """llm/fast.py's sampler and scorer, if they are right for the model at hand."""
+def turn_end(tokenizer) -> set[int]:
+    """The token with which the chat template closes an assistant's turn; base models have another
+    EOS. Empty without a template, or without such a token."""
+    if not tokenizer.chat_template:
+        return set()
+    chat = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "It is 85."}]
+    with blame("the model's chat template", Exception):
+        closing = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("It is 85.")[2]
+    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+    return set([x for x in ids if x in tokenizer.added_tokens_decoder][:1])
+
+
+def try_out(policy: Policy, task, config: Config):
+    """Sample and score a few tokens: what fails here would fail after an evaluation.
+
+    Under --fast its sampler and scorer take the place of ours, if they are right for the model.
+    """
+    if not config.fast:
+        with blame(f"--model {config.model}: no model for train.py", Exception):
+            return compare(policy, task, config)
     from llm import fast
 
+    plain = replace(policy)
     policy.sampler, policy.scorer = fast.generate, fast.log_probs
+    try:
+        compare(policy, task, config)
+    except Exception as error:
+        with blame(f"--model {config.model}: no model for train.py", Exception):
+            compare(plain, task, config)
+        raise UserError(
+            f"--fast is not right for this model ({error}); choose --fast false"
+        ) from error
+
+
+@torch.no_grad()
+def compare(policy: Policy, task, config: Config):
+    """Raises ValueError if the policy's sampler and scorer differ from `log_probs`. On the CPU,
+    where fp32 makes the limit sharp."""
     prompts = encode(policy, task, [task.train[0], task.train[-1]] * 2, config)
-    tokens = min(8, config.max_tokens)
-    with blame("--fast true"):
-        fast.check(policy, prompts, tokens, config.temperature, rng("check_fast"), log_probs)
+    few, gen = min(8, config.max_tokens), rng("try_out")
+    tokens, mask, sampled, _ = policy.sampler(policy, prompts, few, config.temperature, gen)
+    rollout = SimpleNamespace(prompts=prompts, tokens=tokens, mask=mask)
+    plain = log_probs(policy, rollout, config.temperature)
+    scored = policy.scorer(policy, rollout, config.temperature)
+    gap = torch.stack([sampled - plain, scored - plain]).abs().max().item()  # nan if one is
+    # Logits are divided by the temperature, and so is their rounding.
+    if not gap * min(1.0, config.temperature) < 1e-3:
+        raise ValueError(f"its log-probs differ by {gap:.3g} nats from the plain ones")
 
 
 def start_of(config: Config) -> str:
@@ -862,10 +944,9 @@ def warm_start_or_resume(
 ) -> int:
     """The directory of a run, the warm start and the first evaluation; or what --resume goes on
     from. Returns how many steps are done."""
-    folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:
-        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+        claim_folder(config)
+    folder = Path(config.out)
     if config.track:
         tracker = importlib.import_module(config.track)
         tracker.init(project="token-gradient-cancellation", name=folder.name, config=asdict(config))
@@ -882,10 +963,26 @@ def warm_start_or_resume(
     return 0
 
 
+def claim_folder(config: Config):
+    """Make the directory of a run, which no other run has, and write its flags there."""
+    name = (
+        f"{Path(config.task).stem}-{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    names = [config.out] if config.out else [f"runs/{name}{x}" for x in ("", *range(-2, -99, -1))]
+    for config.out in names:
+        try:
+            Path(config.out).mkdir(parents=True)
+        except FileExistsError:  # another run has just claimed it
+            continue
+        flags = json.dumps(asdict(config), indent=1)
+        return write_aside(Path(config.out, "config.json"), flags + "\n")
+    raise UserError(f"--out {config.out} exists; choose another, or --resume it")
+
+
 def read_config(run: str) -> dict:
     """The flags of the run that --resume names."""
     try:
-        saved = json.loads((Path(run) / "config.json").read_text())
+        saved = json.loads((Path(run) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         saved = {}
     if set(saved) != {f.name for f in fields(Config)}:
@@ -901,7 +998,7 @@ def how_to_go_on(config: Config) -> str:
 
 def record(metrics: dict, config: Config):
     """A line of metrics.jsonl; of an evaluation also a few words on the screen."""
-    with open(Path(config.out, "metrics.jsonl"), "a") as file:
+    with open(Path(config.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
     if config.track:
         numbers = {key: x for key, x in metrics.items() if key != "examples"}
@@ -915,7 +1012,7 @@ def record(metrics: dict, config: Config):
 
 def summarize(folder: Path):
     """Did it work? The first and the last evaluation, the speed, and on a GPU the memory."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     said = [f"{key} {first[key]:.3f} -> {last[key]:.3f}" for key in ("greedy", "sampled")]
     if torch.cuda.is_available():
@@ -924,7 +1021,11 @@ def summarize(folder: Path):
     noise = math.hypot(first["greedy_se"], last["greedy_se"])  # the standard error of a difference
     if last["greedy"] < first["greedy"] - 2 * noise:
         print("It ends below its start by more than two standard errors: something is wrong.")
-    if last.get("truncated", 0.0) > 0.2:
+    if last.get("truncated") == 1:
+        print(
+            "No answer has ended: raise --max-tokens, or is the model's end of turn another token?"
+        )
+    elif last.get("truncated", 0.0) > 0.2:
         print(f"{last['truncated']:.0%} of the last answers were cut off: raise --max-tokens.")
     print(f"everything is in {folder}; all flags: python train.py --help")
     print(f"its curves: python -m experiments.compare --runs {folder} --plot curves.png")
@@ -960,7 +1061,7 @@ def save(policy: Policy, optimizer, step: int, folder: Path):
         "step": step,
         "model": policy.model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "metrics": (folder / "metrics.jsonl").read_text(),  # to this step
+        "metrics": (folder / "metrics.jsonl").read_text("utf-8"),  # to this step
     }
     torch.save(state, folder / "unfinished.pt")
     os.replace(folder / "unfinished.pt", folder / "checkpoint.pt")
@@ -984,8 +1085,8 @@ def write_model(policy: Policy, folder: Path):
 def write_aside(path: Path, text: str):
     """A file is replaced as a whole, or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.rename(path)
+    part.write_text(text, "utf-8")
+    part.replace(path)
 
 
 if __name__ == "__main__":
