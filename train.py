@@ -52,7 +52,7 @@ import losses
 # a run: one step after another
 
 
-def run(config: Config):
+def run(config):
     method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
     encode(policy, task, task.train + task.test, config)  # what is wrong with a prompt is said now
@@ -154,16 +154,14 @@ class Rollout:
         return [self.of(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
-def sample(policy: Policy, task, items: list, step: int, config: Config) -> Rollout:
+def sample(policy, task, items: list, step, config) -> Rollout:
     """The policy answers each problem G times."""
     copies = [item for item in items for _ in range(config.group_size)]
     gen = rng(config.seed, "sample", step)
     return ask(policy, task, copies, config, config.temperature, gen)
 
 
-def ask(
-    policy: Policy, task, items: list, config: Config, temperature: float, gen: torch.Generator
-) -> Rollout:
+def ask(policy, task, items: list, config, temperature, gen) -> Rollout:
     """One answer to each problem, and its reward. A temperature of 0 is greedy."""
     prompts = encode(policy, task, items, config)  # (N, W)
     sampled = policy.sampler(policy, prompts, config.max_tokens, temperature, gen)
@@ -180,7 +178,7 @@ def ask(
 
 @torch.no_grad()
 def generate(
-    policy: Policy, prompts: Tensor, max_tokens: int, temperature: float, gen: torch.Generator
+    policy, prompts: Tensor, max_tokens, temperature, gen
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample an answer to each of N prompts (N, W), token by token; temperature 0 is greedy.
 
@@ -241,13 +239,7 @@ def draw(logp: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(
-    policy: Policy,
-    reference: Policy | None,
-    rollout: Rollout,
-    method: losses.Method,
-    config: Config,
-):
+def score(policy, reference, rollout, method, config):
     """Add to a rollout the advantages and the old log-probs; for a KL term the reference's, too."""
     scale = config.scale or method.scale
     advantages = losses.group_advantages(rollout.rewards, config.group_size, scale)  # (N,)
@@ -263,7 +255,7 @@ def score(
         rollout.ref = log_probs_in_pieces(reference, rollout, config)
 
 
-def log_probs(policy: Policy, rollout: Rollout, temperature: float) -> Tensor:
+def log_probs(policy, rollout, temperature) -> Tensor:
     """log pi of the answers' tokens, all read at once; differentiable, 0 on padding. (N, T)."""
     ids = torch.cat([rollout.prompts.clamp(min=0), rollout.tokens], 1)  # (N, W + T)
     seen = torch.cat([rollout.prompts >= 0, rollout.mask], 1).long()
@@ -283,7 +275,7 @@ def log_probs(policy: Policy, rollout: Rollout, temperature: float) -> Tensor:
 
 
 @torch.no_grad()
-def log_probs_in_pieces(policy: Policy, rollout: Rollout, config: Config) -> Tensor:
+def log_probs_in_pieces(policy, rollout, config) -> Tensor:
     """The same as numbers, without a graph, of as many answers at once as fit into memory."""
     pieces = rollout.split(config.micro_rows)
     return torch.cat([policy.scorer(policy, piece, config.temperature) for piece in pieces])
@@ -293,9 +285,7 @@ def log_probs_in_pieces(policy: Policy, rollout: Rollout, config: Config) -> Ten
 # 3. learn: several updates from one rollout
 
 
-def minibatches(
-    rollout: Rollout, method: losses.Method, step: int, config: Config
-) -> Iterator[tuple[Callable, Rollout]]:
+def minibatches(rollout, method, step, config) -> Iterator[tuple[Callable, Rollout]]:
     """For each update of a step: by which loss, and from which answers.
 
     A minibatch has whole groups, because a loss may compare the answers of a group.
@@ -309,14 +299,7 @@ def minibatches(
                 yield loss_fn, rollout.of(groups[chosen].flatten())
 
 
-def learn(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    method: losses.Method,
-    step: int,
-    config: Config,
-) -> list[dict[str, float]]:
+def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, float]]:
     """Log-probs -> loss -> pushes -> gradient -> weights, once for each minibatch.
 
     By default 4 times, each on another 64 of the 256 answers. From the second time on the weights
@@ -506,7 +489,7 @@ def parse(argv: list[str] | None = None) -> Config:
     return config
 
 
-def check(config: Config):
+def check(config):
     """Refuse what a run would find out late, or not at all."""
     for name, x in vars(config).items():
         zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
@@ -532,7 +515,7 @@ def check(config: Config):
         )
 
 
-def choose_method(config: Config) -> losses.Method:
+def choose_method(config) -> losses.Method:
     """The method that --method names, with the hyperparameters of --hyper filled in."""
     with blame(f"--hyper {config.hyper!r}"):
         return losses.bind(config.method, dict(x.partition("=")[::2] for x in config.hyper.split()))
@@ -549,7 +532,7 @@ def rng(*key) -> torch.Generator:
 
 
 @torch.no_grad()
-def diagnose(policy: Policy, rollout: Rollout, updates: list[dict], step: int, config: Config):
+def diagnose(policy, rollout, updates: list[dict], step, config):
     """A step's metrics: of its answers, and means over its updates. Entropy and KL are in nats."""
     tokens = rollout.mask.sum()
     equal = (rollout.adv == 0).reshape(config.prompts, -1).all(1)  # (prompts,) nothing to learn
@@ -577,7 +560,7 @@ def diagnose(policy: Policy, rollout: Rollout, updates: list[dict], step: int, c
 
 
 @torch.no_grad()
-def evaluate(policy: Policy, task, config: Config) -> dict:
+def evaluate(policy, task, config) -> dict:
     """Mean reward of greedy and of sampled answers to held-out problems, and three examples.
 
     pass@k is the share of problems with a sample of reward 1. Every evaluation has the same random
@@ -612,7 +595,7 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
 # the warm start is not RL: supervised steps on demonstrations, before it
 
 
-def warm_start(policy: Policy, task, method: losses.Method, config: Config):
+def warm_start(policy, task, method, config):
     """Supervised steps on the task's demonstrations, so that RL has something to find.
 
     Where the method corrects wrong answers, 30 % of the demonstrations are corrections, if the task
@@ -667,7 +650,7 @@ def warm_start(policy: Policy, task, method: losses.Method, config: Config):
 # checks: where a wrong number would look right
 
 
-def check_gap(gap: float, step: int, temperature: float, device: torch.device):
+def check_gap(gap: float, step, temperature, device: torch.device):
     """Sampler and scorer are one policy, so their log-probs differ by rounding alone.
 
     On a CPU, in fp32, rounding is small, and more than that ends the run. On a GPU bf16 rounds by
@@ -695,9 +678,7 @@ def check_finite(when: str, *numbers: float):
 # what neighbouring papers ask for: llm/neighbours.py
 
 
-def reshape_credit(
-    policy: Policy, task, rollout: Rollout, method: losses.Method, step: int, config: Config
-) -> dict[str, float]:
+def reshape_credit(policy, task, rollout, method, step, config) -> dict[str, float]:
     """Change a rollout's advantages by the method's credit rule. Returns more to log."""
     from llm import neighbours
 
@@ -714,7 +695,7 @@ def reshape_credit(
 # the task
 
 
-def load_task(config: Config):
+def load_task(config):
     """The task object, a toy.arithmetic.BaseTask. One reward is tried before anything runs."""
     if config.task == "arithmetic":
         from toy.arithmetic import Arithmetic
@@ -754,14 +735,14 @@ def reward_of(task, text: str, item) -> float:
     return number
 
 
-def encode(policy: Policy, task, items: list, config: Config) -> Tensor:
+def encode(policy, task, items: list, config) -> Tensor:
     """Prompts, padded with -1 on the left. (N, W)."""
     rows = task.encode(policy.tokenizer, items)
     check_prompts(policy, rows, items, config)
     return pad(rows, -1, "left", policy.model.device)
 
 
-def check_prompts(policy: Policy, rows: list[list[int]], items: list, config: Config):
+def check_prompts(policy, rows: list[list[int]], items: list, config):
     """Refuse what a task's `encode` may give, and a model would read in silence or not at all."""
     tokenizer, model = policy.tokenizer, policy.model
     if not isinstance(rows, list) or len(rows) != len(items):
@@ -798,7 +779,7 @@ def pad(rows: list[list[int]], value: int, side: str, device: torch.device) -> T
     return pad_sequence(rows, True, value, side).to(device)
 
 
-def prompt_batches(task, config: Config) -> list[list]:
+def prompt_batches(task, config) -> list[list]:
     """The items of every step: one permutation of the training split after another."""
     items = []
     while len(items) < config.steps * config.prompts:
@@ -811,7 +792,7 @@ def prompt_batches(task, config: Config) -> list[list]:
 # the policy
 
 
-def load_policy(config: Config, task, path: str) -> Policy:
+def load_policy(config, task, path: str) -> Policy:
     """The policy at `path`: "scratch", a directory or a hub id. On a GPU, if there is one."""
     if path == "scratch":
         tokenizer = task.make_tokenizer()
@@ -861,7 +842,7 @@ def turn_end(tokenizer) -> set[int]:
     return set([x for x in ids if x in tokenizer.added_tokens_decoder][:1])
 
 
-def try_out(policy: Policy, task, config: Config):
+def try_out(policy, task, config):
     """Sample and score a few tokens: what fails here would fail after an evaluation.
 
     Under --fast its sampler and scorer take the place of ours, if they are right for the model.
@@ -884,7 +865,7 @@ def try_out(policy: Policy, task, config: Config):
 
 
 @torch.no_grad()
-def compare(policy: Policy, task, config: Config):
+def compare(policy, task, config):
     """Raises ValueError if the policy's sampler and scorer differ from `log_probs`. On the CPU,
     where fp32 makes the limit sharp."""
     prompts = encode(policy, task, [task.train[0], task.train[-1]] * 2, config)
@@ -899,12 +880,12 @@ def compare(policy: Policy, task, config: Config):
         raise ValueError(f"its log-probs differ by {gap:.3g} nats from the plain ones")
 
 
-def start_of(config: Config) -> str:
+def start_of(config) -> str:
     """Where the policy is that RL started from."""
     return f"{config.out}/start" if config.warm_steps else config.model
 
 
-def make_model(config: Config, tokenizer) -> torch.nn.Module:
+def make_model(config, tokenizer) -> torch.nn.Module:
     """A small GPT-2 with random weights."""
     torch.manual_seed(config.seed % 2**63)
     shape = transformers.GPT2Config(
@@ -939,9 +920,7 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 #               model/         the policy at the end
 
 
-def warm_start_or_resume(
-    policy: Policy, optimizer, task, method: losses.Method, config: Config
-) -> int:
+def warm_start_or_resume(policy, optimizer, task, method, config) -> int:
     """The directory of a run, the warm start and the first evaluation; or what --resume goes on
     from. Returns how many steps are done."""
     if not config.resume:
@@ -963,7 +942,7 @@ def warm_start_or_resume(
     return 0
 
 
-def claim_folder(config: Config):
+def claim_folder(config):
     """Make the directory of a run, which no other run has, and write its flags there."""
     name = (
         f"{Path(config.task).stem}-{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -990,13 +969,13 @@ def read_config(run: str) -> dict:
     return saved | {"resume": run, "out": run}
 
 
-def how_to_go_on(config: Config) -> str:
+def how_to_go_on(config) -> str:
     if Path(config.out, "checkpoint.pt").exists():
         return f"go on from the last evaluation: python train.py --resume {config.out}"
     return "nothing is saved"
 
 
-def record(metrics: dict, config: Config):
+def record(metrics: dict, config):
     """A line of metrics.jsonl; of an evaluation also a few words on the screen."""
     with open(Path(config.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
@@ -1031,7 +1010,7 @@ def summarize(folder: Path):
     print(f"its curves: python -m experiments.compare --runs {folder} --plot curves.png")
 
 
-def save_rollout(policy: Policy, rollout: Rollout, step: int, config: Config):
+def save_rollout(policy, rollout, step, config):
     """A rollout with the log-probs before and after its step, for those who draw it."""
     tokens = rollout.tokens.tolist()
     batch = {
@@ -1053,7 +1032,7 @@ def save_rollout(policy: Policy, rollout: Rollout, step: int, config: Config):
     torch.save(batch, folder / f"step-{step:06d}.pt")
 
 
-def save(policy: Policy, optimizer, step: int, folder: Path):
+def save(policy, optimizer, step, folder: Path):
     """The name checkpoint.pt always stands for a whole file: the old one, or the new one."""
     if not all(weight.isfinite().all() for weight in policy.model.parameters()):
         raise UserError(f"step {step}: a weight is not finite; what is saved is intact")
@@ -1067,7 +1046,7 @@ def save(policy: Policy, optimizer, step: int, folder: Path):
     os.replace(folder / "unfinished.pt", folder / "checkpoint.pt")
 
 
-def restore(policy: Policy, optimizer, folder: Path) -> int:
+def restore(policy, optimizer, folder: Path) -> int:
     """Policy, optimiser and metrics.jsonl as they were after a step, which is returned."""
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     policy.model.load_state_dict(state["model"])
@@ -1076,7 +1055,7 @@ def restore(policy: Policy, optimizer, folder: Path) -> int:
     return state["step"]
 
 
-def write_model(policy: Policy, folder: Path):
+def write_model(policy, folder: Path):
     """In transformers' own format, so that AutoModelForCausalLM and AutoTokenizer read it."""
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
