@@ -19,6 +19,9 @@ losses.py. What this file adds:
 - Runs have flags, checkpoints and evaluations. These stand below the ruled line, where the lecture
   ends; config.group_size is the flag --group-size.
 
+Wherever they occur, policy is a Policy, rollout a Rollout, config a Config, method a losses.Method
+and task a toy.arithmetic.BaseTask.
+
 A default run needs train.py, losses.py and toy/arithmetic.py alone.
 """
 
@@ -610,11 +613,8 @@ def warm_start(policy, task, method, config):
         return list(zip(task.encode(tokenizer, items), ended, strict=True))
 
     plain, corrections = encode_demos(task.train), 0
-    limit = getattr(model.config, "max_position_embeddings", math.inf)
-    for item, (prompt, demo) in zip(task.train, plain, strict=True):
-        if config.warm_steps and len(prompt + demo) > limit:
-            long = f"{len(prompt + demo)} tokens of the demonstration to {item.prompt[:60]!r}"
-            raise UserError(f"{long} exceed the model's context of {limit}")
+    if config.warm_steps:
+        check_prompts(policy, [prompt + demo for prompt, demo in plain], task.train, 0)
     if method.repair:
         corrections = round(0.3 * config.warm_rows)
         mended = [task.correction(item, config.repair_references) for item in task.train]
@@ -738,39 +738,36 @@ def reward_of(task, text: str, item) -> float:
 def encode(policy, task, items: list, config) -> Tensor:
     """Prompts, padded with -1 on the left. (N, W)."""
     rows = task.encode(policy.tokenizer, items)
-    check_prompts(policy, rows, items, config)
+    check_prompts(policy, rows, items, config.max_tokens)
     return pad(rows, -1, "left", policy.model.device)
 
 
-def check_prompts(policy, rows: list[list[int]], items: list, config):
-    """Refuse what a task's `encode` may give, and a model would read in silence or not at all."""
+def check_prompts(policy, rows: list[list[int]], items: list, more: int):
+    """Refuse what a task's `encode` may give, and a model would read in silence or not at all.
+
+    more: how many tokens must still fit into the context behind a row.
+    """
     tokenizer, model = policy.tokenizer, policy.model
+    wanted = "wanted: a list of ids for each prompt, at least one, without padding"
     if not isinstance(rows, list) or len(rows) != len(items):
-        gave = f"a {type(rows).__name__} of {len(rows)} for {len(items)} items"
-        raise UserError(
-            f"the task's encode gave {gave}; wanted: a list with a list of ids for each"
-        )
+        kind = type(rows).__name__
+        raise UserError(f"the task's encode gave a {kind} for {len(items)} prompts; {wanted}")
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     size, pad_id = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id
     if pad_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         pad_id = None  # a prompt may begin or end with it
     for row, item in zip(rows, items, strict=True):
-        of = f"of the prompt {item.prompt[:60]!r}"
-        if not isinstance(row, list) or not row or any(type(x) is not int or x < 0 for x in row):
-            gave = f"{type(row).__name__} {str(row)[:60]!r}"
-            raise UserError(
-                f"the task's encode gave {gave} {of}; wanted: a list of ids, at least one"
-            )
-        if pad_id in (row[0], row[-1]):
-            raise UserError(f"the task's encode gave padding (id {pad_id}) {of}; wanted: none")
+        prompt = f"the prompt {item.prompt[:60]!r}"
+        is_ids = isinstance(row, list) and row and all(type(x) is int and x >= 0 for x in row)
+        if not is_ids or pad_id in (row[0], row[-1]):
+            gave = f"{str(row)[:60]!r} ({type(row).__name__}) for {prompt}"
+            raise UserError(f"the task's encode gave {gave}; {wanted}")
         if max(row) >= size:
-            which = f"id {max(row)} ({tokenizer.convert_ids_to_tokens(max(row))!r}) {of}"
-            raise UserError(f"{which}: the model has embeddings of {size} ids")
-        if (
-            len(row) + config.max_tokens > limit
-        ):  # some models would read on, and be wrong in silence
-            long = f"{len(row)} tokens {of} and --max-tokens {config.max_tokens}"
-            raise UserError(f"{long} exceed the model's context of {limit}")
+            which = f"id {max(row)}, {tokenizer.convert_ids_to_tokens(max(row))!r}"
+            raise UserError(f"{prompt} has {which}, and the model embeddings of {size} ids")
+        if len(row) + more > limit:  # some models would read on, and be wrong in silence
+            long = f"{prompt} has {len(row)} tokens" + f", and --max-tokens is {more}" * (more > 0)
+            raise UserError(f"{long}: together more than the model's context of {limit}")
 
 
 def pad(rows: list[list[int]], value: int, side: str, device: torch.device) -> Tensor:
@@ -798,6 +795,8 @@ def load_policy(config, task, path: str) -> Policy:
         tokenizer = task.make_tokenizer()
         model = make_model(config, tokenizer)
     else:
+        if Path(path, "adapter_config.json").exists():
+            raise UserError(f"--model {path} is an adapter; merge it into its model first")
         with blame(f"--model {path} (a directory or a hub id)", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -807,8 +806,8 @@ def load_policy(config, task, path: str) -> Policy:
             missing = min(info["missing_keys"])
             raise UserError(f"--model {path} has no {missing}: it would begin with random weights")
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
-        if frozen:  # of an adapter's base, or quantised
-            raise UserError(f"--model {path}: {frozen[0]} cannot learn; merge an adapter first")
+        if frozen:
+            raise UserError(f"--model {path}: {frozen[0]} cannot learn; is the model quantised?")
     ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     ends |= turn_end(tokenizer)
@@ -816,6 +815,11 @@ def load_policy(config, task, path: str) -> Policy:
         raise UserError(f"--model {path}: nothing says which token ends an answer (eos_token_id)")
     # A model's own generation config may hold a sampler. We ignore that, and store it as it is.
     model.generation_config.eos_token_id = sorted(ends)
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # transformers would not store it
+        print(f"--model {path}: its generation config is not valid, and will not be stored")
+        model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends))
     policy = Policy(model.eval(), tokenizer, torch.tensor(sorted(ends)), generate, log_probs)
     if config.fast or path != "scratch":
         try_out(policy, task, config)
@@ -847,21 +851,17 @@ def try_out(policy, task, config):
 
     Under --fast its sampler and scorer take the place of ours, if they are right for the model.
     """
-    if not config.fast:
-        with blame(f"--model {config.model}: no model for train.py", Exception):
-            return compare(policy, task, config)
-    from llm import fast
-
     plain = replace(policy)
-    policy.sampler, policy.scorer = fast.generate, fast.log_probs
+    if config.fast:
+        from llm import fast
+
+        policy.sampler, policy.scorer = fast.generate, fast.log_probs
     try:
         compare(policy, task, config)
-    except Exception as error:
-        with blame(f"--model {config.model}: no model for train.py", Exception):
+    except Exception as error:  # a model of another make fails in classes of its own
+        with blame(f"--model {config.model}: train.py cannot train it", Exception):
             compare(plain, task, config)
-        raise UserError(
-            f"--fast is not right for this model ({error}); choose --fast false"
-        ) from error
+        raise UserError(f"--fast is wrong for this model ({error}); choose --fast false") from error
 
 
 @torch.no_grad()
