@@ -48,6 +48,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -138,13 +139,16 @@ def token_ratio(batch: Batch) -> Tensor:
     return (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).exp()
 
 
-def sequence_ratio(batch: Batch, ratio: str = "geometric") -> Tensor:
+Ratio = Literal["geometric", "product"]
+
+
+def sequence_ratio(batch: Batch, ratio: Ratio = "geometric") -> Tensor:
     """s_i, one ratio per answer. (N,). Raises ValueError for another kind of ratio.
 
     "geometric": (prod_t r_{i,t})^(1/T_i), GSPO Eq. 7 (P). "product": prod_t r_{i,t}, of DFPO's
     theory (S); on long answers it under- and overflows.
     """
-    if ratio not in ("geometric", "product"):
+    if ratio not in get_args(Ratio):
         raise ValueError(f'ratio must be "geometric" or "product", not {ratio!r}')
     log_ratio = (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0.0).sum(1)
     return (log_ratio / lengths(batch) if ratio == "geometric" else log_ratio).exp()
@@ -320,7 +324,7 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
     return w - projection * adv
 
 
-def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
+def dfpo_min(batch: Batch, ratio: Ratio = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-min (our reconstruction): a sequence ratio that Min-Replace has made equal in a group.
 
     J = sg[the group's smallest s] A log pi / L. With eps (ours), tokens whose ratio is outside
@@ -333,7 +337,7 @@ def dfpo_min(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) 
     return _dfpo(min_replace, batch, ratio, eps)
 
 
-def dfpo_orthogonal(batch: Batch, ratio: str = "geometric", eps: float = float("inf")) -> Tensor:
+def dfpo_orthogonal(batch: Batch, ratio: Ratio = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-orthogonal (our reconstruction): the same under Adv-Orthogonal.
 
     J = sg[s without its part along A] A log pi / L.
@@ -663,7 +667,10 @@ def nthr_selected(old: OldPolicy, beta: float = 1.0, self_term: bool = False) ->
     return (old.scores > tau) & old.mask & ~correct[:, None]
 
 
-def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
+Reading = Literal["sign", "changed", "none"]
+
+
+def ibpo(adv: Tensor, old: OldPolicy, reading: Reading = "sign") -> Tensor:
     """Blame a repaired answer for what its correction changed, or praise it for what was kept.
 
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
@@ -673,7 +680,7 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: str = "sign") -> Tensor:
     Shared token: a repaired answer may drop out of the sum. That is the purpose.
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """
-    if reading not in ("sign", "changed", "none"):
+    if reading not in get_args(Reading):
         raise ValueError(f'reading must be "sign", "changed" or "none", not {reading!r}')
     if old.kept_mask is None or old.repaired is None:
         raise ValueError("ibpo needs the corrections: kept_mask or repaired is None")
@@ -819,19 +826,20 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
     """METHODS[name] with its hyperparameters filled in, as in bind("grpo", {"kl": "0.04"}).
 
     Method.hyper has all of them. Values may be text, as on a command line. Raises ValueError, in
-    one line, for an unknown method or name, for a value of another type, and for a negative number.
-    What else a function does not take, it refuses itself.
+    one line, for an unknown method or name, for a value of another type, for a negative number and
+    for a choice that is none. What else a function does not take, it refuses itself.
     """
     if name not in METHODS:
         raise ValueError(f"method {name!r} does not exist; accepted: {', '.join(METHODS)}")
-    method, known = METHODS[name], {}
+    method, known, kinds = METHODS[name], {}, {}
     for function in functions(method):
         known |= defaults(function)
+        kinds |= get_type_hints(function)
     for key, given in hyper.items():
         if key not in known:
             accepted = ", ".join(f"{k}={v}" for k, v in known.items()) or "none"
             raise ValueError(f"{name} has no hyperparameter {key!r}; accepted: {accepted}")
-        known[key] = parse_like(known[key], key, str(given))
+        known[key] = parse_as(kinds[key], key, str(given))
 
     def fill(function):
         return partial(function, **{key: known[key] for key in defaults(function)})
@@ -845,20 +853,23 @@ def bind(name: str, hyper: dict[str, object]) -> Method:
     )
 
 
-def parse_like(default: object, key: str, text: str) -> object:
-    """The text as a value of the default's type; a default of None stands for a number."""
-    if isinstance(default, str):
-        return text
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        number = float(text)
-    except (KeyError, ValueError):
-        kind = "true or false" if isinstance(default, bool) else "a number"
-        raise ValueError(f"{key}={text}: must be {kind}") from None
-    if not number >= 0:  # a nan, too
-        raise ValueError(f"{key}={text}: must be at least 0")
-    return number
+def parse_as(kind: type, key: str, text: str) -> object:
+    """The text as what a hyperparameter is declared to be: a choice, true or false, or a number."""
+    choices = get_args(kind) if str in map(type, get_args(kind)) else ()
+    truth = {"true": True, "1": True, "false": False, "0": False}
+    if kind is bool:
+        value, wanted = truth.get(text.lower()), "true or false"
+    elif choices:
+        value, wanted = text if text in choices else None, " or ".join(choices)
+    else:
+        wanted = "a number, at least 0"
+        try:
+            value = float(text) if float(text) >= 0 else None  # a nan is not, either
+        except ValueError:
+            value = None
+    if value is None:
+        raise ValueError(f"{key}={text}: must be {wanted}")
+    return value
 
 
 LEGEND = """\

@@ -12,13 +12,14 @@ Then `sum_i w~_i A_i = 0`. And if sum A = 0, `sum_i w~_i = sum_i w_i`.
 **a)** Write it. `w` and `adv` are (P, G), a row per group, and so is the result. Return it
 detached. A group whose advantages are all 0 keeps its w.
 
-**b)** Some answers of a group may share a token that the others lack: that is its blind spot. Give
-four weights and four advantages (sum A = 0), and the places of a pair of answers whose advantages
-cancel, A_i + A_j = 0. But `w~_i A_i + w~_j A_j` must not be 0: its size must exceed 0.1. Places
-count from 0.
+**b)** Some answers of a group may share a token that the others lack: that is its blind spot. Take
+the advantages 1, 1, -1, -1, and let the first and the third answer share such a token. Their
+advantages cancel. Give four weights for which the two pushes w~ A do not: the size of their sum
+must exceed 0.1.
 
-**Hint** for b): the pair is left with (w~_i - w~_j) A_i, so its two w~ must differ. The other two
-answers need an A, too: otherwise the whole correction falls on the pair.
+**Hint** for b): the pair is left with w~_1 - w~_3, so its two w~ must differ. Make one of its weights
+much larger than all others. The correction is spread over all four answers, so it does not mend the
+pair.
 
 **Grade it:** `make exercise N=7`
 """
@@ -32,6 +33,6 @@ def adv_orthogonal(w: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
 
 
 # %%
-def blind_spot() -> tuple[list[float], list[float], tuple[int, int]]:
-    """Four weights, four advantages, the two places of the pair."""
+def blind_spot() -> list[float]:
+    """Four weights."""
     raise NotImplementedError

@@ -18,8 +18,6 @@ shared token. Write them for any advantages, also for some that do not sum to 0.
 rewards 1, 0, 1, 0 and lengths 4, 6, 3, 5. Which loss is 0 there, and which sum? (After a PASS you
 can compare.)
 
-**c)** Sometimes a loss of 0 does mean that nothing is learned. Say it from the rewards of a group.
-
 **Hint:** dr / dlog pi = r = 1. So c and the value differ by a sum over the tokens only.
 
 **Grade it:** `make exercise N=10`
@@ -37,10 +35,4 @@ def dr_grpo_on_policy(
     advantages: list[float], lengths: list[int], budget: int
 ) -> tuple[float, float]:
     """The value of the loss, and the sum of c at the shared token. `budget` is L."""
-    raise NotImplementedError
-
-
-# %%
-def nothing_is_learned(rewards: list[float]) -> bool:
-    """Whether no token of the group gets a gradient."""
     raise NotImplementedError

@@ -7,28 +7,24 @@
 Exit code 0: all functions pass, or you asked how far you are. 1: some do not pass yet. 2: a wrong
 command line.
 
-The file runs in this process, with all your rights: grade what you would run yourself. An answer
-that takes longer than ten seconds is stopped (not on Windows).
+The file runs in this process, with all your rights: grade what you would run yourself. If it does
+not end, press Ctrl-C: the traceback names the line.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import functools
 import inspect
-import io
 import itertools
 import json
 import math
-import signal
 import sys
 import textwrap
 import traceback
-import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,44 +34,17 @@ from exercises import solutions
 from exercises.questions import EXERCISES, Group, Question
 
 FOLDER = Path(__file__).parent
-LIMIT = 10  # seconds for one answer
 RANDOM_CASES = 16
-STUDENT = "student"  # the name of the file in tracebacks, and of the module
+STUDENT = "your file"  # its name in tracebacks
 
 # ---------------- one answer
 
 
-class Stopped(BaseException):
-    """Not an Exception, so that a student's `except` does not catch it."""
-
-
-@contextlib.contextmanager
-def limited():
-    """Stop what takes too long, and keep what it prints."""
-
-    def stop(*_):
-        raise Stopped(f"no answer after {LIMIT:g} s")
-
-    has_clock = hasattr(signal, "SIGALRM")
-    if has_clock:
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, LIMIT)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield printed
-    finally:
-        if has_clock:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-@dataclass
-class Answer:
-    """What a function returned, in plain Python, so that it can be compared and shown."""
-
-    value: object = None
-    error: BaseException | None = None
-    printed: str = ""
+def load(source: str | bytes) -> dict:
+    """What a file defines."""
+    defined = {}
+    exec(compile(source, STUDENT, "exec", dont_inherit=True), defined)
+    return defined
 
 
 def to_plain(value):
@@ -83,51 +52,29 @@ def to_plain(value):
     return json.loads(json.dumps(value, default=lambda x: x.tolist()), parse_int=float)
 
 
-def answer(question: Question, function: Callable, inputs: tuple) -> Answer:
-    """What a function returns for these inputs. It gets copies: it may change them."""
+def answer(question: Question, function: Callable, inputs: tuple):
+    """What a function returns for these inputs, in plain Python, or the error that it raises.
+
+    It gets copies of the inputs, because it may change them.
+    """
     try:
-        with limited() as printed:
-            value = to_plain(question.call(function, *copy.deepcopy(inputs)))
-        return Answer(value, None, printed.getvalue())
-    except (Exception, SystemExit, Stopped) as error:
-        # With tensors a division by 0 would be a nan. Another error is the same as no answer.
-        return Answer(math.nan if isinstance(error, ZeroDivisionError) else error, error)
-
-
-def load(source: str | bytes) -> dict:
-    """What a file defines."""
-    module = sys.modules[STUDENT] = types.ModuleType(STUDENT)
-    with limited():
-        exec(compile(source, STUDENT, "exec", dont_inherit=True), module.__dict__)
-    return module.__dict__
-
-
-def describe(error: BaseException) -> str:
-    """The error in one line, with its last place in the student's file."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == STUDENT]
-    return f"{text} (line {frames[-1].lineno}, in {frames[-1].name})" if frames else text
-
-
-def compare(yours, right, place: str = "") -> Iterator[tuple[str, object, object]]:
-    """Every number beside the one that is expected, and its place."""
-    if isinstance(yours, list) and isinstance(right, list) and len(yours) == len(right):
-        for k, pair in enumerate(zip(yours, right, strict=True)):
-            yield from compare(*pair, f"{place}[{k}]")
-    else:
-        yield place, yours, right
+        return to_plain(question.call(function, *copy.deepcopy(inputs)))
+    except Exception as error:
+        return error
 
 
 def is_same(yours, right, tolerance: float = 1e-9) -> bool:
     """Whether two plain values are the same up to rounding. A nan is the same as an inf."""
-    for _, x, y in compare(yours, right):
-        same = x == y
-        if {type(x), type(y)} == {float}:
-            close = math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
-            same = close if math.isfinite(y) else not math.isfinite(x)
-        if not same:
-            return False
-    return True
+    # With tensors a division by 0 would be a nan.
+    yours, right = (math.nan if isinstance(x, ZeroDivisionError) else x for x in (yours, right))
+    if isinstance(yours, list) and isinstance(right, list):
+        pairs = zip(yours, right, strict=False)
+        return len(yours) == len(right) and all(is_same(x, y, tolerance) for x, y in pairs)
+    if isinstance(yours, float) and isinstance(right, float):
+        if not math.isfinite(right):
+            return not math.isfinite(yours)
+        return math.isclose(yours, right, rel_tol=tolerance, abs_tol=tolerance)
+    return yours == right
 
 
 # ---------------- the verdict
@@ -147,48 +94,38 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
     questions, verdicts = EXERCISES[number].questions, []
     try:
         student = load(path.read_bytes())
-        for question in questions:
-            verdicts.append(judge(question, student.get(question.function)))
-            if verdicts[-1].state != "PASS":
-                # The next function may call this one, and is not to blame for it.
-                student[question.function] = getattr(solutions, question.function)
-        return verdicts
-    except (Exception, SystemExit, Stopped) as error:  # the file's own, outside of its functions
+    except Exception as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
+    for question in questions:
+        verdicts.append(judge(question, student.get(question.function)))
+        if verdicts[-1].state != "PASS":
+            # The next function may call this one, and is not to blame for it.
+            student[question.function] = getattr(solutions, question.function)
+    return verdicts
 
 
 def judge(question: Question, function: Callable | None) -> Verdict:
-    """The verdict on one function, from its answers to all inputs."""
-    name, lesson = question.function, read_lessons().get(question.function)
+    """The verdict on one function."""
+    name = question.function
     if function is None:
         return Verdict(name, "NOT YET", ["The file has no function of this name."])
-    yours = []
-    for inputs in lesson.cases if lesson else [()]:
-        yours.append(answer(question, function, inputs))
-        error = yours[-1].error
-        if isinstance(error, NotImplementedError) and not error.args:  # torch's has a text
-            return Verdict(name, "NOT YET (blank)")
-        if isinstance(error, Stopped) or error and question.check:
-            return Verdict(name, "NOT YET", [describe(error)])
-    if question.check:
-        value = yours[0].value
-        if problem := find_problem(question, value):
-            return Verdict(name, "NOT YET", [f"yours     {show(value)[:90]}", problem])
-        return Verdict(name, "PASS")
-
-    right = [answer(question, question.right, inputs).value for inputs in lesson.cases]
-    attempt = Attempt(question, function, lesson, yours, right)
-    if not attempt.failing:
-        return Verdict(name, "PASS")
-    return Verdict(name, "NOT YET", [*show_case(attempt), *find_hints(attempt)])
+    lesson = read_lessons().get(name)  # none where many answers are right
+    yours = lesson.ask(function) if lesson else [answer(question, function, ())]
+    if any(isinstance(y, NotImplementedError) and not y.args for y in yours):  # torch's has a text
+        return Verdict(name, "NOT YET (blank)")
+    lines = explain(lesson, yours) if lesson else find_problem(question, yours[0])
+    return Verdict(name, "NOT YET" if lines else "PASS", lines)
 
 
-def find_problem(question: Question, value) -> str | None:
-    """What an answer lacks, of which many are right."""
+def find_problem(question: Question, value) -> list[str]:
+    """What an answer lacks, of which many are right. Nothing if it is right."""
+    if isinstance(value, Exception):
+        return [describe(value)]
     try:
-        return next(question.check(value), None)
-    except (TypeError, ValueError, IndexError, RuntimeError):
-        return "Your answer has another form than the exercise asks for."
+        problem = next(question.check(value), None)
+    except (TypeError, ValueError, IndexError):
+        problem = "Your answer has another form than the exercise asks for."
+    return [f"yours     {show(value)[:90]}", problem] if problem else []
 
 
 # ---------------- hints
@@ -206,10 +143,15 @@ ERRORS = {  # what torch says: what a student may not know
 class Lesson:
     """A right answer of a function, what it is tried on, and the likely mistakes."""
 
+    question: Question
     solution: str
     inputs: list[str]  # their names
     cases: list  # the small ones of mistakes.json, then random ones
     mistakes: dict[tuple[str, ...], str]  # old, new, ...: what is replaced by what; and the hint
+
+    def ask(self, function: Callable) -> list:
+        """What a function answers in every case."""
+        return [answer(self.question, function, inputs) for inputs in self.cases]
 
 
 @functools.cache
@@ -222,6 +164,7 @@ def read_lessons() -> dict[str, Lesson]:
             text = texts[question.function]
             drawn = [question.draw(Group(seed)) for seed in range(RANDOM_CASES)]
             lessons[question.function] = Lesson(
+                question,
                 inspect.getsource(getattr(solutions, question.function)),
                 text["inputs"],
                 text["cases"] + drawn,
@@ -237,113 +180,85 @@ def make_mistakes(lesson: Lesson, *mistakes: tuple[str, ...]) -> Callable | None
         if old not in source:
             return None
         source = source.replace(old, new)
-    with contextlib.suppress(SyntaxError):
+    try:
         return [*load(f"import math, torch\n{source}").values()][-1]
+    except SyntaxError:
+        return None
 
 
-@functools.cache
-def answer_mistaken(question: Question, edits: tuple[str, ...]) -> list:
-    """What the solution with these edits says in every case."""
-    lesson = read_lessons()[question.function]
-    mistaken = make_mistakes(lesson, edits)
-    return [answer(question, mistaken, inputs).value for inputs in lesson.cases]
+def find_wrong(answers: list, right: list) -> set[int]:
+    """The cases with a wrong answer."""
+    pairs = zip(answers, right, strict=True)
+    return {k for k, (x, y) in enumerate(pairs) if not is_same(x, y)}
 
 
-@dataclass
-class Attempt:
-    """A student's function, and what it says in every case beside what is right."""
-
-    question: Question
-    function: Callable
-    lesson: Lesson
-    yours: list[Answer]
-    right: list
-
-    def __post_init__(self):
-        pairs = enumerate(zip(self.yours, self.right, strict=True))
-        self.failing = [k for k, (y, x) in pairs if not is_same(y.value, x)]
-
-    def agrees(self, k: int, theirs) -> bool:
-        """Whether the student says the same as somebody else in case k."""
-        return is_same(self.yours[k].value, theirs, 1e-6)
+def explain(lesson: Lesson, yours: list) -> list[str]:
+    """The first case that fails, and what to look at. Nothing if none fails."""
+    right = lesson.ask(lesson.question.right)
+    wrong = find_wrong(yours, right)
+    if not wrong:
+        return []
+    k = min(wrong)
+    inputs = zip(lesson.inputs, lesson.cases[k], strict=True)
+    return [
+        f"with      {', '.join(f'{name} = {show(x)}' for name, x in inputs)}",
+        f"yours     {show(yours[k])}",
+        f"expected  {show(right[k])}",
+        *(find_mistakes(lesson, yours, right) or find_form(yours, right)),
+    ]
 
 
-def find_hints(attempt: Attempt) -> list[str]:
-    """What a student should look at: the first of these that finds something."""
-    finders = (find_mistake, find_two_mistakes, find_form, find_difference)
-    return next(filter(None, (find(attempt) for find in finders)), [])
+def find_mistakes(lesson: Lesson, yours: list, right: list) -> list[str]:
+    """The known mistake, or two together, whose answers are most like the student's.
 
-
-def find_mistake(attempt: Attempt) -> list[str]:
-    """A known mistake that says what the student says, wherever one of them is wrong.
-
-    In two of three of these cases is enough: a mistake elsewhere, at the edge, does not hide it.
+    They must say the same in two of three cases where one of them is wrong. Not in all: then a
+    mistake elsewhere, at the edge, would hide this one.
     """
-
-    def agreement(edits: tuple[str, ...]) -> float:
-        theirs = answer_mistaken(attempt.question, edits)
-        wrong = {k for k, x in enumerate(attempt.right) if not is_same(theirs[k], x)}
-        same = [k for k in attempt.failing if attempt.agrees(k, theirs[k])]
-        return len(same) / len(wrong.union(attempt.failing))
-
-    best = max(attempt.lesson.mistakes, key=agreement)
-    return [attempt.lesson.mistakes[best]] if agreement(best) > 2 / 3 else []
-
-
-def find_two_mistakes(attempt: Attempt) -> list[str]:
-    """Two known mistakes that together say what the student says."""
-    lesson = attempt.lesson
-    for pair in itertools.combinations(lesson.mistakes, 2):
-        mistaken = make_mistakes(lesson, *pair)
-        if mistaken and all(
-            attempt.agrees(k, answer(attempt.question, mistaken, inputs).value)
-            for k, inputs in enumerate(lesson.cases)
-        ):
-            return [lesson.mistakes[edits] for edits in pair]
-    return []
+    best, most, wrong = (), 2 / 3, find_wrong(yours, right)
+    pairs = itertools.combinations(lesson.mistakes, 2)
+    for some in itertools.chain(itertools.combinations(lesson.mistakes, 1), pairs):
+        mistaken = make_mistakes(lesson, *some)
+        if not mistaken:
+            continue
+        theirs = lesson.ask(mistaken)
+        same = [k for k in wrong if is_same(yours[k], theirs[k], 1e-6)]
+        agreement = len(same) / len(wrong | find_wrong(theirs, right))
+        if agreement > most:
+            best, most = some, agreement
+        if most == 1:
+            break
+    return [lesson.mistakes[edits] for edits in best]
 
 
-def find_form(attempt: Attempt) -> list[str]:
-    """Nothing, an error that many meet, or the right numbers but for rounding."""
-    if any(y.value is None for y in attempt.yours):
+def find_form(yours: list, right: list) -> list[str]:
+    """Nothing, the right numbers but for rounding, or an error that many meet."""
+    if None in yours:
         return ["Your function returns nothing. Did you print?"]
-    if all(is_same(y.value, x, 0.01) for y, x in zip(attempt.yours, attempt.right, strict=True)):
+    if all(is_same(x, y, 0.01) for x, y in zip(yours, right, strict=True)):
         return ["It is nearly right. Is there a small number in a divisor, or float32?"]
-    errors = " ".join(str(y.error) for y in attempt.yours)
+    errors = " ".join(str(y) for y in yours if isinstance(y, Exception))
     return [hint for words, hint in ERRORS.items() if words in errors][:1]
-
-
-def find_difference(attempt: Attempt) -> list[str]:
-    """The first number that is wrong."""
-    k = attempt.failing[0]
-    for place, yours, right in compare(attempt.yours[k].value, attempt.right[k]):
-        if place and not is_same(yours, right):
-            return [f"result{place} is {show(yours)}, not {show(right)}."]
-    return []
 
 
 # ---------------- showing
 
 
-def show_case(attempt: Attempt) -> list[str]:
-    """The first case that fails."""
-    k = attempt.failing[0]
-    yours, right = attempt.yours[k], attempt.right[k]
-    inputs = zip(attempt.lesson.inputs, attempt.lesson.cases[k], strict=True)
-    lines = [f"with      {', '.join(f'{name} = {show(x)}' for name, x in inputs)}"]
-    if yours.printed:
-        lines.append(f"printed   {yours.printed[:1000]}")
-    lines.append(f"yours     {describe(yours.error) if yours.error else show(yours.value)}")
-    return [*lines, f"expected  {show(right)}"]
-
-
 def show(value) -> str:
     """An input or an answer."""
+    if isinstance(value, Exception):
+        return describe(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(show, value))}]"
     if isinstance(value, float):
         return f"{value + 0.0:.9g}"  # + 0.0: no -0
     return str(value)
+
+
+def describe(error: Exception) -> str:
+    """The error in one line, with its last place in the student's file."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == STUDENT]
+    return f"{text} (line {frames[-1].lineno}, in {frames[-1].name})" if frames else text
 
 
 def is_done(verdicts: list[Verdict]) -> bool:
@@ -382,6 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("exercise", nargs="?", type=int, choices=files, help="its number")
     parser.add_argument("file", nargs="?", type=Path, help="a copy of it")
     options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")  # those of a known mistake are not the student's
     torch.set_default_dtype(torch.float64)  # torch.tensor of a list of ours loses no digit
     if options.exercise is None:
         show_progress(files)

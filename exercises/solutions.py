@@ -47,10 +47,6 @@ def left_by_the_length(lengths, advantages):
     return sum(A / T for A, T in zip(advantages, lengths)) / G
 
 
-def an_accident():
-    return [2, 2, 3, 3], [1, -1, 2, -2]
-
-
 def min_replace(w, adv):
     w = w.detach()
     return w.amin(1, keepdim=True).expand_as(w)
@@ -64,7 +60,7 @@ def adv_orthogonal(w, adv):
 
 
 def blind_spot():
-    return [3, 0.1, 0.1, 0.1], [1, 1, -1, -1], (0, 2)
+    return [3, 0.1, 0.1, 0.1]
 
 
 def learning_tax(pushes, advantages, nodes, mask):
@@ -113,10 +109,6 @@ def dr_grpo_on_policy(advantages, lengths, budget):
     value = sum(A * T for A, T in rows) / L
     c = sum(A for A, T in rows) / L
     return -value / G, c
-
-
-def nothing_is_learned(rewards):
-    return max(rewards) == min(rewards)
 
 
 def prefix_baseline(c, r):

@@ -221,8 +221,9 @@ MISTAKES = """
 --resume nowhere: no config.json
 --resume nowhere --lr 1: no other flag
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
---hyper eps_low=-1: must be at least 0
+--hyper eps_low=-1: a number, at least 0
 --hyper kl_ratio=2: must be true or false
+--hyper ratio=sum --method dfpo-min: must be geometric or product
 """
 
 

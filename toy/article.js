@@ -65,7 +65,7 @@
   }
 
   // Lines in a frame. x, y: [lowest, highest, ticks, label]; lines: [class, points [x, y]].
-  function plot(host, [x0, x1, xTicks, xLabel], [y0, y1, yTicks, yLabel], lines, dots = []) {
+  function plot(host, [x0, x1, xTicks, xLabel], [y0, y1, yTicks, yLabel], lines) {
     const width = host.clientWidth || 640, height = 230, left = 34, bottom = 38;
     const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - 12);
     const Y = (y) => 18 + ((y1 - y) / (y1 - y0)) * (height - 18 - bottom);
@@ -77,8 +77,7 @@
       ${xTicks.map((x) => `<text x="${X(x)}" y="${height - 22}" text-anchor="middle">${x}</text>`).join("")}
       <text x="${left}" y="10">${yLabel}</text>
       <text x="${width - 12}" y="${height - 5}" text-anchor="end">${xLabel}</text>
-      ${lines.map(([name, points]) => `<path class="${name}" d="M${place(points).join("L")}"/>`).join("")}
-      ${dots.map(([x, y]) => `<circle class="dot" cx="${X(x)}" cy="${Y(clip(y))}" r="5"/>`).join("")}</svg>`;
+      ${lines.map(([name, points]) => `<path class="${name}" d="M${place(points).join("L")}"/>`).join("")}</svg>`;
   }
 
   // ---------------- push = credit + tax
@@ -170,26 +169,6 @@
       [0, 0.6, [0, 0.2, 0.4, 0.6], "expected reward"], lines);
   });
 
-  // ---------------- noise: the law of claim C27
-
-  live("noise", "G=8&n=4&rho=0.3", [
-    ["rho", "ρ², decided by earlier words", 0, 1, 0.01, (x) => x.toFixed(2)],
-    ["n", "n, answers that come by", 2, 32, 1],
-    ["G", "G, answers of a group", 2, 32, 1],
-  ], (state, figure) => {
-    const G = Number(state.G), n = Math.min(state.n, G), rho = Number(state.rho);
-    state.n = String(n);
-    const fixed = (x) => ((1 - x) * n) / (n - 1), group = (x) => (fixed(x) * (G - 1)) / G;
-    const even = (G - n) / (n * (G - 1));
-    const say = (x) => `× ${x.toFixed(3)}`;
-    write(figure.querySelectorAll(".keys output, figcaption output"),
-      [say(group(rho)), say(fixed(rho)), even.toFixed(3)]);
-    const line = (f) => [[0, f(0)], [1, f(1)]];
-    plot(figure.querySelector(".plot"), [0, 1, [0, 0.25, 0.5, 0.75, 1], "ρ²"],
-      [0, 2, [0, 0.5, 1, 1.5, 2], "noise with the baseline / without"],
-      [["one", line(() => 1)], ["a", line(group)], ["b", line(fixed)]], [[rho, group(rho)]]);
-  });
-
   // ---------------- the crumb
 
   const logFactorial = [0];
@@ -254,28 +233,3 @@
     figure.querySelector(".strips")
       .replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells, make("span"), axis);
   });
-
-  // ---------------- tables that have their home elsewhere
-
-  const fill = (table, rows) => table.replaceChildren(...rows.map((row, i) =>
-    make("tr", "", ...row.map((cell) => make(i ? "td" : "th", "", cell)))));
-
-  // World L's learning in its first batches, from toy/README.md.
-  fill($("luck").querySelector("table"), facts.luck.map((row) => row.slice(0, 4)));
-
-  // Trainers' defaults, from engines/.
-
-  const sections = { divisor: "#lengths", std: "#crumb", clip: "#clip" };
-  const trainers = $("trainer").querySelector("figure"), select = trainers.querySelector("select");
-  select.append(...facts.trainers.map(({ trainer }) => make("option", "", trainer)));
-  select.onchange = () => {
-    const { trainer, version, checked, ...settings } = facts.trainers[select.selectedIndex];
-    const rows = Object.entries(settings).map(([name, { is, source }]) => {
-      const link = Object.assign(make("a", "", name), { href: sections[name] });
-      return [name in sections ? link : name, is, make("small", "", source)];
-    });
-    fill(trainers.querySelector("table"), [["setting", "default", "source"], ...rows]);
-    const how = checked === "ran" ? "engines/audit.py has called its losses" : "read, not run";
-    trainers.querySelector("figcaption").textContent = `${trainer} ${version}: ${how}.`;
-  };
-  select.onchange();

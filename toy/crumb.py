@@ -43,9 +43,11 @@ THREE_WAYS = [
     for way, ends in enumerate((FIRST, SECOND, THIRD))
     for chance, reward in ends
 ]
-# Of group_advantages; "parts": the format and the answer, each divided by its own std in the group,
-# are weighed and summed. Only the first world has parts.
-SCALES = ("std", "mean", "batch", "parts")
+SCALES = {  # of group_advantages: in the picture label, colour (a method's with that scale), style
+    "mean": ("nothing (dr-grpo)", COLORS["dr-grpo"], "-"),
+    "batch": ("the batch's std", "#8C564B", "--"),
+    "std": ("the group's std (grpo)", COLORS["grpo"], "-"),
+}
 STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
 THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
 G, GROUPS, RUNS = 8, 32, 100  # answers of a group; groups of a sampled batch; sampled runs
@@ -53,19 +55,11 @@ BATCHES, THREE_BATCHES = 300, 1200
 ADAM, PLAIN = partial(tax.ADAM, lr=0.03), partial(tax.PLAIN, lr=2.0)
 
 
-def compare(rewards: Tensor, G: int, scale: str) -> Tensor:
-    """A_i of every answer, by one of SCALES. (N,) -> (N,)."""
-    if scale != "parts":
-        return losses.group_advantages(rewards, G, scale)
-    formatted, right = ((rewards == x).to(rewards.dtype) for x in (CRUMB, 1.0))
-    return CRUMB * losses.group_advantages(formatted, G) + losses.group_advantages(right, G)
-
-
 def enumerate_batch(groups: Groups, scale: str, logits: Tensor) -> Batch:
     """All groups at once, each as often as it is probable, under P policies. logits (P, W)."""
     logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)  # (P N, 1)
     shares = torch.stack([groups.probabilities(x) for x in logp.chunk(len(logits))])  # (P, groups)
-    A = compare(groups.rewards, groups.G, "mean" if scale == "batch" else scale)
+    A = losses.group_advantages(groups.rewards, groups.G, "mean" if scale == "batch" else scale)
     if scale == "batch":
         R = groups.rewards.view(-1, groups.G)
         J = (shares @ R.mean(1))[:, None, None]  # (P, 1, 1)
@@ -79,10 +73,7 @@ def sample_batch(generator: torch.Generator, scale: str, logits: Tensor) -> Batc
     draws = torch.rand(2, len(logits), GROUPS * G, generator=generator, dtype=torch.float64)
     ways = (draws[0] < logits.detach().softmax(1)[:, 1:]).long()  # (P, N)
     rewards = torch.where(ways == 0, CRUMB, (draws[1] < RIGHT).double())
-    if scale == "batch":  # each run has a batch of its own
-        A = torch.stack([compare(R, G, scale) for R in rewards])
-    else:
-        A = compare(rewards.flatten(), G, scale).view(ways.shape)
+    A = torch.stack([losses.group_advantages(R, G, scale) for R in rewards])  # a batch a run
     logp = logits.log_softmax(1).gather(1, ways).view(-1, 1)
     adv = len(A) * A.view(-1, 1)  # a loss takes the mean over runs, too
     return Batch(logp, logp.detach(), adv, torch.ones_like(adv, dtype=torch.bool), G, 1)
@@ -113,17 +104,6 @@ def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
     return sum(shares[..., o.way] * o.chance * o.reward for o in outcomes)
 
 
-def find_threshold(G: int, scale: str = "std") -> float:
-    """The share above which the rare way grows, in expectation, by halving."""
-    groups, low, high = Groups(RARE_WAY, G), 0.0, 1.0
-    for _ in range(30):
-        share = (low + high) / 2
-        logits = torch.tensor([[1 - share, share]], dtype=torch.float64).log().requires_grad_()
-        losses.grpo(enumerate_batch(groups, scale, logits)).backward()
-        low, high = (low, share) if logits.grad[0, 1] < 0 else (share, high)
-    return share
-
-
 # ---------------- the figure
 
 
@@ -146,13 +126,6 @@ def train_three(scale: str, optimizer: Callable[..., Optimizer] = PLAIN) -> Tens
     return train(THREE_STARTS, draw, THREE_BATCHES, optimizer)
 
 
-LINES = {  # of the picture: label, colour (a method's, where one of ours has the scale), style
-    "mean": ("nothing (dr-grpo)", COLORS["dr-grpo"], "-"),
-    "batch": ("the batch's std", "#8C564B", "--"),
-    "std": ("the group's std (grpo)", COLORS["grpo"], "-"),
-}
-
-
 def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, Tensor]):
     figure = make_figure(
         "Undivided, or divided by the batch's std, R - mean teaches the better way.\n"
@@ -160,7 +133,7 @@ def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, 
         3.9,
     )
     panels = figure.subplots(1, 3)
-    for scale, (label, color, dashes) in LINES.items():
+    for scale, (label, color, dashes) in SCALES.items():
         of_panels = exact[scale], sampled[scale][:, 1], three[scale]
         for panel, curves, width in zip(panels, of_panels, (2, 0.5, 2), strict=True):
             panel.plot(curves, color=color, linestyle=dashes, linewidth=width)
@@ -189,13 +162,11 @@ def main():
     print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.")
     print(f"In brackets: how many of {RUNS} sampled runs find it (J above 0.4)\n")
     print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
-    print("\nThe share below which the group's std drives the rare way out\n")
-    print_table({"std": [f"{find_threshold(G):.4f}" for G in (4, 8, 16)]}, ["G = 4", "8", "16"])
     print(
         "\nThree ways, G = 4, exact: the end of plain ascent from two starts; with Adam J from/to\n"
     )
     three, rows = {}, {}
-    for scale in LINES:
+    for scale in SCALES:
         plain = train_three(scale)
         three[scale] = expected_reward(THREE_WAYS, plain)
         adam = expected_reward(THREE_WAYS, train_three(scale, ADAM))[THREE_BATCHES // 2 :]

@@ -1,4 +1,4 @@
-"""What the figures of toy/ share: a flag, tables (pandas), intervals, pictures (matplotlib)."""
+"""What the figures of toy/ and experiments/ share: a flag, tables, intervals, pictures."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ import pandas as pd
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
-# A method has one colour in all pictures: those of Okabe and Ito, safe for the colour-blind, and
-# two more.
+# A method has one colour in all pictures. They are safe for the colour-blind: three of Okabe and
+# Ito, and one more.
 COLORS = {
     "grpo": "#D55E00",
     "gspo": "#CC79A7",
     "dr-grpo": "#009E73",
     "grpo-symmetric": "#332288",
-    "balanced": "#56B4E9",
-    "dfpo-min": "#0072B2",
-    "reinforce": "#E69F00",
-    "ibpo": "#882255",
 }
 STYLE = {
     "axes.spines.top": False,
@@ -30,7 +26,6 @@ STYLE = {
     "font.size": 9,
     "axes.titlesize": 9.5,
     "legend.frameon": False,
-    "errorbar.capsize": 3,
     "savefig.dpi": 120,
 }
 

@@ -64,14 +64,13 @@ ROWS = {
     LOCAL: Row(losses.grpo, prefix_baseline=True),
     # Its own clip, 3e-4, is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
-    "balanced": Row(losses.balanced),
     "dr-grpo": Row(losses.dr_grpo, "mean"),
     "cispo": Row(losses.cispo),
     "dfpo-min": Row(losses.dfpo_min),
 }
 ADAM_RATES = (0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 3.0)
 ADAM_ROWS = ("grpo", "dr-grpo")
-LINES = (EXACT, BOTH, LOCAL, "gspo", "balanced", "dr-grpo")  # of the picture
+LINES = (EXACT, BOTH, LOCAL, "gspo", "dr-grpo")  # of the picture
 
 
 def make_groups(setting: str) -> Groups:

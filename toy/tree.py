@@ -13,7 +13,7 @@ script draws them, and adds them up at the tokens that several answers share:
 
 The toy group answers "37+48=" four times. Its A has the scale "mean" for all methods, so it is
 reward minus the group's mean, as README says. toy/tree.svg, README's picture, is this group under
-REINFORCE and under GRPO. A run's groups have the scale of their method.
+REINFORCE and under GRPO. A run's groups have the scale of the run, or of their method.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 import losses
-from engines import defaults
 from losses import METHODS, Batch, Method
 from toy import clips, tax
 from toy.policy import pad
@@ -129,9 +128,13 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
 # ---------------- what a loss does to a group
 
 
-def shown_methods() -> dict[str, Method]:
-    """The methods that are one loss of a batch: without a credit rule or a second pass."""
-    return {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
+def shown_methods(scale: str) -> dict[str, Method]:
+    """The methods that are one loss of a batch: without a credit rule or a second pass.
+
+    All have this scale; each has its own if it is empty.
+    """
+    single = {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
+    return {name: replace(m, scale=scale or m.scale) for name, m in single.items()}
 
 
 def toy_methods() -> dict[str, Method]:
@@ -139,7 +142,7 @@ def toy_methods() -> dict[str, Method]:
 
     Its own is made for long answers, and would clip all of the toy's ratios but 1.
     """
-    methods = {name: replace(m, scale="mean") for name, m in shown_methods().items()}
+    methods = shown_methods("mean")
     wider = functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)
     methods["gspo"] = replace(methods["gspo"], passes=(wider,))
     return methods
@@ -252,8 +255,6 @@ def add_article(page: str) -> str:
         "clips": clips.weights(),
         # The worlds of toy/tax.py: four lengths, and the chance to be right on the worse way.
         "worlds": [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings],
-        "luck": find_table("python -m toy.luck"),
-        "trainers": defaults.ROWS,  # what they do by default, each setting with its source
     }
     panels = "\n".join(f"<div>{clips.panel(name)}<output></output></div>" for name in clips.NAMES)
     text = read("article.html").replace("CLIP_STYLE", clips.STYLE, 1).replace("PANELS", panels, 1)
@@ -261,19 +262,10 @@ def add_article(page: str) -> str:
     return page.replace("<!-- ARTICLE -->", text, 1).replace("// SCRIPT", read("article.js"), 1)
 
 
-def find_table(command: str) -> list[list[str]]:
-    """The first table below a command in toy/README.md, its head first."""
-    section = read("README.md").partition(f"`{command}")[2].partition("\n## ")[0]
-    lines = section[section.find("\n|") + 1 :].splitlines()
-    lines = itertools.takewhile(lambda line: line.startswith("|"), lines)
-    rows = [line.strip("|").replace("`", "").replace("*", "").split("|") for line in lines]
-    return [[cell.strip() for cell in row] for k, row in enumerate(rows) if k != 1]
-
-
 def run_page(run: Path) -> str:
     """The page of a run: three groups of a saved batch, before and after the step."""
     flags = json.loads((run / "config.json").read_text())
-    (step, groups), name, methods = run_groups(run), flags["method"], shown_methods()
+    (step, groups), name, methods = run_groups(run), flags["method"], shown_methods(flags["scale"])
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " Where a card has several tokens, the pushes are those on the first."
@@ -281,7 +273,7 @@ def run_page(run: Path) -> str:
         pairs = (pair.split("=", 1) for pair in flags["hyper"].split())
         # Not the KL term: the log-probs of the reference are not saved.
         hyper = {key: value for key, value in pairs if not key.startswith("kl")}
-        methods[name] = losses.bind(name, hyper)
+        methods[name] = replace(losses.bind(name, hyper), scale=methods[name].scale)
     else:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"
