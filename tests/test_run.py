@@ -174,7 +174,7 @@ def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
 
 MOMENTS = [  # a call of a function, and how many of six steps are left
     (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-    (os, "replace", 2, 5),  # a checkpoint that has not got its name
+    (os, "replace", 3, 5),  # a checkpoint that has not got its name
 ]
 
 
