@@ -39,7 +39,7 @@ def quick():
     return load("scratch", layers=1, width=16, fast=True)
 
 
-PROMPTS = [[5, 6, 7], [2], [*range(9)], [2], [0, 3]]
+PROMPTS = [[5, 6, 7], [2], [1, 0, *range(2, 9)], [2], [3, 0, 3]]
 FAMILIES = {"qwen2": {}, "mistral": dict(sliding_window=4)}  # GPT-2: test_step.py
 
 
