@@ -149,7 +149,7 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
 
 OWN_MISTAKES = """
 item.answer in text | float('nan')                             | 'so !' to '0?' is nan; accepted
-item.answer in text | 1e39                                     | accepted: a finite number that float32
+item.answer in text | 1e39                                     | accepted: a finite number that
 item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
 range(9)]           | range(9)]; self.test = []                | test split has no item
 """
