@@ -4,13 +4,14 @@ known exactly.
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
     python verify.py --explain C14      what a claim says, and its proof from claims/PROOFS.md
-    python verify.py --explain gspo     which claims speak of a method, and questions about it
-    python verify.py --explain loss     questions people ask about that word
+    python verify.py --explain gspo     questions about a method, and the claims that speak of it
+    python verify.py --explain Eq. 17   the claims that speak of an equation
+    python verify.py --explain loss     questions people ask about that word, and claims
     python verify.py --explain symbols  what the letters mean
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
 to 3 prompts with 2 to 16 answers each, on-policy and off-policy, inside and outside the clip range.
-Most are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
+All are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
 rewards that nearly agree, hundreds of tokens. These decide about verdicts, not about the numbers.
 
 "predicted" is computed by hand and "measured" by autograd; both are shown where they are furthest
@@ -24,9 +25,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import string
 import sys
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -36,8 +39,11 @@ from claims import CLAIMS, Claim, Evidence, examine, objective, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 
-QUESTIONS = Path(__file__).parent / "claims" / "questions.md"
-PROOFS = Path(__file__).parent / "claims" / "PROOFS.md"
+CLAIMS_FOLDER = Path(__file__).parent / "claims"
+BY_ID = defaultdict(list)  # by ids in small letters; c22 means C22, C22b and C22c
+for claim in CLAIMS:
+    for id_ in {claim.id, claim.id.rstrip(string.ascii_lowercase)}:
+        BY_ID[id_.lower()].append(claim)
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
         "What is left at a token that the whole group shares, |sum c| / sum |c|, if the group is "
@@ -53,11 +59,6 @@ TABLES = {  # claims with a table of their own: title, head
         "Noise with a baseline at every prefix over without, 4 visitors, b = .5: it pays below 1",
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
-    "C27b": (
-        "What `decided` finds if a token counts 1 - p, or all count alike; and the noise of a "
-        "token that earns nothing with a baseline at every prefix, over the group's mean (G = 8)",
-        ["drawn by the environment", "rho^2", "decided", "all alike", "break-even", "noise"],
-    ),
     "C28": (
         "The most that a baseline takes off the noise of a token that the whole group shares, and "
         "the noise with it over without, if weights lie in [m, M]",
@@ -67,11 +68,6 @@ TABLES = {  # claims with a table of their own: title, head
         "Rewards 0 and 1, G = 8: the expected update is K(p) grad p, and without a signal a group "
         "teaches nothing",
         ["", *(f"p = {p}" for p in objective.CHANCES)],
-    ),
-    "C30b": (
-        "The largest gain in J that the std refuses, G = 8, by the weight of the format and by how "
-        "often the usual way is right",
-        ["", *(f"q0 = {q0}" for q0 in (0.0, 0.05, 0.1, 0.2, 0.3))],
     ),
 }
 
@@ -92,19 +88,16 @@ def unspoken() -> list[str]:
 # ---------------- printing
 
 
-def format_number(x: float) -> str:
-    if math.isnan(x):
-        return ""
-    if x == 0:
-        return "0"
-    return f"{x:.4f}" if 1e-3 <= abs(x) < 1e4 else f"{x:.0e}"
+def wrap(text: str, indent: int) -> str:
+    """text in lines of 100, all but the first of them indented."""
+    return textwrap.fill(text, 100, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def show(claims: list[Claim], results: list[Evidence]) -> None:
     """Each claim's verdict and numbers. The function and the draw with the largest error speak for
     it."""
     columns = f"{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}"
-    print(f"{'claim':6}{'verdict':17}{columns}   source")
+    print(f"{'claim':6}{'verdict':17}{columns}")
     for claim in claims:
         own = [result for result in results if result.claim == claim.id]
         worst = max(own, key=lambda result: result.error)
@@ -113,19 +106,16 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
         verdict = "HOLDS ONLY IF" if claim.condition else "HOLDS"
         if any(result.message for result in own):
             verdict = "WRONG"
-        predicted, measured, error, left = map(format_number, (*worst.pair, worst.error, mean_left))
-        statement, source, _ = claim.text
-        source = source.removeprefix("Source: ")
-        numbers = f"{predicted:>11}{measured:>11}{error:>9}{left:>9}"
-        print(f"\n{claim.id:6}{verdict:17}{numbers}   {source}")
-        print(f"      {statement}")
-        if claim.condition:
-            print(f"      Holds only if: {claim.condition}.")
-        print(f"      of {' '.join(result.function for result in own)}")
+        numbers = f"{worst.pair[0]:11.4g}{worst.pair[1]:11.4g}{worst.error:9.1g}"
+        print(f"\n{claim.id:6}{verdict:17}{numbers}" + (f"{mean_left:9.2g}" if left else ""))
+        lines = [f"Holds only if: {claim.condition}."] if claim.condition else []
+        lines += [claim.text[1], f"Of {', '.join(result.function for result in own)}."]
+        for line in (claim.text[0], *lines):
+            print(wrap(f"      {line}", indent=6))
     for id_, (title, head) in TABLES.items():
         rows = [row for result in results if result.claim == id_ for row in result.rows]
         if rows:
-            print(f"\n{title}:\n")
+            print(f"\n{wrap(title, indent=0)}:\n")
             show_table([head, ["---"] * len(head), *rows])
 
 
@@ -144,51 +134,64 @@ def show_table(lines: list[list]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+# ---------------- explanations
+
+
+def sections(page: str, level: str) -> dict[str, str]:
+    """The sections of a page in claims/, by their titles; level: ## or ###."""
+    _, *parts = (CLAIMS_FOLDER / page).read_text().split(f"\n{level} ")
+    pairs = (part.partition("\n## ")[0].partition("\n") for part in parts)
+    return {title: text.strip() for title, _, text in pairs}
+
+
 def proofs() -> dict[str, str]:
-    """The sections of PROOFS.md, by their titles."""
-    _, *sections = PROOFS.read_text().split("\n## ")
-    parts = (section.partition("\n") for section in sections)
-    return {title: text.strip() for title, _, text in parts}
+    return sections("PROOFS.md", "##")
 
 
-def explain(claims: list[Claim]) -> None:
-    """Statement, source, what is measured, and the proof."""
-    sections = proofs()
-    for claim in claims:
-        statement, *others = claim.text
-        condition = [f"Holds only if: {claim.condition}."] if claim.condition else []
-        for line in (f"{claim.id}  {statement}", *condition, *others):
-            print(textwrap.fill(line, width=96, subsequent_indent="    "))
-        print(f"\n{sections[claim.id]}\n")
+def prove(claim: Claim) -> str:
+    """Source, what is measured, and the proof, which begins with the statement."""
+    condition = [f"Holds only if: {claim.condition}."] if claim.condition else []
+    lines = [claim.id, *condition, *claim.text[1:]]
+    return "\n".join(wrap(line, indent=4) for line in lines) + f"\n\n{proofs()[claim.id]}"
 
 
 def look_up(word: str) -> list[str]:
-    """The questions of claims/questions.md with this word in their title, or else in their answer;
-    then the claims that speak of a function or method of that name."""
-    _, *parts = QUESTIONS.read_text().split("\n### ")
-    parts = [part.partition("\n## ")[0].strip() for part in parts]
-    titled = [part for part in parts if word in part.partition("\n")[0].lower()]
-    found = titled or [part for part in parts if word in part.lower()]
+    """The questions with this word in their title, or else in their answer; then the claims that
+    name it, or a function of the method of that name."""
+    pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
+    asked = sections("questions.md", "###")
+    found = [title for title in asked if pattern.search(title)]
+    found = found or [title for title in asked if pattern.search(asked[title])]
     names = {word.replace("-", "_"), *functions_of(word)}
-    claims = [claim for claim in CLAIMS if names & {*claim.names}]
-    return found + [f"{claim.id}  {claim.text[0]}" for claim in claims]
+    named = [
+        wrap(f"{claim.id:6}{claim.text[0]}", indent=6)
+        for claim in CLAIMS
+        if names & {*claim.names} or pattern.search(" ".join(claim.text[:2]))
+    ]
+    if named:
+        named = ["Claims; python verify.py --explain ID prints the proof of one:", *named]
+    return [f"{title}\n\n{asked[title]}" for title in found] + named
 
 
 # ---------------- the command line
 
 
-def ids_of(claim: Claim) -> set[str]:
-    """The ids that mean this claim. C22 means C22b, too."""
-    return {claim.id.upper(), claim.id.rstrip(string.ascii_lowercase)}
-
-
 def select(ids: list[str]) -> list[Claim]:
-    """The claims of these ids, in order."""
-    ids = {id_.upper() for id_ in ids}
-    for id_ in ids.difference(*map(ids_of, CLAIMS)):
-        accepted = " ".join(claim.id for claim in CLAIMS)
-        sys.exit(f"error: there is no claim {id_}; accepted: {accepted}")
-    return [claim for claim in CLAIMS if ids_of(claim) & ids]
+    """The claims of these ids. Exits with an error for an unknown one."""
+    for id_ in ids:
+        if id_.lower() not in BY_ID:
+            accepted = " ".join(claim.id for claim in CLAIMS)
+            sys.exit(f"error: there is no claim {id_}; accepted: {accepted}")
+    return list(dict.fromkeys(claim for id_ in ids for claim in BY_ID[id_.lower()]))
+
+
+def explain(words: list[str]) -> str:
+    """The proofs of these ids, the notation, or what there is about a word."""
+    word = " ".join(words)
+    if word.lower() == "symbols":
+        return proofs()["Notation"]
+    found = [] if words[0].lower() in BY_ID else look_up(word)
+    return "\n\n".join(found or map(prove, select(words)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,19 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", metavar="ID", help="these claims: C9 C16")
-    add("--explain", nargs="+", metavar="ID", help="print proofs; or symbols, or a word")
+    add("--explain", nargs="+", metavar="ID", help="print proofs; or a method, Eq. 17, symbols")
     options = parser.parse_args(argv)
     if options.explain:
-        word = " ".join(options.explain).lower()
-        known = set().union(*map(ids_of, CLAIMS))
-        if word == "symbols":
-            found = [proofs()["Notation"]]
-        else:
-            found = look_up(word) if word.upper() not in known else []
-        if found:
-            print("\n\n".join(found))
-        else:
-            explain(select(options.explain))
+        print(explain(options.explain))
         return 0
     claims = select(options.only) if options.only else CLAIMS
     torch.set_num_threads(1)

@@ -1,17 +1,17 @@
 """Every claim about token gradient cancellation, one function each, one file per theme:
 
-    formulas.py         M1..M6     each loss is what its paper writes
+    formulas.py         M1..M3     each loss is what its paper writes
     cancellation.py     C2..C11    when a shared token cancels
     drift.py            C13, C14   what happens to a token that does not
     tax.py              C15, C16   learning tax, price
     choice.py           C18, C19   what a tax and the min cost
-    control_variate.py  C21..C28   a baseline at every prefix; off-policy samplers
+    control_variate.py  C22..C28   a baseline at every prefix
     objective.py        C29, C30   what an update ascends, and the crumb
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             N4         negative gradients
+    nthr.py             M6, N4     negative gradients
     low_probability.py  A2, A4     Advantage Reweighting and Lopti
     ibpo.py             I1, I3     comparing and correcting
-    questions.py        Q1, Q4, Q5 what people ask about the numbers of a run
+    questions.py        Q1, Q4     what people ask about the numbers of a run
 
 PROOFS.md has their proofs, and what the letters mean. evidence.py says what a claim is, draws the
 random prefix trees and examines the claim on them. toy/worlds.py has worlds without chance.

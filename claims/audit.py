@@ -25,8 +25,6 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "cispo": "0000",
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
-    "recentred": "0000",
-    "balanced": "0x0x",
     "sapo": "0xxx",
     "dppo": "000x",
     "symmetric_trust": "0000",

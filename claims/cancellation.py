@@ -20,7 +20,7 @@ from torch import Tensor
 
 import losses
 from claims.evidence import Draw, claim, pushes_of
-from claims.formulas import DFPO, UNCLIPPED, shares_in
+from claims.formulas import DFPO, UNCLIPPED, shares
 
 FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 
@@ -32,7 +32,7 @@ def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, 
     batch = draw.batch(spread, adv=adv)
     c = pushes_of(getattr(losses, name)(batch, **hyper), batch)
     rho = draw.at_shared(draw.log_ratio(spread).exp())
-    return rho, draw.at_shared(adv * shares_in(name, draw)), draw.at_shared(c).sum(1)
+    return rho, draw.at_shared(adv * shares(name, batch)), draw.at_shared(c).sum(1)
 
 
 @claim("C2", *FACTORISED)
@@ -112,9 +112,10 @@ def c7(name, draws, evidence):
             evidence.record_left(push_shared("dr_grpo", draw, 0.6, **bounds)[2])
 
 
-@claim("C8", "grpo", "gspo", only_if="all T_i are equal, or the normaliser is a common factor")
+@claim("C8", "grpo", "gspo")
 def c8(name, draws, evidence):
     """Dividing by the answer's length leaves rho sum_i A_i / T_i at a shared token, even on-policy.
+    That is 0 for every A only if all T_i are equal.
 
     Source: the normalisers of GRPO and GSPO (D)
 
@@ -147,7 +148,7 @@ def c9(name, draws, evidence):
     """Min-Replace gives the group one weight, min_j s_j: any part of it whose advantages sum to
     zero cancels.
 
-    Source: DFPO Eq. 17 (S)
+    Source: DFPO Eq. 17, of dfpo-min (S)
 
     Measured: the weights, that they are detached, and the sum over a zero-sum half of the group.
     """
@@ -164,7 +165,7 @@ def c10(name, draws, evidence):
     """Adv-Orthogonal cancels at tokens that the whole group shares, but not on zero-sum parts of
     it.
 
-    Source: DFPO Eq. 18 (S); limits (D)
+    Source: DFPO Eq. 18, of dfpo-orthogonal (S); limits (D)
 
     Measured: the sum over the group, over a zero-sum half of it ("left"), the sum of the weights,
     and that they are detached.
@@ -179,12 +180,11 @@ def c10(name, draws, evidence):
             evidence.record_left((out * A)[:, : draw.G // 2].sum(1))
 
 
-@claim("C11", *DFPO, "recentred", only_if="the policy has not moved")
+@claim("C11", *DFPO, only_if="the policy has not moved")
 def c11(name, draws, evidence):
-    """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves, and so
-    is recentred.
+    """On-policy both transforms are the identity: DFPO is REINFORCE until the policy moves.
 
-    Source: DFPO Eq. 17 and 18 (D)
+    Source: DFPO Eq. 17 and Eq. 18 (D)
 
     Measured: each coefficient on-policy against A_i / L. "left": the mean difference once the
     ratios differ.

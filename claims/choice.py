@@ -82,7 +82,6 @@ def factor(G: int, p: float, scale: str) -> float:
     *OWN_WEIGHT,
     only_if="on-policy; w depends on its own answer alone; A is R minus the group's mean, or R is "
     "0 or 1",
-    extremes=False,
 )
 def c18(name, draws, evidence):
     """The expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a - J) +
@@ -128,7 +127,6 @@ def off_policy_batch(world: World, logits: Tensor, scale: str) -> losses.Batch:
     "grpo_symmetric",
     "cispo",
     only_if="both ratios have left the clip range",
-    extremes=False,
 )
 def c19(name, draws, evidence):
     """The min pushes a choice of two back, whichever way is better, by (1-q_u) b + q_d (1-b) where

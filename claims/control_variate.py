@@ -1,10 +1,9 @@
-"""C21 to C28: a baseline at every prefix, what it moves, and what it does to the noise.
+"""C22, C27 and C28: a baseline at every prefix, what it moves, and what it does to the noise.
 
 A prefix is the prompt and what an answer has said so far. The visitors of a prefix are the
 answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
 with that of the others. C22 says when this moves no expected update, C27 what it does to the noise,
-and C28 why that is little at a token that the whole group shares. C21 is about weights that cancel
-and have no bias off-policy, and C25 about a sampler that is not the trainer.
+and C28 why that is little at a token that the whole group shares.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 there is a table: each prefix has logits of its own. What holds for their gradients holds for every
@@ -14,10 +13,8 @@ parametrisation, by the chain rule.
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -25,10 +22,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.choice import off_policy_batch
 from claims.evidence import TOLERANCE, Draw, ascent, claim, pushes_of
-from claims.formulas import UNCLIPPED, fitting
-from toy.worlds import Groups, Outcome, Toy, World
+from claims.formulas import DFPO, UNCLIPPED, fitting
+from toy.worlds import Groups, Outcome, Toy
 
 toy_of = cache(Toy)  # one toy for all methods
 
@@ -38,37 +34,11 @@ def toys_of(draws: list[Draw]) -> list[Toy]:
     return [toy_of(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
 
 
-# ---------------- C21: a baseline that cancels without bias
-
-
-@claim(
-    "C21",
-    "recentred",
-    only_if="s is the plain product, and A is R minus the group's mean",
-    extremes=False,
-)
-def c21(name, draws, evidence):
-    """The recentred baseline cancels at every ratio and is unbiased off-policy.
-
-    Source: exact enumeration (D, ours); setting: C16
-
-    Measured: the expected update over all groups of 2, 3 and 4 answers of 12 toys. "left": how far
-    the geometric ratio's update is off, as a share of it. M1 compares each coefficient with the
-    formula, and AUDIT shows that the whole group cancels.
-    """
-    for toy in toys_of(draws):
-        off = toy.batch(off_policy=True)
-        evidence.equal(toy.unbiased, ascent(losses.recentred(off), toy.policy.W))
-        geometric = ascent(losses.recentred(off, "geometric"), toy.policy.W)
-        evidence.record_left((geometric - toy.unbiased).norm() / toy.unbiased.norm())
-
-
 # ---------------- C22: a baseline at every prefix moves no expected update
 
 # With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo")
 OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a constant here
-OTHERS = ("dfpo_min", "dfpo_orthogonal", "recentred", "balanced")
 
 
 @claim("C22", "prefix_baseline")
@@ -109,9 +79,8 @@ def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) 
 @claim(
     "C22b",
     *OWN,
-    *OTHERS,
+    *DFPO,
     only_if="c_i is made of answer i alone, and the baseline of A is a fixed number",
-    extremes=False,
 )
 def c22b(name, draws, evidence):
     """`prefix_baseline` does not move the expected update of a loss that judges each answer alone,
@@ -139,15 +108,14 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
     G, total = toy.groups.G, torch.zeros_like(toy.exact)
     sampler = toy.old if off_policy else toy.policy
     rewards = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
-    answers = dict(sampler.answers(()))
-    for h in {y[:t] for y in answers for t in range(len(y))}:
-        visits = {y: q for y, q in answers.items() if len(y) > len(h) and y[: len(h)] == h}
-        P, w_over_r, earned = sum(visits.values()), 0.0, 0.0
+    for h in ((), (1,), (2,)):  # the prefixes at which a token is chosen
+        t = len(h)
+        visits = [(y, q) for y, q in sampler.answers(()) if len(y) > t and y[:t] == h]
+        P = sum(q for _, q in visits)
+        w_over_r = sum(q / len(y) for y, q in visits) / P
         r = toy.policy.probs(h) / sampler.probs(h)
-        for y, q in visits.items():
-            a = y[len(h)]
-            w_over_r += q / P / len(y)
-            earned += q / P * rewards[y] * r[a] * toy.policy.grad_log_prob(h, a)
+        scores = [r[a] * toy.policy.grad_log_prob(h, a) for a in range(len(r))]
+        earned = sum(q * rewards[y] * scores[y[t]] for y, q in visits) / P
         total += P / G * (1 - (1 - P) ** (G - 1)) * w_over_r * earned
     return total
 
@@ -156,7 +124,6 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
     "C22c",
     "prefix_baseline",
     only_if="A is R minus the group's mean, and the weight of A knows no reward",
-    extremes=False,
 )
 def c22c(name, draws, evidence):
     """With the group's mean as baseline, `prefix_baseline` does move the expected update: by
@@ -178,201 +145,69 @@ def c22c(name, draws, evidence):
             evidence.record_left((after - before - predicted).norm() / predicted.norm())
 
 
-# ---------------- C25: a sampler that is not the trainer
-
-
-@claim("C25", "reinforce", only_if="no weight is capped or masked", extremes=False)
-def c25(name, draws, evidence):
-    """Weights u = prod_t pi_trainer/pi_sampler leave (G - 1) (J_trainer - J_sampler), in
-    expectation, at a first token that all answers have for sure, if A is R minus the group's mean:
-    noise, as long as nothing caps them.
-
-    Source: TIS and MIS (D, ours); TRL's default with vLLM, 0 above 3: its GRPOConfig (P)
-
-    Measured: the expected sum and the expected update over all groups of 2 to 4 answers to a
-    choice, with no cap. "left": the bias of the update with 0 above 3. reinforce weighs all tokens
-    of an answer alike, so a group's coefficients sum to what a token gets that all share.
-    """
-    cases = zip(draws[::2], (2, 3, 4) * 4, strict=False)
-    for (draw, G), largest in itertools.product(cases, (math.inf, 3)):
-        logits, R = draw.randn(2, 4), draw.randn(4)
-        p, q = logits.softmax(1)
-        answers = [Outcome(way, 1.0, reward, 1) for way, reward in enumerate(R.tolist())]
-        now = logits[0].clone().requires_grad_()
-        batch = off_policy_batch(World(G, answers, q.tolist()), now, "mean")
-        u = losses.sequence_ratio(batch, "product").detach()
-        loss = losses.reinforce(replace(batch, adv=(u * (u <= largest))[:, None] * batch.adv))
-        update, unbiased = ascent(loss, now), (1 - 1 / G) * p * (R - p @ R)
-        if largest < math.inf:
-            evidence.record_left((update - unbiased).norm() / unbiased.norm())
-            continue
-        evidence.equal(unbiased, update, what="the expected update")
-        left = G * pushes_of(loss, batch).mean()  # each group counts as it is probable
-        evidence.equal((G - 1) * (p - q) @ R, left, what="the expected sum")
-
-
 # ---------------- C27: what a baseline at every prefix does to the noise
 
 
-def pushes(groups: Groups, logp: Tensor, logp_old: Tensor, b: float | None) -> tuple[Tensor, ...]:
-    """Of every group the probability, (groups,), and the push of every token under grpo without a
-    clip: without `prefix_baseline` and with it, (groups, G, T) each. b None: the group's mean."""
-    A, width = losses.group_advantages(groups.rewards, groups.G, "mean"), logp.shape[1]
-    if b is not None:
-        A = groups.rewards - b
-    adv = A[:, None].expand(logp.shape)
-    batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, groups.G, width)
-    loss = losses.grpo(batch, **UNCLIPPED)
-    both = loss, losses.prefix_baseline(loss, batch, groups.nodes)
-    c = [pushes_of(x, batch).view(-1, groups.G, width) for x in both]
-    return groups.probabilities(logp_old), *c
+def outcomes_of(ways: int, ends: tuple[Tensor, ...]) -> list[Outcome]:
+    """Each way ends alike: with these chances at these rewards and lengths."""
+    ends = [*zip(*(x.tolist() for x in ends), strict=True)]
+    return [Outcome(way, *end) for way in range(ways) for end in ends]
 
 
-def measure_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float) -> Tensor:
-    """Per visitor, if n answers take a way each, which is learnt, and then end somehow: without
-    `prefix_baseline` and with it. (2,)."""
+def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Tensor) -> Tensor:
+    """The noise with `prefix_baseline` over that without, if n answers take a way each, which is
+    learnt, and then end somehow. Under grpo without a clip, with A = R."""
     groups = Groups(outcomes, n)
     logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
     logp[:, 0] = logits.log_softmax(0)[groups.way]
     logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]
-    odds, *both = pushes(groups, logp, logp_old, b)
-    scores = (one_hot(groups.way) - logits.softmax(0)).view(-1, n, len(logits))  # grad log pi
-    updates = [(c[:, :, :1] * scores).sum(1) for c in both]  # (groups, ways)
-    return torch.stack([odds @ x.square().sum(1) - (odds @ x).square().sum() for x in updates]) / n
+    adv = groups.rewards[:, None].expand(logp.shape)
+    batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, n, logp.shape[1])
+    loss = losses.grpo(batch, **UNCLIPPED)
+    scores = one_hot(groups.way) - logits.softmax(0)  # grad log pi of the way, in its logits
+    odds, noise = groups.probabilities(logp_old), []
+    for x in (loss, losses.prefix_baseline(loss, batch, groups.nodes)):
+        updates = (pushes_of(x, batch)[:, :1] * scores).view(-1, n, len(logits)).sum(1)
+        noise.append(odds @ updates.square().sum(1) - (odds @ updates).square().sum())
+    return noise[1] / noise[0]
 
 
-def predict_noise(outcomes: list[Outcome], n: int, logits, logits_old, b: float) -> Tensor:
-    """What measure_noise measures, by C27, and t. (3,)."""
-    p, q = logits.softmax(0), logits_old.softmax(0)
-    way = [o.way for o in outcomes]
-    odds = q.new_tensor([o.chance for o in outcomes]) * q[way]
-    x = q.new_tensor([(o.reward - b) / o.length for o in outcomes])
-    s = ((p / q)[:, None] * (torch.eye(len(p)) - p))[way]  # r grad log pi
-    mu, size = odds @ x, s.square().sum(1)
-    e, S = x - mu, odds @ size
-    V, k, g2 = odds @ e**2, odds @ (e * size), (odds * x @ s).square().sum()
-    without = odds @ (x**2 * size) - g2
-    change = (V * S + g2) / (n - 1) - mu**2 * S - 2 * mu * k
-    return torch.stack([without, without + change, mu**2 / (mu**2 + V)])
-
-
-@claim("C27", "prefix_baseline", only_if="c/r is iid over the n visitors", extremes=False)
+@claim(
+    "C27",
+    "prefix_baseline",
+    only_if="the token earns nothing, and c/r is iid over its visitors",
+)
 def c27(name, draws, evidence):
-    """At a token that earns nothing `prefix_baseline` multiplies the noise of n visitors by
-    (1 - t) n/(n-1), which pays only if t is above 1/n. Here t = mu^2/(mu^2 + V), mu and V being the
-    mean and the variance of c/r at the prefix. A token that earns something has a longer law.
+    """`prefix_baseline` multiplies the noise of n visitors by (1 - t) n/(n-1), which pays only if t
+    is above 1/n. Here t = mu^2/(mu^2 + V), mu and V being the mean and the variance of c/r at the
+    prefix.
 
     Source: the law of the noise (D, ours)
 
-    Measured: both laws for a choice over all groups of 2 to 5 visitors with random rewards and
-    lengths, off-policy, with grpo unclipped. "left": the short law's error where the token earns
-    something. The table is on-policy, with rewards 0 and 1.
+    Measured: the noise with it over that without, for three ways, over all groups of 2 to 5
+    visitors with random advantages and lengths, off-policy, with grpo unclipped. "left": the law's
+    error where one of the ways earns more. The table is on-policy, with rewards 0 and 1.
     """
     for j, draw in enumerate(draws[::2]):
-        ways, n, b = 2 + j % 2, 2 + j // 2 % 4, float(draw.randn(1))
-        logits, rewards = draw.randn(2, ways), draw.randn(2).tolist()  # now, before
-        T = torch.randint(1, 9, (2,), generator=draw.generator).tolist()
-        ends = [*zip(draw.randn(2).softmax(0).tolist(), rewards, T, strict=True)]
-        for earns in (0, 1):
-            outcomes = [
-                Outcome(way, p, R + earns * way, T) for way in range(ways) for p, R, T in ends
-            ]
-            *predicted, t = predict_noise(outcomes, n, *logits, b)
-            measured = measure_noise(outcomes, n, *logits, b)
-            law, ratio = (1 - t) * n / (n - 1), measured[1] / measured[0]
-            if earns:
-                evidence.equal(predicted, measured)
-                evidence.record_left(ratio - law)
-            else:
-                evidence.equal(law, ratio, what="the short law")
-    for title, chance, *ways in (
+        n, logits = 2 + j % 4, draw.randn(2, 3)  # now, before
+        chance, A = draw.randn(2).softmax(0), draw.randn(2)
+        T = torch.randint(1, 9, (2,), generator=draw.generator)
+        t = (chance @ (A / T)) ** 2 / (chance @ (A / T) ** 2)
+        law, outcomes = (1 - t) * n / (n - 1), outcomes_of(3, (chance, A, T))
+        evidence.equal(law, compare_noise(outcomes, n, *logits))
+        earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
+        evidence.record_left(compare_noise(earning, n, *logits) - law)
+    for title, share, *right in (
         ("earns nothing; right .9", 0.5, 0.9, 0.9),
         ("earns nothing; right .7", 0.5, 0.7, 0.7),
         ("an even choice; right .95, .85", 0.5, 0.95, 0.85),
         ("a good way, taken with .1; right .9, else .1", 0.1, 0.9, 0.1),
     ):
-        logits = torch.tensor([chance, 1 - chance], dtype=torch.float64).log()
-        outcomes = [
-            Outcome(w, p, R, 1) for w, q in enumerate(ways) for p, R in ((q, 1), (1 - q, 0))
-        ]
-        world = outcomes, 4, logits, logits, 0.5
-        measured, (*_, t) = measure_noise(*world), predict_noise(*world)
-        numbers = t, (1 - t) * 4 / 3, measured[1] / measured[0]
-        evidence.rows.append([title, *map(float, numbers)])
-
-
-# ---------------- C27b: how much is decided
-
-# Worlds of luck: the environment draws one of these evenly. Each is a chance to be right, and the
-# mean of 1 - p of the policy's next token: .5 if that is even, little if it is sure.
-LUCK = {
-    "right .9 or .1": ((0.9, 0.5), (0.1, 0.5)),
-    "right .7 or .3": ((0.7, 0.5), (0.3, 0.5)),
-    "no luck": ((0.5, 0.5), (0.5, 0.5)),
-    "right .95, .05, .5; sure, sure, even": ((0.95, 0.05), (0.05, 0.05), (0.5, 0.5)),
-    "right .78, .22, .5; even, even, sure": ((0.78, 0.5), (0.22, 0.5), (0.5, 0.05)),
-}
-
-
-def count_decided(draw: Draw, R: Tensor, size: Tensor) -> list[float]:
-    """What `decided` returns, in loops; size (N, T) is how much each token counts."""
-    visits = defaultdict(list)  # of a prefix
-    for (p, y), at in draw.tree.items():
-        visits[p, y[:-1]] += at
-    sums = torch.zeros(5, dtype=torch.float64)
-    for at in visits.values():
-        n = len(at)
-        for i, t in at if n > 1 else []:
-            others = (sum(R[j] for j, _ in at) - R[i]) / (n - 1)
-            total = R.view(-1, draw.G)[i // draw.G].var()
-            terms = (1, R[i] * (R[i] - others), total, n, n / (n - 1))
-            sums += size[i, t] * torch.tensor(terms, dtype=torch.float64)
-    count, within, total, n, price = sums.tolist()
-    return [1 - within / total, n / count, 1 - draw.G / (draw.G - 1) * count / price]
-
-
-@claim("C27b", "decided", extremes=False)
-def c27b(name, draws, evidence):
-    """`decided` finds rho^2, the share of Var(R) that earlier tokens decide, nearly, if a token
-    counts 1 - p. Then a baseline at every prefix lowers the noise of tokens that earn nothing
-    about where decided is above break_even. If all tokens count alike, that may be wrong.
-
-    Source: C27's t, averaged over prefixes, is rho^2 if b = E[R] (D, ours)
-
-    Measured: its three numbers on random trees, against loops. Then, over all groups of 8 in worlds
-    of luck, whether it is within .015 of rho^2, and whether noise falls at an equal expected push,
-    with the group's mean. "left": its distance from rho^2 if all tokens count alike.
-    """
-    for draw in draws:
-        R, logp = draw.randn(draw.N), draw.logp.detach()
-        for size, given in ((1 - logp.exp(), (draw.fill(logp),)), (draw.mask, ())):
-            found = losses.decided(R, draw.nodes, draw.mask, draw.G, *given)
-            evidence.equal(count_decided(draw, R, size), list(found.values()), what="a number")
-        none = losses.decided(0 * R, draw.nodes, draw.mask, draw.G)
-        evidence.equal(0, len(none), what="how many numbers there are if no reward differs")
-    G = 8
-    for title, luck in LUCK.items():
-        ends = [(way, q, R) for way, (p, _) in enumerate(luck) for R, q in ((1.0, p), (0.0, 1 - p))]
-        groups = Groups([Outcome(way, q / len(luck), R, 2) for way, q, R in ends], G)
-        mask = groups.mask & (torch.arange(2) > 0)  # the environment's draw is no token of ours
-        right, surprise = torch.tensor(luck, dtype=torch.float64).T
-        odds, *both = pushes(groups, *torch.zeros(2, *mask.shape, dtype=torch.float64), None)
-        alone = (1 - 1 / len(luck)) ** (G - 1)
-        longer = (1 - alone / G) / (1 - 1 / G)  # the expected push, by C22c
-        sizes = surprise[groups.way].view(-1, G)
-        noise = [odds @ (c[:, :, 1] ** 2 * sizes).sum(1) for c in both]
-        noise = float(noise[1] / noise[0] / longer**2)
-        # A token that counts 1 - p may also count for how probable its group is.
-        counts = [odds[:, None] * size for size in (sizes, torch.ones_like(sizes))]
-        logps = [torch.log1p(-x).view(-1, 1).expand(mask.shape) for x in counts]
-        facts = groups.rewards, groups.nodes, mask, G
-        (found, _, bound), (alike, *_) = (losses.decided(*facts, x).values() for x in logps)
-        within, J = surprise @ (right * (1 - right)) / surprise.sum(), right.mean()
-        rho2 = float(1 - within / (J * (1 - J)))
-        evidence.equal(True, abs(found - rho2) < 0.015, what="whether it is near rho^2")
-        evidence.equal(found > bound, noise < 1, what="whether the noise falls")
-        evidence.record_left(alike - rho2)
-        evidence.rows.append([title, rho2, found, alike, bound, noise])
+        ends = [(way, *end) for way, q in enumerate(right) for end in ((q, 0.5), (1 - q, -0.5))]
+        logits = torch.tensor([share, 1 - share], dtype=torch.float64).log()
+        measured = compare_noise([Outcome(*end, 1) for end in ends], 4, logits, logits)
+        t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
+        evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
 
 
 # ---------------- C28: a token that the whole group shares
@@ -382,7 +217,6 @@ def c27b(name, draws, evidence):
     "C28",
     "prefix_baseline",
     only_if="the token earns nothing, E[R] = b at the prefix, and 0 < m <= w <= M",
-    extremes=False,
 )
 def c28(name, draws, evidence):
     """With c = w (R - b) a baseline at a token that the whole group shares takes at most the share
@@ -395,24 +229,23 @@ def c28(name, draws, evidence):
     is within the bound. It is the bound for the table's worlds: right with chance M/(M+m) and the
     weight M, else wrong with m. "left": how t changes with b.
     """
-    even = torch.zeros(2, 2, dtype=torch.float64)  # logits of two ways, now and before
 
-    def measure_t(ends: list[tuple], n: int, b: float) -> Tensor:
-        noise = measure_noise([Outcome(way, *end) for way in (0, 1) for end in ends], n, *even, b)
-        return 1 - noise[1] / noise[0] * (n - 1) / n
+    def measure_t(n: int, *ends: Tensor) -> float:
+        even = torch.zeros(2, dtype=torch.float64)
+        return 1 - float(compare_noise(outcomes_of(2, ends), n, even, even)) * (n - 1) / n
 
     for j, draw in enumerate(draws[::2]):
-        n, chances, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
+        n, chance, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
         T = torch.randint(1, 9, (3,), generator=draw.generator)
-        ends, b = [*zip(chances.tolist(), R.tolist(), T.tolist(), strict=True)], float(chances @ R)
-        t, most = measure_t(ends, n, b), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
-        evidence.equal(True, bool(t <= most + TOLERANCE), what="whether t is within the bound")
-        evidence.record_left(measure_t(ends, n, b + 1) - t)
+        A = R - chance @ R
+        t, most = measure_t(n, chance, A, T), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
+        evidence.equal(True, t <= most + TOLERANCE, what="whether t is within the bound")
+        evidence.record_left(measure_t(n, chance, A - 1, T) - t)
     for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
-        q, most = long / (short + long), ((long - short) / (long + short)) ** 2
-        row = [f"{long / short:g}", most]
-        for n in (4, 8):
-            t = measure_t([(q, 1.0, short), (1 - q, 0.0, long)], n, q)
-            evidence.equal(most, t, what="t where the bound is sharp")
-            row.append(float(1 - t) * n / (n - 1))
-        evidence.rows.append(row)
+        T = torch.tensor([short, long], dtype=torch.float64)  # of right and of wrong answers
+        q, most = T.flip(0) / T.sum(), ((long - short) / (long + short)) ** 2
+        A = q.flip(0) * q.new_tensor([1, -1])  # rewards 1 and 0 minus the chance to be right
+        ts = [measure_t(G, q, A, T.long()) for G in (4, 8)]
+        evidence.equal([most, most], ts, what="t where the bound is sharp")
+        noise = [(1 - t) * G / (G - 1) for t, G in zip(ts, (4, 8), strict=True)]
+        evidence.rows.append([f"{long / short:g}", most, *noise])

@@ -15,7 +15,7 @@ from claims.evidence import ascent, claim, pushes_of
 from toy.policy import kl
 
 
-@claim("C13", "dr_grpo", extremes=False)
+@claim("C13", "dr_grpo")
 def c13(name, draws, evidence):
     """A step eta g moves the distribution of a token by KL = (eta^2/2) g^T F(h) g + O(eta^3).
 
@@ -45,9 +45,7 @@ def c13(name, draws, evidence):
     "reinforce",
     "dfpo_min",
     "dfpo_orthogonal",
-    "recentred",
     only_if="the coefficients cancel where the answers part",
-    extremes=False,
 )
 def c14(name, draws, evidence):
     """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if no third one

@@ -12,7 +12,7 @@ of PROOFS.md, and `python verify.py --explain ID` prints it all.
 A group of answers to one prompt is a tree. Answers that begin alike share their first nodes, and
 there their gradients add up. The policy of a random tree is tabular: every prefix has logits of
 its own, so the gradient's part at a node belongs to that node alone. Padding holds garbage on
-purpose. NTHR's claims add hidden states to the answers (`Readout`).
+purpose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 from torch.nn.functional import pad as pad_columns
 
 from losses import Batch
@@ -45,7 +44,6 @@ class Claim:
     check: Callable  # (name of the function it speaks of, draws, evidence) -> None
     functions: tuple[str | Callable, ...]  # names, or a function that finds them
     condition: str = ""  # under which alone it holds, if there is one
-    extremes: bool = True  # whether it is examined on extreme trees, too
 
     @property
     def names(self) -> list[str]:
@@ -62,13 +60,9 @@ class Claim:
         return [" ".join(paragraph.split()) for paragraph in paragraphs]
 
 
-def claim(id_: str, *functions: str | Callable, only_if: str = "", extremes: bool = True):
-    """Turn a check into a claim about these functions.
-
-    It holds, or it holds only_if a condition is met. extremes: False for a claim that has worlds of
-    its own or takes small steps.
-    """
-    return lambda check: Claim(id_, check, functions, only_if, extremes)
+def claim(id_: str, *functions: str | Callable, only_if: str = ""):
+    """Turn a check into a claim about these functions: it holds, or it holds only_if."""
+    return lambda check: Claim(id_, check, functions, only_if)
 
 
 class Evidence:
@@ -112,7 +106,7 @@ def examine(claim: Claim, function: str, draws: list[Draw]) -> Evidence:
     evidence = examine_on([draw for draw in draws if not draw.kind], claim, function)
     if evidence.mean_left < NOTICEABLE and not evidence.message:
         evidence.message = "what must differ here is the same"
-    if claim.extremes and not evidence.message:
+    if not evidence.message:
         beyond = examine_on([draw for draw in draws if draw.kind], claim, function)
         if beyond.message:
             beyond.message += " (on extreme trees)"
@@ -288,54 +282,3 @@ def random_draws(seed: int, count: int = DRAWS) -> list[Draw]:
     """Ordinary random trees, then one of each extreme kind."""
     extreme = [Draw(seed, 0, kind=kind) for kind in EXTREMES]
     return [*(Draw(seed, k) for k in range(count)), *extreme]
-
-
-# ---------------- answers with hidden states
-
-
-class Readout:
-    """The answers of a draw with random hidden states, read at temperature 0.7.
-
-    Padding holds garbage. Rewards are 0, a half (no right answer) and 1. The first group is mixed.
-    In some draws a second one is all right or all wrong.
-    """
-
-    def __init__(self, draw: Draw):
-        V = LARGE if draw.kind == "steep" else draw.vocabulary + 5  # five ids occur in no answer
-        self.draw = draw
-        self.h = draw.randn(*draw.mask.shape, 4)  # (N, T, 4)
-        self.head = draw.randn(V, 4)
-        log_pi = (self.h @ self.head.T).log_softmax(-1)
-        self.g = one_hot(draw.tokens, V) - log_pi.exp()  # (N, T, V)
-        G = draw.G
-        R = torch.randint(0, 3, (draw.N,), generator=draw.generator).double() / 2
-        R[:2] = torch.tensor([0.0, 1.0])
-        if draw.equal_lengths:
-            R[G : 2 * G] = R[-1].item()
-        self.correct = R == 1  # (N,)
-        self.facts = dict(tokens=draw.tokens, mask=draw.mask, group_size=G, rewards=R)
-        self.facts["logp"] = draw.fill(log_pi.gather(2, draw.tokens[..., None])[..., 0])
-        hidden = torch.where(draw.mask[..., None], self.h, math.nan)
-        self.reading = dict(hidden=hidden, head=0.7 * self.head, temperature=0.7)
-
-    def scores(self, full_vocab: bool = False) -> tuple[Tensor, Tensor]:
-        """The sum of <g, g'> <h, h'> over the correct tokens of the group, and a correct answer's
-        own part in the sums of its tokens. (N, T) both, 0 outside mixed groups.
-
-        g is kept on the ids of the group's answers, or on all.
-        """
-        draw = self.draw
-        scores, own = torch.zeros(2, *draw.mask.shape, dtype=torch.float64)
-        for start in range(0, draw.N, draw.G):
-            group = draw.group(start)
-            if not 0 < self.correct[group].sum() < draw.G:
-                continue
-            answer, t = draw.mask[group].nonzero(as_tuple=True)
-            answer = answer + start
-            ids = slice(None) if full_vocab else draw.tokens[answer, t].unique()
-            g, h = self.g[answer, t][:, ids], self.h[answer, t]
-            pairs = (g @ g.T) * (h @ h.T)  # (K, K), pair by pair, no matrix M
-            pairs = pairs * self.correct[answer]  # with the tokens of correct answers
-            scores[answer, t] = pairs.sum(1)
-            own[answer, t] = (pairs * (answer[:, None] == answer)).sum(1)
-        return scores, own

@@ -16,14 +16,13 @@ import torch
 
 import losses
 from claims.evidence import claim, pushes_of
-from claims.formulas import formula_of
+from claims.formulas import formula
 
 
 @claim(
     "I1",
     "shaped_rewards",
     only_if="E[R] > (weight bonus / 2)(1 - P(near miss))",
-    extremes=False,
 )
 def i1(name, draws, evidence):
     """A reward for near misses lowers the variance iff Cov(R, phi) < -(weight/2) Var(phi): not on
@@ -65,7 +64,7 @@ def i3(name, draws, evidence):
         R = torch.zeros(draw.N, dtype=torch.float64)
         facts = (draw.tokens, draw.mask, draw.logp.detach(), R, draw.G)
         old = losses.OldPolicy(*facts, kept_mask=kept_mask, repaired=repaired)
-        _, grpo = formula_of("grpo", draw.batch(0.6))
+        _, grpo = formula("grpo", draw.batch(0.6))
         adv = draw.rows(draw.adv)
         masks = {
             "sign": torch.where(adv > 0, kept_mask, ~kept_mask),

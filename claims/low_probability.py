@@ -15,10 +15,10 @@ import torch
 
 import losses
 from claims.evidence import claim, pushes_of
-from claims.formulas import formula_of
+from claims.formulas import formula
 
 
-@claim("A2", "advantage_reweighting", extremes=False)
+@claim("A2", "advantage_reweighting")
 def a2(name, draws, evidence):
     """Advantage Reweighting: A_{i,t} = [alpha pi_old + 1 - alpha] A_i, whatever the sign of A_i.
 
@@ -52,7 +52,7 @@ def a4(name, draws, evidence):
         at_eta = batch.logp_old.clone()
         at_eta[0, 0] = math.log(eta)
         batch = replace(batch, logp_old=at_eta)
-        _, joint = formula_of("token_grpo", batch)
+        _, joint = formula("token_grpo", batch)
         improbable = at_eta.exp() < eta
         kept = improbable if name == "lopti_low" else ~improbable
         part = pushes_of(getattr(losses, name)(batch, eta=eta), batch)

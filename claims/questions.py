@@ -1,4 +1,4 @@
-"""Q1, Q4 and Q5: what people ask about the numbers of a run.
+"""Q1 and Q4: what people ask about the numbers of a run.
 
 The answers in words stand in claims/questions.md, "Questions people ask".
 """
@@ -6,15 +6,12 @@ The answers in words stand in claims/questions.md, "Questions people ask".
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import torch
 
 import losses
 from claims.evidence import ascent, claim, pushes_of
-from claims.formulas import UNCLIPPED, formula_of, shares_in
-from toy.policy import Policy
-from toy.worlds import Toy
+from claims.formulas import UNCLIPPED, formula, shares
 
 SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo")
 
@@ -38,14 +35,14 @@ def q1(name, draws, evidence):
         if spread:
             evidence.record_left((one - other)[draw.mask] / draw.size)
             continue
-        _, unclipped = formula_of(name, batch, **UNCLIPPED)
+        _, unclipped = formula(name, batch, **UNCLIPPED)
         for c in (one, other):
             evidence.equal(unclipped, c)
-        terms = shares_in(name, draw) * torch.tensor(draw.T) * draw.adv
+        terms = shares(name, batch) * torch.tensor(draw.T) * draw.adv
         evidence.equal(-terms.mean(), loss_fn(batch))
 
 
-@claim("Q4", "k3", "grpo", extremes=False)
+@claim("Q4", "k3")
 def q4(name, draws, evidence):
     """The value of the KL term estimates KL(pi || pi_ref). Its gradient is that of KL(pi_ref || pi)
     for k3 alone, and that of KL(pi || pi_ref) for k3 times the ratio.
@@ -56,40 +53,15 @@ def q4(name, draws, evidence):
     Measured: the expectations over one softmax, with the ratio off-policy. "left": how far the
     gradient is from that of the other KL.
     """
-    has_ratio = name == "grpo"
-    for draw in draws:
+    for draw, times_ratio in itertools.product(draws, (False, True)):
         z = draw.randn(5).requires_grad_()
         logp, ref = z.log_softmax(0), draw.randn(5).log_softmax(0)
-        old = draw.randn(5).log_softmax(0) if has_ratio else logp.detach()
+        old = draw.randn(5).log_softmax(0) if times_ratio else logp.detach()
         rows = logp.expand(2, 5)  # two answers to one prompt, a column for each token
         batch = losses.Batch(rows, old.expand(2, 5), 0 * rows, rows < 1, 2, 5, ref.expand(2, 5))
-        terms = losses.k3(batch)[0]
-        if has_ratio:  # A is 0: nothing but the KL term is left, with 1/T_i = 1/5
-            slopes = -5 * pushes_of(losses.grpo(batch, kl=1.0, kl_ratio=True), batch)[0]
-            terms = slopes.detach() * logp  # with this gradient; the value is tested by M1
-        term = (old.exp() * terms).sum()
-        forward = (logp.exp() * (logp - ref)).sum()
-        backward = (ref.exp() * (ref - logp)).sum()
-        if not has_ratio:
-            evidence.equal(forward, term)
-            forward, backward = backward, forward
-        evidence.equal(ascent(forward, z), ascent(term, z))
-        evidence.record_left(ascent(backward, z) - ascent(term, z))
-
-
-@claim("Q5", "reinforce", only_if="the log-probs are at the sampling temperature", extremes=False)
-def q5(name, draws, evidence):
-    """The expected update follows the expected reward of the policy that samples.
-
-    Source: questions of users (D)
-
-    Measured: the expected update of reinforce over all groups of C16's toys. "left": how far its
-    direction is off with log-probs at temperature 1, where sampling was at 0.6.
-    """
-    for toy in (Toy(draw.seed) for draw in draws[::4]):
-        W = toy.policy.W  # the logits at the sampling temperature
-        batch = toy.batch(off_policy=False)
-        evidence.equal(toy.unbiased, ascent(losses.reinforce(batch), W))
-        logp = toy.log_probs(Policy(0.6 * W, toy.policy.phi, 2))  # at temperature 1
-        g = ascent(losses.reinforce(replace(batch, logp=logp, logp_old=logp.detach())), W)
-        evidence.record_left((g / g.norm() - toy.exact / toy.exact.norm()).norm())
+        term = old.exp() @ losses.k3(batch, times_ratio)[0]
+        to_ref, from_ref = logp.exp() @ (logp - ref), ref.exp() @ (ref - logp)
+        this, other = (to_ref, from_ref) if times_ratio else (from_ref, to_ref)
+        evidence.equal(to_ref, term)
+        evidence.equal(ascent(this, z), ascent(term, z))
+        evidence.record_left(ascent(other, z) - ascent(term, z))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -104,15 +103,12 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m engines.audit", description=what)
     parser.add_argument("engine", choices=engines)
     engine = parser.parse_args(argv).engine
-    try:
-        version, rows = importlib.metadata.version(engine), engines[engine]()
-    except ImportError as error:
-        sys.exit(f"error: the audit of {engine} needs it installed ({error}): pip install {engine}")
+    version = importlib.metadata.version(engine)
     print(f"{engine} {version}: what its losses leave at a token that the whole group shares\n")
-    print(f"| loss | source | {' | '.join(column.name for column in COLUMNS)} |")
-    print("|---|---" + "|---:" * len(COLUMNS) + "|")
-    for row in rows:
-        print(f"| {row.name} | {row.source} | {' | '.join(cells(row.loss))} |", flush=True)
+    print(f"| loss | {' | '.join(column.name for column in COLUMNS)} |")
+    print("|---" + "|---:" * len(COLUMNS) + "|")
+    for name, loss in engines[engine]().items():
+        print(f"| {name} | {' | '.join(cells(loss))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Group-relative RL with TRL, on data of your own: copy this file, and change ROWS and reward.
 
     python -m engines.example                  # a tiny random model, on a CPU: half a minute
-    python -m engines.example --method trl     # TRL's own loss, measured by the same numbers
     python -m engines.example --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6
 
 All flags of TRL's GRPOConfig and ModelConfig are accepted. --num_generations is G,
@@ -15,17 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
-from transformers import (
-    HfArgumentParser,
-    PrinterCallback,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    TrainerCallback,
-)
+from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM
 from transformers.hf_argparser import HfArg
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from engines.trl import Measured, Trainer
+from engines.trl import Trainer
 from losses import METHODS
 from toy.arithmetic import Arithmetic
 
@@ -52,7 +45,7 @@ def reward(completions: list[str], answer: list[str], **_) -> list[float]:
 
 @dataclass
 class Options:
-    method: str = HfArg(default="grpo", help=f"trl for its own loss, or {', '.join(METHODS)}")
+    method: str = HfArg(default="grpo", help=", ".join(METHODS))
     hyper: str = HfArg(default="", help="of the method: eps_low=.1 eps_high=.3")
     prefix_baseline: bool = HfArg(default=False, help="a baseline at every prefix (losses.py)")
 
@@ -66,7 +59,6 @@ TINY |= {"per_device_train_batch_size": 80, "gradient_checkpointing": False}
 def parse(argv: list[str] | None = None) -> tuple[Options, GRPOConfig, ModelConfig]:
     parser = HfArgumentParser((Options, GRPOConfig, ModelConfig), allow_abbrev=False)
     parser.set_defaults(output_dir="out", **ALWAYS, **({} if torch.cuda.is_available() else CPU))
-    parser.set_defaults(lora_dropout=0.0)  # TRL's .05 would make the two passes differ
     if not parser.parse_known_args(argv)[0].model_name_or_path:
         parser.set_defaults(**TINY)
     return parser.parse_args_into_dataclasses(argv)
@@ -90,18 +82,8 @@ def tiny():
     return Qwen2ForCausalLM(shape), tokenizer
 
 
-class Show(TrainerCallback):
-    """A few of TRL's many numbers."""
-
-    def on_log(self, args, state, control, logs, **_):
-        if state.is_world_process_zero and "reward" in logs:
-            names = ("reward", "sibling_share", "decided", "visitors", "break_even")
-            numbers = (f"{name} {float(logs[name]):.3f}" for name in names if name in logs)
-            print(f"step {state.global_step}:", ", ".join(numbers))
-
-
-def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> GRPOTrainer:
-    """Raises ValueError, OSError or ImportError for what does not fit or is not there."""
+def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> Trainer:
+    """Raises ValueError for settings that the method cannot honour."""
     if given.model_name_or_path:  # which TRL loads, with its tokenizer, once all flags are checked
         model, tokenizer = given.model_name_or_path, None
         loading = {name: getattr(given, name) for name in ("dtype", "attn_implementation")}
@@ -109,12 +91,7 @@ def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> GR
         config.model_init_kwargs = loading | (config.model_init_kwargs or {})
     else:
         model, tokenizer = tiny()
-    ours = {
-        "method": options.method,
-        "hyper": dict(text.partition("=")[::2] for text in options.hyper.split()),
-        "prefix_baseline": options.prefix_baseline,
-    }
-    return (Measured if options.method == "trl" else Trainer)(
+    return Trainer(
         model,
         reward,
         config,
@@ -122,17 +99,17 @@ def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> GR
         processing_class=tokenizer,
         peft_config=get_peft_config(given),
         quantization_config=get_quantization_config(given),
-        **({} if options.method == "trl" else ours),
+        method=options.method,
+        hyper=dict(text.partition("=")[::2] for text in options.hyper.split()),
+        prefix_baseline=options.prefix_baseline,
     )
 
 
 def main(argv: list[str] | None = None):
     try:
         trainer = make_trainer(*parse(argv))
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {str(error).splitlines()[0]}")
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Show())
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     trainer.train()
     trainer.save_model()
 

@@ -8,9 +8,8 @@ then carried through the model piece by piece, as train.py's update does. So val
 those of losses.py for any number of processes and accumulation steps.
 
 Cost: with K accumulation steps, an optimiser step scores K - 1 micro-batches once more, without
-gradient. Written against TRL 1.16, for text without tools.
-
-`Measured` is TRL's trainer with TRL's own loss, and with a few numbers more in its log.
+gradient. Dropout is switched off, because the two passes would differ. Written against TRL 1.16,
+for text without tools.
 """
 
 from __future__ import annotations
@@ -28,59 +27,19 @@ from losses import (
     Method,
     OldPolicy,
     bind,
-    decided,
     group_advantages,
     prefix_baseline,
     prefix_nodes,
-    prefixes,
     token_coefficients,
 )
 
 
-class Measured(GRPOTrainer):
-    """GRPOTrainer that logs, of each generation of all processes, what count_siblings finds.
-
-    Loss, gradient, answers and random numbers stay as they are. The numbers are left out where an
-    answer has no reward, and, but for sibling_share, where all rewards of each group are equal.
-    """
-
-    def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
-        self.unscored = rewards.isnan().all(1)
-        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)  # None is nan
-        return rewards
-
-    def _generate_and_score_completions(self, inputs):
-        rows = super()._generate_and_score_completions(inputs)
-        if self.model.training and not self.unscored.any():
-            tokens = of_all_processes(self, rows["completion_ids"], 1)  # (N, T)
-            mask = of_all_processes(self, rows["completion_mask"], 1).bool()
-            numbers = count_siblings(tokens, mask, self.rewards, self.num_generations)
-            for name, value in numbers.items():
-                self._metrics["train"][name].append(value)
-        return rows
-
-
-def count_siblings(tokens: Tensor, mask: Tensor, rewards: Tensor, group_size: int) -> dict:
-    """Would a baseline at every prefix pay? Numbers to log, of answers (N, T).
-
-    sibling_share is the share of tokens with a sibling: another answer of the group that takes a
-    token after the same words. A baseline at every prefix can change no other token, and it pays
-    where `decided`, of losses.decided, is above `break_even` (claim C27).
-    """
-    nodes = prefix_nodes(tokens, mask, group_size)
-    prefix = prefixes(nodes, group_size)[mask]  # of K tokens
-    _, at, visitors = prefix.unique(return_inverse=True, return_counts=True)
-    share = (visitors[at] > 1).double().mean().item()
-    return {"sibling_share": share} | decided(rewards, nodes, mask, group_size)
-
-
-class Trainer(Measured):
+class Trainer(GRPOTrainer):
     """GRPOTrainer(model, reward_funcs, args, ...) with the loss of METHODS[method].
 
     hyper: hyperparameters of the method; its KL term is args.beta's. The scale of the advantages is
-    args.scale_rewards. prefix_baseline: give the loss the gradient of losses.prefix_baseline.
-    Raises ValueError for settings that the method cannot honour.
+    args.scale_rewards. prefix_baseline: give the loss the gradient of losses.prefix_baseline. Sets
+    args.disable_dropout. Raises ValueError for settings that the method cannot honour.
     """
 
     def __init__(
@@ -96,15 +55,16 @@ class Trainer(Measured):
     ):
         self.method = method_for(args, method, hyper or {})
         self.prefix_baseline = prefix_baseline
+        args.disable_dropout = True
         super().__init__(model, reward_funcs, args, *more, **named)
-        refuse_dropout(self.model)
         if self.aux_loss_enabled:
             raise ValueError("--router_aux_loss_coef 0: no loss here balances a mixture's experts")
 
     def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)
-        if self.unscored.any():
+        rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
+        if rewards.isnan().all(1).any():  # nan stands for None
             raise ValueError("an answer has no reward: each needs a number")
+        self.rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -243,10 +203,6 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
     if method.scale == "mean" and scale == "std":  # TRL's default; who wants the mean must say so
         raise ValueError(f"--method {name} needs --scale_rewards none, or batch")
-    if config.beta and "kl" not in method.hyper:
-        raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
-    if method.hyper.get("kl") or method.hyper.get("kl_ratio"):
-        raise ValueError("the KL term is TRL's --beta and --use_bias_correction_kl here, not kl")
     accumulation = config.gradient_accumulation_steps
     rows = accumulation * config.per_device_train_batch_size
     is_torn = config.steps_per_generation % accumulation or rows % config.num_generations
@@ -258,15 +214,10 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if config.num_iterations % passes:  # each pass goes over the generation
         raise ValueError(f"--method {name} needs --num_iterations {passes} or a multiple")
     if config.beta:
+        if "kl" not in method.hyper:
+            raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
         kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
         method = bind(name, hyper | kl)
+    elif method.hyper.get("kl"):  # TRL would load no reference
+        raise ValueError("--hyper kl: the KL term is --beta's here")
     return replace(method, scale=scale)
-
-
-def refuse_dropout(model: torch.nn.Module):
-    """ValueError for a model that drops out: a micro-batch goes through it twice."""
-    for name, module in model.named_modules():
-        is_dropout = isinstance(module, torch.nn.Dropout)
-        rate = module.p if is_dropout else getattr(module, "attention_dropout", 0)
-        if isinstance(rate, float) and rate > 0:
-            raise ValueError(f"{name} has dropout: the two passes would differ; set it to 0")
