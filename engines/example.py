@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM
+from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
@@ -85,6 +85,14 @@ def tiny():
     return Qwen2ForCausalLM(shape), tokenizer
 
 
+class Show(TrainerCallback):
+    """The one of TRL's many numbers that says whether it learns."""
+
+    def on_log(self, args, state, control, logs, **_):
+        if state.is_world_process_zero and "reward" in logs:
+            print(f"step {state.global_step}: reward {float(logs['reward']):.3f}")
+
+
 def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> Trainer:
     """Raises ValueError for settings that the method cannot honour."""
     if given.model_name_or_path:  # which TRL loads, with its tokenizer, once all flags are checked
@@ -119,6 +127,7 @@ def main(argv: list[str] | None = None):
     except Exception as error:  # what loading a model raises has many classes
         first_line = str(error).strip().partition("\n")[0]
         sys.exit(f"error: {first_line or type(error).__name__}")
+    trainer.add_callback(Show())
     trainer.train(resume_from_checkpoint=saved)
     trainer.save_model()
 
