@@ -19,6 +19,9 @@ losses.py. What this file adds:
 - Runs have flags, checkpoints and evaluations. These stand below the ruled line, where the lecture
   ends; config.group_size is the flag --group-size.
 
+Wherever they occur, policy is a Policy, rollout a Rollout, config a Config, method a losses.Method
+and task a toy.arithmetic.BaseTask.
+
 A default run needs train.py, losses.py and toy/arithmetic.py alone.
 """
 
@@ -34,9 +37,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -51,9 +55,10 @@ import losses
 # a run: one step after another
 
 
-def run(config: Config):
+def run(config):
     method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
+    encode(policy, task, task.train + task.test, config)  # what is wrong with a prompt is said now
     optimizer = adamw(policy.model, config.lr)
     # Where every answer is wrong, all rewards are equal and there is nothing to compare. So RL
     # begins after some supervised steps. A resumed run begins with what was saved, and has already
@@ -152,16 +157,14 @@ class Rollout:
         return [self.of(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
-def sample(policy: Policy, task, items: list, step: int, config: Config) -> Rollout:
+def sample(policy, task, items: list, step, config) -> Rollout:
     """The policy answers each problem G times."""
     copies = [item for item in items for _ in range(config.group_size)]
     gen = rng(config.seed, "sample", step)
     return ask(policy, task, copies, config, config.temperature, gen)
 
 
-def ask(
-    policy: Policy, task, items: list, config: Config, temperature: float, gen: torch.Generator
-) -> Rollout:
+def ask(policy, task, items: list, config, temperature, gen) -> Rollout:
     """One answer to each problem, and its reward. A temperature of 0 is greedy."""
     prompts = encode(policy, task, items, config)  # (N, W)
     sampled = policy.sampler(policy, prompts, config.max_tokens, temperature, gen)
@@ -178,7 +181,7 @@ def ask(
 
 @torch.no_grad()
 def generate(
-    policy: Policy, prompts: Tensor, max_tokens: int, temperature: float, gen: torch.Generator
+    policy, prompts: Tensor, max_tokens, temperature, gen
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample an answer to each of N prompts (N, W), token by token; temperature 0 is greedy.
 
@@ -239,13 +242,7 @@ def draw(logp: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(
-    policy: Policy,
-    reference: Policy | None,
-    rollout: Rollout,
-    method: losses.Method,
-    config: Config,
-):
+def score(policy, reference, rollout, method, config):
     """Add to a rollout the advantages and the old log-probs; for a KL term the reference's, too."""
     scale = config.scale or method.scale
     advantages = losses.group_advantages(rollout.rewards, config.group_size, scale)  # (N,)
@@ -261,7 +258,7 @@ def score(
         rollout.ref = log_probs_in_pieces(reference, rollout, config)
 
 
-def log_probs(policy: Policy, rollout: Rollout, temperature: float) -> Tensor:
+def log_probs(policy, rollout, temperature) -> Tensor:
     """log pi of the answers' tokens, all read at once; differentiable, 0 on padding. (N, T)."""
     ids = torch.cat([rollout.prompts.clamp(min=0), rollout.tokens], 1)  # (N, W + T)
     seen = torch.cat([rollout.prompts >= 0, rollout.mask], 1).long()
@@ -281,7 +278,7 @@ def log_probs(policy: Policy, rollout: Rollout, temperature: float) -> Tensor:
 
 
 @torch.no_grad()
-def log_probs_in_pieces(policy: Policy, rollout: Rollout, config: Config) -> Tensor:
+def log_probs_in_pieces(policy, rollout, config) -> Tensor:
     """The same as numbers, without a graph, of as many answers at once as fit into memory."""
     pieces = rollout.split(config.micro_rows)
     return torch.cat([policy.scorer(policy, piece, config.temperature) for piece in pieces])
@@ -291,9 +288,7 @@ def log_probs_in_pieces(policy: Policy, rollout: Rollout, config: Config) -> Ten
 # 3. learn: several updates from one rollout
 
 
-def minibatches(
-    rollout: Rollout, method: losses.Method, step: int, config: Config
-) -> Iterator[tuple[Callable, Rollout]]:
+def minibatches(rollout, method, step, config) -> Iterator[tuple[Callable, Rollout]]:
     """For each update of a step: by which loss, and from which answers.
 
     A minibatch has whole groups, because a loss may compare the answers of a group.
@@ -307,14 +302,7 @@ def minibatches(
                 yield loss_fn, rollout.of(groups[chosen].flatten())
 
 
-def learn(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    method: losses.Method,
-    step: int,
-    config: Config,
-) -> list[dict[str, float]]:
+def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, float]]:
     """Log-probs -> loss -> pushes -> gradient -> weights, once for each minibatch.
 
     By default 4 times, each on another 64 of the 256 answers. From the second time on the weights
@@ -460,17 +448,21 @@ class UserError(ValueError):
 
 
 @contextmanager
-def blame(flags: str):
+def blame(flags: str, kinds: type | tuple = (OSError, ValueError)):
     """What is refused in here is the mistake of these flags."""
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flags}: {str(error).splitlines()[0]}") from error
+    except kinds as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{flags}: {first_line or type(error).__name__}") from error
 
 
 def main(argv: list[str] | None = None):
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a console may lack letters that a model writes
+            stream.reconfigure(errors="backslashreplace")
     try:
         config = parse(argv)
         torch.set_num_threads(config.threads or os.cpu_count())
@@ -497,12 +489,10 @@ def parse(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(given.task, {}))
     config = Config(**vars(parser.parse_args(argv)))
     check(config)
-    name = f"{Path(config.task).stem}-{config.method}-s{config.seed}"
-    config.out = config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config
 
 
-def check(config: Config):
+def check(config):
     """Refuse what a run would find out late, or not at all."""
     for name, x in vars(config).items():
         zero_is_fine = name in ("warm_steps", "steps", "seed", "threads")
@@ -522,9 +512,13 @@ def check(config: Config):
         raise UserError(f"--track {config.track} is not installed: pip install {config.track}")
     if config.out and Path(config.out).exists():
         raise UserError(f"--out {config.out} exists; choose another, or --resume it")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            "a launcher has started several processes, and train.py is one; see engines/"
+        )
 
 
-def choose_method(config: Config) -> losses.Method:
+def choose_method(config) -> losses.Method:
     """The method that --method names, with the hyperparameters of --hyper filled in."""
     with blame(f"--hyper {config.hyper!r}"):
         return losses.bind(config.method, dict(x.partition("=")[::2] for x in config.hyper.split()))
@@ -541,7 +535,7 @@ def rng(*key) -> torch.Generator:
 
 
 @torch.no_grad()
-def diagnose(policy: Policy, rollout: Rollout, updates: list[dict], step: int, config: Config):
+def diagnose(policy, rollout, updates: list[dict], step, config):
     """A step's metrics: of its answers, and means over its updates. Entropy and KL are in nats."""
     tokens = rollout.mask.sum()
     equal = (rollout.adv == 0).reshape(config.prompts, -1).all(1)  # (prompts,) nothing to learn
@@ -569,7 +563,7 @@ def diagnose(policy: Policy, rollout: Rollout, updates: list[dict], step: int, c
 
 
 @torch.no_grad()
-def evaluate(policy: Policy, task, config: Config) -> dict:
+def evaluate(policy, task, config) -> dict:
     """Mean reward of greedy and of sampled answers to held-out problems, and three examples.
 
     pass@k is the share of problems with a sample of reward 1. Every evaluation has the same random
@@ -604,7 +598,7 @@ def evaluate(policy: Policy, task, config: Config) -> dict:
 # the warm start is not RL: supervised steps on demonstrations, before it
 
 
-def warm_start(policy: Policy, task, method: losses.Method, config: Config):
+def warm_start(policy, task, method, config):
     """Supervised steps on the task's demonstrations, so that RL has something to find.
 
     Where the method corrects wrong answers, 30 % of the demonstrations are corrections, if the task
@@ -619,6 +613,8 @@ def warm_start(policy: Policy, task, method: losses.Method, config: Config):
         return list(zip(task.encode(tokenizer, items), ended, strict=True))
 
     plain, corrections = encode_demos(task.train), 0
+    if config.warm_steps:
+        check_prompts(policy, [prompt + demo for prompt, demo in plain], task.train, 0)
     if method.repair:
         corrections = round(0.3 * config.warm_rows)
         mended = [task.correction(item, config.repair_references) for item in task.train]
@@ -654,7 +650,7 @@ def warm_start(policy: Policy, task, method: losses.Method, config: Config):
 # checks: where a wrong number would look right
 
 
-def check_gap(gap: float, step: int, temperature: float, device: torch.device):
+def check_gap(gap: float, step, temperature, device: torch.device):
     """Sampler and scorer are one policy, so their log-probs differ by rounding alone.
 
     On a CPU, in fp32, rounding is small, and more than that ends the run. On a GPU bf16 rounds by
@@ -682,9 +678,7 @@ def check_finite(when: str, *numbers: float):
 # what neighbouring papers ask for: llm/neighbours.py
 
 
-def reshape_credit(
-    policy: Policy, task, rollout: Rollout, method: losses.Method, step: int, config: Config
-) -> dict[str, float]:
+def reshape_credit(policy, task, rollout, method, step, config) -> dict[str, float]:
     """Change a rollout's advantages by the method's credit rule. Returns more to log."""
     from llm import neighbours
 
@@ -701,7 +695,7 @@ def reshape_credit(
 # the task
 
 
-def load_task(config: Config):
+def load_task(config):
     """The task object, a toy.arithmetic.BaseTask. One reward is tried before anything runs."""
     if config.task == "arithmetic":
         from toy.arithmetic import Arithmetic
@@ -728,27 +722,52 @@ def load_task(config: Config):
 
 
 def reward_of(task, text: str, item) -> float:
-    """The task's reward, if it is a finite number."""
+    """The task's reward, if it is a number that a tensor can hold."""
     reward = task.reward(text, item)
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:  # a nan, too
         about = f"of the answer {text!r} to {item.prompt!r}"
-        raise UserError(f"the task's reward {about} is {reward!r}; accepted: a finite number")
+        accepted = "a finite number that float32 can hold"
+        raise UserError(f"the task's reward {about} is {reward!r}; accepted: {accepted}")
     return number
 
 
-def encode(policy: Policy, task, items: list, config: Config) -> Tensor:
+def encode(policy, task, items: list, config) -> Tensor:
     """Prompts, padded with -1 on the left. (N, W)."""
-    prompts = pad(task.encode(policy.tokenizer, items), -1, "left", policy.model.device)
-    limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    width = prompts.shape[1]
-    if width + config.max_tokens > limit:  # some models would read on, and be wrong in silence
-        too_long = f"a prompt of {width} tokens and --max-tokens {config.max_tokens}"
-        raise UserError(f"{too_long} exceed the model's context of {limit}")
-    return prompts
+    rows = task.encode(policy.tokenizer, items)
+    check_prompts(policy, rows, items, config.max_tokens)
+    return pad(rows, -1, "left", policy.model.device)
+
+
+def check_prompts(policy, rows: list[list[int]], items: list, more: int):
+    """Refuse what a task's `encode` may give, and a model would read in silence or not at all.
+
+    more: how many tokens must still fit into the context behind a row.
+    """
+    tokenizer, model = policy.tokenizer, policy.model
+    wanted = "wanted: a list of ids for each prompt, at least one, without padding"
+    if not isinstance(rows, list) or len(rows) != len(items):
+        kind = type(rows).__name__
+        raise UserError(f"the task's encode gave a {kind} for {len(items)} prompts; {wanted}")
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    size, pad_id = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id
+    if pad_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        pad_id = None  # a prompt may begin or end with it
+    for row, item in zip(rows, items, strict=True):
+        prompt = f"the prompt {item.prompt[:60]!r}"
+        is_ids = isinstance(row, list) and row and all(type(x) is int and x >= 0 for x in row)
+        if not is_ids or pad_id in (row[0], row[-1]):
+            gave = f"{str(row)[:60]!r} ({type(row).__name__}) for {prompt}"
+            raise UserError(f"the task's encode gave {gave}; {wanted}")
+        if max(row) >= size:
+            which = f"id {max(row)}, {tokenizer.convert_ids_to_tokens(max(row))!r}"
+            raise UserError(f"{prompt} has {which}, and the model embeddings of {size} ids")
+        if len(row) + more > limit:  # some models would read on, and be wrong in silence
+            long = f"{prompt} has {len(row)} tokens" + f", and --max-tokens is {more}" * (more > 0)
+            raise UserError(f"{long}: together more than the model's context of {limit}")
 
 
 def pad(rows: list[list[int]], value: int, side: str, device: torch.device) -> Tensor:
@@ -757,7 +776,7 @@ def pad(rows: list[list[int]], value: int, side: str, device: torch.device) -> T
     return pad_sequence(rows, True, value, side).to(device)
 
 
-def prompt_batches(task, config: Config) -> list[list]:
+def prompt_batches(task, config) -> list[list]:
     """The items of every step: one permutation of the training split after another."""
     items = []
     while len(items) < config.steps * config.prompts:
@@ -770,13 +789,15 @@ def prompt_batches(task, config: Config) -> list[list]:
 # the policy
 
 
-def load_policy(config: Config, task, path: str) -> Policy:
+def load_policy(config, task, path: str) -> Policy:
     """The policy at `path`: "scratch", a directory or a hub id. On a GPU, if there is one."""
     if path == "scratch":
         tokenizer = task.make_tokenizer()
         model = make_model(config, tokenizer)
     else:
-        with blame(f"--model {path} (a directory or a hub id)"):
+        if Path(path, "adapter_config.json").exists():
+            raise UserError(f"--model {path} is an adapter; merge it into its model first")
+        with blame(f"--model {path} (a directory or a hub id)", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, output_loading_info=True
@@ -784,17 +805,24 @@ def load_policy(config: Config, task, path: str) -> Policy:
         if info["missing_keys"]:
             missing = min(info["missing_keys"])
             raise UserError(f"--model {path} has no {missing}: it would begin with random weights")
+        frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+        if frozen:
+            raise UserError(f"--model {path}: {frozen[0]} cannot learn; is the model quantised?")
     ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    ends |= turn_end(tokenizer)
     if not ends:
         raise UserError(f"--model {path}: nothing says which token ends an answer (eos_token_id)")
-    # Its own generation config may hold a sampler, which we ignore and save_pretrained may refuse.
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
-    )
+    # A model's own generation config may hold a sampler. We ignore that, and store it as it is.
+    model.generation_config.eos_token_id = sorted(ends)
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # transformers would not store it
+        print(f"--model {path}: its generation config is not valid, and will not be stored")
+        model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends))
     policy = Policy(model.eval(), tokenizer, torch.tensor(sorted(ends)), generate, log_probs)
-    if config.fast:
-        use_fast(policy, task, config)
+    if config.fast or path != "scratch":
+        try_out(policy, task, config)
     if torch.cuda.is_available():
         model.to("cuda")
         policy.eos = policy.eos.to("cuda")
@@ -806,23 +834,58 @@ def load_policy(config: Config, task, path: str) -> Policy:
     return policy
 
 
-def use_fast(policy: Policy, task, config: Config):
-    """llm/fast.py's sampler and scorer, if they are right for the model at hand."""
-    from llm import fast
+def turn_end(tokenizer) -> set[int]:
+    """The token with which the chat template closes an assistant's turn; base models have another
+    EOS. Empty without a template, or without such a token."""
+    if not tokenizer.chat_template:
+        return set()
+    chat = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "It is 85."}]
+    with blame("the model's chat template", Exception):
+        closing = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("It is 85.")[2]
+    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+    return set([x for x in ids if x in tokenizer.added_tokens_decoder][:1])
 
-    policy.sampler, policy.scorer = fast.generate, fast.log_probs
+
+def try_out(policy, task, config):
+    """Sample and score a few tokens: what fails here would fail after an evaluation.
+
+    Under --fast its sampler and scorer take the place of ours, if they are right for the model.
+    """
+    plain = replace(policy)
+    if config.fast:
+        from llm import fast
+
+        policy.sampler, policy.scorer = fast.generate, fast.log_probs
+    try:
+        compare(policy, task, config)
+    except Exception as error:  # a model of another make fails in classes of its own
+        with blame(f"--model {config.model}: train.py cannot train it", Exception):
+            compare(plain, task, config)
+        raise UserError(f"--fast is wrong for this model ({error}); choose --fast false") from error
+
+
+@torch.no_grad()
+def compare(policy, task, config):
+    """Raises ValueError if the policy's sampler and scorer differ from `log_probs`. On the CPU,
+    where fp32 makes the limit sharp."""
     prompts = encode(policy, task, [task.train[0], task.train[-1]] * 2, config)
-    tokens = min(8, config.max_tokens)
-    with blame("--fast true"):
-        fast.check(policy, prompts, tokens, config.temperature, rng("check_fast"), log_probs)
+    few, gen = min(8, config.max_tokens), rng("try_out")
+    tokens, mask, sampled, _ = policy.sampler(policy, prompts, few, config.temperature, gen)
+    rollout = SimpleNamespace(prompts=prompts, tokens=tokens, mask=mask)
+    plain = log_probs(policy, rollout, config.temperature)
+    scored = policy.scorer(policy, rollout, config.temperature)
+    gap = torch.stack([sampled - plain, scored - plain]).abs().max().item()  # nan if one is
+    # Logits are divided by the temperature, and so is their rounding.
+    if not gap * min(1.0, config.temperature) < 1e-3:
+        raise ValueError(f"its log-probs differ by {gap:.3g} nats from the plain ones")
 
 
-def start_of(config: Config) -> str:
+def start_of(config) -> str:
     """Where the policy is that RL started from."""
     return f"{config.out}/start" if config.warm_steps else config.model
 
 
-def make_model(config: Config, tokenizer) -> torch.nn.Module:
+def make_model(config, tokenizer) -> torch.nn.Module:
     """A small GPT-2 with random weights."""
     torch.manual_seed(config.seed % 2**63)
     shape = transformers.GPT2Config(
@@ -857,15 +920,12 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 #               model/         the policy at the end
 
 
-def warm_start_or_resume(
-    policy: Policy, optimizer, task, method: losses.Method, config: Config
-) -> int:
+def warm_start_or_resume(policy, optimizer, task, method, config) -> int:
     """The directory of a run, the warm start and the first evaluation; or what --resume goes on
     from. Returns how many steps are done."""
-    folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:
-        write_aside(folder / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+        claim_folder(config)
+    folder = Path(config.out)
     if config.track:
         tracker = importlib.import_module(config.track)
         tracker.init(project="token-gradient-cancellation", name=folder.name, config=asdict(config))
@@ -882,10 +942,26 @@ def warm_start_or_resume(
     return 0
 
 
+def claim_folder(config):
+    """Make the directory of a run, which no other run has, and write its flags there."""
+    name = (
+        f"{Path(config.task).stem}-{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    names = [config.out] if config.out else [f"runs/{name}{x}" for x in ("", *range(-2, -99, -1))]
+    for config.out in names:
+        try:
+            Path(config.out).mkdir(parents=True)
+        except FileExistsError:  # another run has just claimed it
+            continue
+        flags = json.dumps(asdict(config), indent=1)
+        return write_aside(Path(config.out, "config.json"), flags + "\n")
+    raise UserError(f"--out {config.out} exists; choose another, or --resume it")
+
+
 def read_config(run: str) -> dict:
     """The flags of the run that --resume names."""
     try:
-        saved = json.loads((Path(run) / "config.json").read_text())
+        saved = json.loads((Path(run) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         saved = {}
     if set(saved) != {f.name for f in fields(Config)}:
@@ -893,15 +969,15 @@ def read_config(run: str) -> dict:
     return saved | {"resume": run, "out": run}
 
 
-def how_to_go_on(config: Config) -> str:
+def how_to_go_on(config) -> str:
     if Path(config.out, "checkpoint.pt").exists():
         return f"go on from the last evaluation: python train.py --resume {config.out}"
     return "nothing is saved"
 
 
-def record(metrics: dict, config: Config):
+def record(metrics: dict, config):
     """A line of metrics.jsonl; of an evaluation also a few words on the screen."""
-    with open(Path(config.out, "metrics.jsonl"), "a") as file:
+    with open(Path(config.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
     if config.track:
         numbers = {key: x for key, x in metrics.items() if key != "examples"}
@@ -915,7 +991,7 @@ def record(metrics: dict, config: Config):
 
 def summarize(folder: Path):
     """Did it work? The first and the last evaluation, the speed, and on a GPU the memory."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     said = [f"{key} {first[key]:.3f} -> {last[key]:.3f}" for key in ("greedy", "sampled")]
     if torch.cuda.is_available():
@@ -924,13 +1000,17 @@ def summarize(folder: Path):
     noise = math.hypot(first["greedy_se"], last["greedy_se"])  # the standard error of a difference
     if last["greedy"] < first["greedy"] - 2 * noise:
         print("It ends below its start by more than two standard errors: something is wrong.")
-    if last.get("truncated", 0.0) > 0.2:
+    if last.get("truncated") == 1:
+        print(
+            "No answer has ended: raise --max-tokens, or is the model's end of turn another token?"
+        )
+    elif last.get("truncated", 0.0) > 0.2:
         print(f"{last['truncated']:.0%} of the last answers were cut off: raise --max-tokens.")
     print(f"everything is in {folder}; all flags: python train.py --help")
     print(f"its curves: python -m experiments.compare --runs {folder} --plot curves.png")
 
 
-def save_rollout(policy: Policy, rollout: Rollout, step: int, config: Config):
+def save_rollout(policy, rollout, step, config):
     """A rollout with the log-probs before and after its step, for those who draw it."""
     tokens = rollout.tokens.tolist()
     batch = {
@@ -952,7 +1032,7 @@ def save_rollout(policy: Policy, rollout: Rollout, step: int, config: Config):
     torch.save(batch, folder / f"step-{step:06d}.pt")
 
 
-def save(policy: Policy, optimizer, step: int, folder: Path):
+def save(policy, optimizer, step, folder: Path):
     """The name checkpoint.pt always stands for a whole file: the old one, or the new one."""
     if not all(weight.isfinite().all() for weight in policy.model.parameters()):
         raise UserError(f"step {step}: a weight is not finite; what is saved is intact")
@@ -960,13 +1040,13 @@ def save(policy: Policy, optimizer, step: int, folder: Path):
         "step": step,
         "model": policy.model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "metrics": (folder / "metrics.jsonl").read_text(),  # to this step
+        "metrics": (folder / "metrics.jsonl").read_text("utf-8"),  # to this step
     }
     torch.save(state, folder / "unfinished.pt")
     os.replace(folder / "unfinished.pt", folder / "checkpoint.pt")
 
 
-def restore(policy: Policy, optimizer, folder: Path) -> int:
+def restore(policy, optimizer, folder: Path) -> int:
     """Policy, optimiser and metrics.jsonl as they were after a step, which is returned."""
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     policy.model.load_state_dict(state["model"])
@@ -975,7 +1055,7 @@ def restore(policy: Policy, optimizer, folder: Path) -> int:
     return state["step"]
 
 
-def write_model(policy: Policy, folder: Path):
+def write_model(policy, folder: Path):
     """In transformers' own format, so that AutoModelForCausalLM and AutoTokenizer read it."""
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
@@ -984,8 +1064,8 @@ def write_model(policy: Policy, folder: Path):
 def write_aside(path: Path, text: str):
     """A file is replaced as a whole, or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.rename(path)
+    part.write_text(text, "utf-8")
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM
+from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
@@ -37,9 +38,11 @@ ROWS = [
 ]
 
 
-def reward(completions: list[str], answer: list[str], **_) -> list[float]:
+def reward(completions: list, answer: list[str], **_) -> list[float]:
     """One number for each answer: half for the right start, half for stopping there."""
-    pairs = list(zip(completions, answer, strict=True))
+    # To a prompt of chat messages the answer is a list of one message.
+    texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
+    pairs = list(zip(texts, answer, strict=True))
     return [0.5 * text.startswith(right) + 0.5 * (text == right) for text, right in pairs]
 
 
@@ -82,6 +85,14 @@ def tiny():
     return Qwen2ForCausalLM(shape), tokenizer
 
 
+class Show(TrainerCallback):
+    """The one of TRL's many numbers that says whether it learns."""
+
+    def on_log(self, args, state, control, logs, **_):
+        if state.is_world_process_zero and "reward" in logs:
+            print(f"step {state.global_step}: reward {float(logs['reward']):.3f}")
+
+
 def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> Trainer:
     """Raises ValueError for settings that the method cannot honour."""
     if given.model_name_or_path:  # which TRL loads, with its tokenizer, once all flags are checked
@@ -106,12 +117,28 @@ def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> Tr
 
 
 def main(argv: list[str] | None = None):
+    options, config, given = parse(argv)
+    saved = config.resume_from_checkpoint
+    if saved and not Path(saved).is_dir():
+        sys.exit(f"error: --resume_from_checkpoint {saved}: no such directory")
     try:
-        trainer = make_trainer(*parse(argv))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    trainer.train()
+        trainer = make_trainer(options, config, given)
+        check(trainer.model, trainer.processing_class)
+    except Exception as error:  # what loading a model raises has many classes
+        first_line = str(error).strip().partition("\n")[0]
+        sys.exit(f"error: {first_line or type(error).__name__}")
+    trainer.add_callback(Show())
+    trainer.train(resume_from_checkpoint=saved)
     trainer.save_model()
+
+
+def check(model, tokenizer):
+    """Raises ValueError for weights that cannot learn, and for ids that the model has not."""
+    size = model.get_input_embeddings().weight.shape[0]
+    if max(tokenizer.get_vocab().values()) >= size:
+        raise ValueError(f"the tokenizer has ids up to {len(tokenizer) - 1}, the model {size}")
+    if not any(x.requires_grad for x in model.parameters()):
+        raise ValueError("no weight of the model can learn; merge an adapter into its model first")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Nothing here changes a number by more than rounding; tests/test_fast.py says so.
   tokens would need 10 GB.
 
 So it calls a model's trunk and its output layer itself, and copies its cache. This is wrong for a
-model that does more between the two (a soft cap), or keeps more in its cache. `check` compares
+model that does more between the two (a soft cap), or keeps more in its cache. train.py compares
 both ways before a run.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -110,23 +109,6 @@ def log_probs(policy, rollout, temperature: float) -> Tensor:
             new = token_log_probs(model, hidden, tokens[seen], temperature)
             logp = logp.index_put((row, column), new)
     return logp
-
-
-@torch.no_grad()
-def check(policy, prompts, max_tokens: int, temperature: float, gen, plain):
-    """Samples and scores answers to a few prompts. Raises ValueError where this file is wrong for
-    the model.
-
-    plain: train.log_probs. On the CPU, where fp32 makes the limit sharp.
-    """
-    tokens, mask, sampled, _ = generate(policy, prompts, max_tokens, temperature, gen)
-    rollout = SimpleNamespace(prompts=prompts, tokens=tokens, mask=mask)
-    slow, quick = plain(policy, rollout, temperature), log_probs(policy, rollout, temperature)
-    gap = torch.stack([sampled - slow, quick - slow]).abs().max().item()  # nan if one is
-    # Logits are divided by the temperature, and so is their rounding.
-    if not gap * min(1.0, temperature) < 1e-3:
-        differ = f"its log-probs differ by {gap:.3g} nats from the plain ones"
-        raise ValueError(f"is not right for this model ({differ})")
 
 
 def autocast(policy) -> torch.autocast:

@@ -119,7 +119,7 @@ class GSM8K(BaseTask):
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
         if tokenizer.chat_template is None:
-            return tokenizer([item.plain() for item in items])["input_ids"]
+            return self.encode_texts(tokenizer, [item.plain() for item in items])
         wish = "Reason step by step; end with '#### ' and the number."
         chats = [[{"role": "user", "content": f"{item.prompt}\n{wish}"}] for item in items]
         # return_dict is spelt out because its default differs between transformers 4 and 5

@@ -15,12 +15,13 @@ import train
 from llm import fast
 from toy import plain
 
-# A task without text. Its items are the ids of prompts.
-IDS = SimpleNamespace(encode=lambda _, items: items, reward=lambda *_: 0.0)
+# A task without text. The prompts of its items are ids.
+IDS = SimpleNamespace(encode=lambda _, items: [x.prompt for x in items], reward=lambda *_: 0.0)
 
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
-    return train.ask(policy, IDS, prompts, train.Config(max_tokens=max_tokens), temperature, gen)
+    items = [SimpleNamespace(prompt=ids) for ids in prompts]
+    return train.ask(policy, IDS, items, train.Config(max_tokens=max_tokens), temperature, gen)
 
 
 def numbers(policy, answers, temperature) -> list:
@@ -38,7 +39,7 @@ def quick():
     return load("scratch", layers=1, width=16, fast=True)
 
 
-PROMPTS = [[5, 6, 7], [2], [*range(9)], [2], [0, 3]]
+PROMPTS = [[5, 6, 7], [2], [1, 0, *range(2, 9)], [2], [3, 0, 3]]
 FAMILIES = {"qwen2": {}, "mistral": dict(sliding_window=4)}  # GPT-2: test_step.py
 
 
@@ -89,7 +90,13 @@ WRONG = [  # a function, and what it returns of what it found
 
 @pytest.mark.parametrize("name, wrong", WRONG)
 def test_the_check_sees_what_differs(scratch, monkeypatch, name, wrong):
-    train.use_fast(replace(scratch), Letters(), train.Config())
+    """And advises the plain way only if that is right."""
+    config = train.Config(fast=True)
+    train.try_out(replace(scratch), Letters(), config)
     real = getattr(fast, name)
     monkeypatch.setattr(fast, name, lambda *args: wrong(real(*args)))
-    assert "--fast" in refused(train.use_fast, replace(scratch), Letters(), train.Config())
+    assert "choose --fast false" in refused(train.try_out, replace(scratch), Letters(), config)
+    draw = train.draw
+    monkeypatch.setattr(train, "draw", lambda *args: draw(*args).fill_(99))  # an id that is none
+    said = refused(train.try_out, replace(scratch), Letters(), config)
+    assert "--model scratch: train.py cannot train it" in said and "--fast" not in said

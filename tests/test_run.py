@@ -4,6 +4,7 @@ LONG=1 adds the default run.
 """
 
 import copy
+import io
 import itertools
 import json
 import os
@@ -17,9 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, build, load, metrics, refused, run, weights_of
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel
 
 import train
+from llm.gsm8k import GSM8K, Item
 from llm.neighbours import add_scores
 from toy import plain
 from toy.arithmetic import Arithmetic
@@ -98,6 +101,32 @@ def test_a_task_of_ones_own_is_a_file(tmp_path):
     assert metrics(folder)[-1]["sampled"] > 0.5
 
 
+def test_a_console_that_lacks_a_letter_and_a_windows_that_renames_onto_no_file(
+    tmp_path, monkeypatch
+):
+    """End neither a run nor its --resume."""
+    (tmp_path / "mine.py").write_text(OWN_TASK.replace("?", "？"), "utf-8")
+    console = io.TextIOWrapper(io.BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", console)
+    for name in ("rename", "link"):
+        monkeypatch.setattr(os, name, lambda *_, **__: pytest.fail("it is not for Windows"))
+    folder = run(tmp_path / "run", "--task", tmp_path / "mine.py")
+    train.main(["--resume", str(folder)])
+    console.flush()
+    assert rb"\uff1f" in console.buffer.getvalue()
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.time, "strftime", lambda _: "NOW")
+    for seed in ("3", "3"):
+        train.main([*TINY, "--steps", "1", "--warm-steps", "0", "--seed", seed])
+    assert sorted(os.listdir("runs")) == ["arithmetic-grpo-s3-NOW", "arithmetic-grpo-s3-NOW-2"]
+    assert [len(metrics(folder)) for folder in Path("runs").iterdir()] == [2, 2]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "launcher" in refused(train.main, [])
+
+
 def test_three_files_are_all_that_the_default_command_needs(tmp_path, monkeypatch):
     """And another process has the same random numbers."""
     monkeypatch.undo()  # the toy's own reward, as in the other process
@@ -120,6 +149,7 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
 
 OWN_MISTAKES = """
 item.answer in text | float('nan')                             | 'so !' to '0?' is nan; accepted
+item.answer in text | 1e39                                     | accepted: a finite number that
 item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
 range(9)]           | range(9)]; self.test = []                | test split has no item
 """
@@ -174,7 +204,7 @@ def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
 
 MOMENTS = [  # a call of a function, and how many of six steps are left
     (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-    (os, "replace", 2, 5),  # a checkpoint that has not got its name
+    (os, "replace", 3, 5),  # a checkpoint that has not got its name
 ]
 
 
@@ -278,11 +308,39 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
         assert not policy.model.training
 
 
+def test_an_answer_ends_where_the_chat_template_closes_a_turn(tmp_path):
+    """Also that of a base model, whose EOS is another. Text is no such token."""
+    tokenizer = Arithmetic().make_tokenizer()
+    assert train.turn_end(tokenizer) == set()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#{% endfor %}"
+    assert train.turn_end(tokenizer) == set()
+    tokenizer.add_tokens(["<end>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<end><eos>{% endfor %}"
+    assert train.turn_end(tokenizer) == {len(tokenizer) - 1}
+    path = build("qwen2", tmp_path, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(path)
+    assert load(path).eos.tolist() == [1, 2, 3, len(tokenizer) - 1]
+
+
+def test_a_prompt_has_what_the_tokenizer_puts_before_a_text_and_nothing_behind():
+    sums, words = Arithmetic(), GSM8K.__new__(GSM8K)
+    tokenizer, item = sums.make_tokenizer(), Item("1+1", "2", "")
+    prompts = [(sums, "1+1"), (words, "Question: 1+1\nAnswer:\n")]
+    bare = [tokenizer(text)["input_ids"] for _, text in prompts]
+    parts = dict(single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(**parts)
+    for (task, _), ids in zip(prompts, bare, strict=True):
+        assert task.encode(tokenizer, [item]) == [[0, *ids]]
+
+
 def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     """One whose output layer would be random; and for token scores one that adds a bias in it."""
     path = build("llama", tmp_path)
     AutoModel.from_pretrained(path).save_pretrained(path)  # without its output layer
     assert "random weights" in refused(load, path)
+    for name, what in (("model.safetensors", "header"), ("adapter_config.json", "an adapter")):
+        (Path(path) / name).write_text("version https://git-lfs.github.com/spec/v1")
+        assert what in refused(load, path)
     policy = copy.deepcopy(scratch)
     policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="bias"):

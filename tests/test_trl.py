@@ -232,7 +232,7 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch):
     assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
     assert ours.args.disable_dropout
 
-    assert example.reward(["3", "34", "43"], ["3"] * 3) == [1.0, 0.5, 0.0]
+    assert example.reward(["3", "34", [{"content": "43"}]], ["3"] * 3) == [1.0, 0.5, 0.0]
     trainer = example.make_trainer(*example.parse([]))
     trainer.train()
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]

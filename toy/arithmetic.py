@@ -73,7 +73,18 @@ class BaseTask:
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item."""
-        return tokenizer([item.prompt for item in items], add_special_tokens=False)["input_ids"]
+        return self.encode_texts(tokenizer, [item.prompt for item in items])
+
+    def encode_texts(self, tokenizer, texts: list[str]) -> list[list[int]]:
+        """The ids of texts that an answer goes on from: with what the tokenizer puts before a text,
+        such as BOS, and without what it puts behind."""
+        whole = tokenizer(texts)["input_ids"]
+        bare = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        rows = []
+        for ids, text in zip(whole, bare, strict=True):
+            starts = (i for i in range(len(ids)) if ids[i : i + len(text)] == text)
+            rows.append(ids[: next(starts, 0) + len(text)])
+        return rows
 
     def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
         """More to log of an evaluation's answers."""
