@@ -822,7 +822,7 @@ def load_policy(config, task, path: str) -> Policy:
         model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends))
     policy = Policy(model.eval(), tokenizer, torch.tensor(sorted(ends)), generate, log_probs)
     if config.fast or path != "scratch":
-        try_out(policy, task, config)
+        try_out(policy, task, path, config)
     if torch.cuda.is_available():
         model.to("cuda")
         policy.eos = policy.eos.to("cuda")
@@ -846,7 +846,7 @@ def turn_end(tokenizer) -> set[int]:
     return set([x for x in ids if x in tokenizer.added_tokens_decoder][:1])
 
 
-def try_out(policy, task, config):
+def try_out(policy, task, path: str, config):
     """Sample and score a few tokens: what fails here would fail after an evaluation.
 
     Under --fast its sampler and scorer take the place of ours, if they are right for the model.
@@ -859,7 +859,7 @@ def try_out(policy, task, config):
     try:
         compare(policy, task, config)
     except Exception as error:  # a model of another make fails in classes of its own
-        with blame(f"--model {config.model}: train.py cannot train it", Exception):
+        with blame(f"--model {path}: train.py cannot train it", Exception):
             compare(plain, task, config)
         raise UserError(f"--fast is wrong for this model ({error}); choose --fast false") from error
 

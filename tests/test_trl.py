@@ -115,7 +115,7 @@ def padded(rows):
 def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     """Train. Value, gradient and numbers of each step are those of losses.py."""
     trainer = make(path, method=method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
-    steps, policy = Record(trainer).steps, load_policy(Config(), None, path)
+    steps, policy = Record(trainer).steps, load_policy(Config(), Arithmetic(), path)
     trainer.train()
     config, logged = trainer.args, trainer.state.log_history
     kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
