@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 import losses
 from losses import METHODS, Batch, OldPolicy, bind
 from toy import plain
+from toy.arithmetic import Arithmetic
 from train import Config, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
