@@ -26,7 +26,7 @@ VOCAB_SIZE = 2048
 SPELLINGS = (
     # hyphens, dashes and minus signs of all kinds; whether one is a sign is decided later
     (r"[\u00ad\u02d7\u2010-\u2015\u2043\u207b\u208b\u2212\u2796\ufe58\ufe63\uff0d]", "-"),
-    (r"(?i:minus|negative)\b[;\s]*", "-"),
+    (r"(?i:minus|negative)\b", "-"),
     (r"\\(?:text|math)(?:bf|it|rm|sf|tt)?(?![A-Za-z])", ""),  # \text{...} around a number or a unit
     # between digits: LaTeX's {,} and ,\! and \, and the spaces that are no plain space
     (r"(?<=[0-9]) ?(?:\{,\}|,?\\[,:;! ]|[~\u00a0\u2007-\u200a\u202f]) ?(?=[0-9])", ","),
@@ -34,7 +34,8 @@ SPELLINGS = (
 )
 # Thousands groups or plain digits, then decimals. What follows must not make another number of it.
 NUMBER = r"((?=\.?[0-9])(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*|0)?(?:\.[0-9]+)?)"
-NUMBER += r"(?!(?:st|nd|rd|th|[kKMB])\b|\W*(?:hundred|[mb]illion|thousand)|\s*[\u00bc-\u00be\u2150-\u215e])"
+NUMBER += r"(?!(?:st|nd|rd|th|[kKMB])\b|\W*(?:hundred|thousand|[mb]illion))"
+NUMBER += r"(?!\s*[\u00bc-\u00be\u2150-\u215e])"  # the half of 4½
 # The line of a '####': symbols with a sign among them, a currency's code, the number, and its unit.
 # A point, a colon, a bracket or a dash before a word makes a heading of it.
 MARKED = r"[^\w-]*(?:(-)[^\w-]*)?(?:(?:[A-Z]{1,3}|Rs)[^\w-]+)?(?<![.,])"

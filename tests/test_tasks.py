@@ -14,33 +14,30 @@ from statistics import fmean
 import pytest
 from conftest import ANN, BOB, PROBLEMS
 
-from llm.gsm8k import GSM8K, extract
-from llm.gsm8k import Item as Problem
-from toy.arithmetic import Arithmetic, Item
+from llm.gsm8k import GSM8K, Item, extract
+from toy.arithmetic import Arithmetic
 
-TASK, ITEM = Arithmetic(), Item("37+48=", "85", "")
+TASK = Arithmetic()
+SUM = next(item for item in TASK.train + TASK.test if item.prompt == "37+48=")
 
 
-def test_problems_are_all_sums_split_in_one_order():
+def test_problems_are_all_sums_and_those_held_out_are_drawn_from_all():
     prompts = [item.prompt for item in TASK.test + TASK.train]
     assert sorted(prompts) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
     assert len(TASK.test) == 500 and len({prompt[:2] for prompt in prompts[:500]}) == 90
-    assert Arithmetic().train == TASK.train
 
 
 def test_only_the_final_answer_counts():
-    for text in ("#85", "so 7+8=15,30+40=70,#85", "hm 7+8=1,#85", "hm #84,#85"):
-        assert TASK.reward(text, ITEM) == 1
-    for text in ("", "85", "#", "#8", "#855", "#085", "# 85", "#85#84", "#85,", "#٨٥"):
-        assert TASK.reward(text, ITEM) == 0
+    texts = "#85;hm #84,#85;7+8=1,#85;;85;#;#8;#855;#085;# 85;#85#84;#85,;#٨٥".split(";")
+    assert [TASK.reward(text, SUM) for text in texts] == [1] * 3 + [0] * 10
 
 
 def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
     direct = [item for item in TASK.train if "=" not in item.demo]
-    assert len(direct) / len(TASK.train) == pytest.approx(0.75, abs=0.02)
+    assert 0.73 < len(direct) / len(TASK.train) < 0.77
     assert 0.03 < fmean(TASK.reward(item.demo, item) for item in direct) < 0.07
     assert all(TASK.reward(item.demo, item) for item in {*TASK.train} - {*direct})
-    assert max(len(item.demo) for item in TASK.train) + 1 <= 26
+    assert max(len(item.demo) for item in TASK.train) < 26  # with its end within --max-tokens
 
 
 def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
@@ -51,20 +48,19 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
         wrong, sibling, *_ = re.findall(r"#(\d+)", made.prompt)
         first = made.prompt.removeprefix(item.prompt)
         assert wrong != item.answer == made.answer and made.demo[:3] == first[:3]
-        assert TASK.reward(made.demo, made) or first.startswith(f"{made.demo}=")
-        repaired += TASK.reward(made.demo, made)
-        right += sibling == item.answer
+        mended = TASK.reward(made.demo, made)
+        assert mended or first.startswith(f"{made.demo}=")
+        repaired, right = repaired + mended, right + (sibling == item.answer)
     assert 550 < repaired < 650 and 700 < right < 900
-    assert TASK.repair(ITEM, "so #75", ["a", "b"]) == Item("37+48=so #75=a=b=", "85", "")
 
 
 def test_shares_tell_openers_and_forms_apart():
     texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
-    assert [*TASK.shares([ITEM] * 8, texts).items()] == [
-        *(("opener so", 3 / 8), ("opener ok", 1 / 8), ("opener hm", 2 / 8), ("opener other", 2 / 8)),
-        *(("form direct", 2 / 8), ("form ones first", 2 / 8), ("form tens first", 1 / 8)),
-        ("form other", 3 / 8),
-    ]
+    shares = TASK.shares([SUM] * 8, texts)
+    assert ", ".join(f"{name} {share * 8:.0f}" for name, share in shares.items()) == (
+        "opener so 3, opener ok 1, opener hm 2, opener other 2, "
+        "form direct 2, form ones first 2, form tens first 1, form other 3"
+    )
 
 
 # ---------------- GSM8K: the verifier
@@ -77,12 +73,14 @@ def test_every_gold_answer_of_the_real_files_is_read():
     task = GSM8K(str(REAL))
     assert (len(task.train), len(task.test)) == (7473, 1319)
     for item in task.train + task.test:
-        _, _, gold = item.demo.rpartition("#### ")
+        gold = item.demo.rpartition("#### ")[2]
         assert item.answer == gold and extract(item.demo) == gold.replace(",", "")
-        assert task.reward(item.demo, item) == 1 and "<<" not in item.demo
 
 
-# A text, its lines separated by "|", and the number that is read; "nothing" where it is refused.
+# A text, and the number that is read, or None where it is refused. "|" parts lines; "␣" is each of
+# SPACES, and "¬" each of MINUS.
+SPACES = "\u00a0\u2007\u2008\u2009\u200a\u202f"
+MINUS = "-\u00ad\u2010\u2011\u2012\u2013\u2014\u207b\u2212\ufe58\ufe63\uff0d"
 READS = r"""
 #### 41|no:|#### 72 -> 72
 ####|72|Checked 3 times. -> 72
@@ -93,10 +91,10 @@ Question: Tom has 2 cats.|Answer:|#### 5 -> 5
 #### Final Answer|$\boxed{\$72}$, after 3 steps -> 72
 #### $\boxed{72}$|Checked 3 times. -> 72
 first \boxed{3}, then \boxed{\text{about {all} of }72} of 90 -> 72
-5 \boxed{} -> nothing
+x = 5, \boxed{} -> None
 \boxed{.5 -> .5
-\boxed{\frac{3}{4}} -> nothing
-\boxed{5, 72} -> nothing
+\boxed{\frac{3}{4}} -> None
+\boxed{5, 72} -> None
 48/2=24, or <<48/2=24>>24 -> 24
 x -> 72 -> 72
 **Answer:** $1,234,567.50 a year. -> 1234567.50
@@ -109,45 +107,140 @@ The answer is **72**. -> 72
 the area is $72\,\text{m}^{2}$ -> 72
 #### 72 cm^3 -> 72
 72 m² -> 72
-(a+b)^2 -> nothing
-72 m**2 -> nothing
+(a+b)^2 -> None
+72 m**2 -> None
 $72{,}000{,}500$ -> 72000500
 \boxed{72\,000} -> 72000
 72,\!000 -> 72000
-72 000 -> nothing
-72 500 -> nothing
-72\quad 500 -> nothing
-3\,4 -> nothing
-12,34 -> nothing
-0,123 -> nothing
-72.5.1 -> nothing
-...72 -> nothing
-,72 -> nothing
-x72 -> nothing
-72½ -> nothing
-72 ½ -> nothing
-72² -> nothing
-7_2 -> nothing
-72٣ -> nothing
-72e3 -> nothing
-7.2 \times 10^{1} -> nothing
-7 \times 10 -> nothing
-\sqrt{72} -> nothing
-3/4 -> nothing
-3 / 4 -> nothing
-3 * 4 -> nothing
-12:30 -> nothing
-72k -> nothing
-72 million -> nothing
-#### 2nd step -> nothing
-10 - 7 = -3 -> -3
+72 000 -> None
+72 500 -> None
+72\quad 500 -> None
+3\,4 -> None
+12,34 -> None
+0,123 -> None
+72.5.1 -> None
+...72 -> None
+,72 -> None
+x72 -> None
+72½ -> None
+72 ½ -> None
+72² -> None
+7_2 -> None
+72٣ -> None
+72e3 -> None
+7.2 \times 10^{1} -> None
+7 \times 10 -> None
+\sqrt{72} -> None
+3/4 -> None
+3 / 4 -> None
+3 * 4 -> None
+12:30 -> None
+72k -> None
+72 million -> None
+#### 2nd step -> None
 #### USD -72 -> -72
--.5 -> -.5
+¬.5 -> -.5
+72␣500 -> 72500
+$1␣072␣500.5 -> 1072500.5
+72␣50 -> None
+72␣km -> 72
+It is ¬72 -> -72
+¬$72 -> -72
+$¬72 -> -72
+¬₹72 -> -72
+¬\$72 -> -72
+¬**72** -> -72
+**¬72** -> -72
+¬72␣500 -> -72500
+x=¬72 -> -72
+10 - 82 = ¬72 -> -72
+$¬\boxed{72}$ -> -72
+\boxed{¬72} -> -72
+It is \boxed{¬\text{US\$}72} -> None
+#### Minus $72 -> -72
+#### &minus;72 -> -72
+It is negative 72 -> None
+#### ¬ 72 -> -72
+#### ¬$␣72 -> -72
+#### ¬USD 72 -> -72
+#### ¬Rs. 72 -> -72
+It is ¬ 72 -> None
+It is ¬₹ 72 -> None
+It is ¬USD 72 -> None
+It is ¬US$72 -> None
+It is ¬<b>72</b> -> None
+It is ¬{72} -> -72
+The total ¬ \boxed{72} -> None
+5¬3 -> None
+5 ¬ 3 -> None
+5 ¬3 -> None
 """
 
 
 @pytest.mark.parametrize("row", READS.strip().split("\n"))
 def test_reads(row):
     text, _, number = row.rpartition(" -> ")
-    for marked in (text, f"#### {text}"):
-        assert str(extract(marked.replace("|", "\n"))).replace("None", "nothing") == number
+    for lead, space, minus in product(("", "#### "), SPACES, MINUS):
+        spelt = text.replace("|", "\n").replace("␣", space).replace("¬", minus)
+        assert str(extract(lead + spelt)) == number
+
+
+def test_answers_are_right_if_the_numbers_are_equal_exactly():
+    item = Item("", "1,800", "")
+    texts = ("#### 1800.00", "none", "1800." + "0" * 40 + "1")
+    assert [GSM8K.reward(None, text, item) for text in texts] == [1, 0, 0]
+
+
+def test_time_grows_with_the_length_and_not_with_its_square():
+    units = r"9 1, ,000 1* - # ####1. { {,} 1\, \boxed{ \text m^ $".split() + [" ", "1 ", "- "]
+    seconds = []
+    for length in (10_000, 40_000):  # seconds grow 4 times if linear, 16 times if quadratic
+        start = time.process_time()
+        for unit, lead, end in product(units, ("", "####", "1"), ("", "1", "é")):
+            extract(lead + unit * (length // len(unit)) + end)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 9 * seconds[0]
+
+
+# ---------------- GSM8K: the problems
+
+ITEMS = [
+    Item(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
+    Item(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
+]
+
+
+def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gsm8k, monkeypatch):
+    hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
+    monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
+    for task in (GSM8K(small_gsm8k), GSM8K(None)):
+        assert (task.train, task.test) == (ITEMS, ITEMS[:1])
+
+
+@pytest.mark.parametrize("answer", ["1", "#### 42 of 60", "#### x42"])
+def test_a_record_that_cannot_be_graded_is_named_in_one_line(small_gsm8k, answer):
+    line = json.dumps({"question": "a", "answer": answer})
+    Path(small_gsm8k, "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
+    with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
+        GSM8K(small_gsm8k)
+
+
+def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
+    task = GSM8K(small_gsm8k)
+    tokenizer = task.make_tokenizer()
+    assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
+    plain = tokenizer.decode(task.encode(tokenizer, ITEMS)[1])
+    assert plain == f"Question: {BOB}\nAnswer:\n"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<ai>{% endif %}"
+    )
+    chat = tokenizer.decode(task.encode(tokenizer, ITEMS)[1])
+    assert chat == f"<user>{BOB}\nReason step by step; end with '#### ' and the number.<ai>"
+
+
+def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
+    problem = GSM8K.repair(None, ITEMS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
+    shown = re.findall("Ann has 48|#### 48|#### 24|none|correct", problem.prompt)
+    assert shown == ["Ann has 48", "#### 48", "#### 24", "none", "correct"]
+    assert problem.answer == "24"
