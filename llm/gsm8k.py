@@ -40,13 +40,13 @@ NUMBER += r"(?!\s*[\u00bc-\u00be\u2150-\u215e])"  # the half of 4½
 # A point, a colon, a bracket or a dash before a word makes a heading of it.
 MARKED = r"[^\w-]*(?:(-)[^\w-]*)?(?:(?:[A-Z]{1,3}|Rs)[^\w-]+)?(?<![.,])"
 MARKED = re.compile(MARKED + NUMBER + r"(?:\W*|[^\w.:)-]*[A-Za-z][^0-9:]{0,40})")
-# Elsewhere a word is all that hangs on a digit, judged whole so that a piece of a malformed number
-# never counts. [0-9] because \d takes any script's digits.
-WORD = re.compile(r"\.?[0-9][\w.,]*")
+# Elsewhere the last digits are looked at together with all that touches them, so that a piece of a
+# malformed number never counts. [0-9] because \d takes any script's digits.
+DIGITS = re.compile(r"\.?[0-9][0-9.,]*")
 WHOLE = re.compile(NUMBER + r"[A-Za-z_.,]*(?![\w.,])")
-# What touches it on its left: no digit and no dash, or symbols with one dash, which is its sign.
-TOUCHING = re.compile(r"(?:[^\d-]*[^\w.,^-](?<!\w\*\*))?|[^\w-]*(-)[^\w.,-]*")
-# The word before it, if that makes it half of an expression, or may hold its sign ('-USD 42').
+# What touches them on their left: neither digit nor dash, or symbols with one dash, the sign.
+TOUCHING = re.compile(r"(?:[^\d-]*[^\w.,^-])?|[^\w-]*(-)[^\w.,-]*")
+# A word before them that makes them half of an expression, or may hold their sign ('-USD 42').
 JOINED = re.compile(r"^\W*-|[-+/×÷^0-9]\**$|[0-9]\\|^(?:\*|x|\\times|\\cdot|\\div)$")
 
 
@@ -69,7 +69,7 @@ def extract(text: str) -> str | None:
     for spelling, plain in SPELLINGS:
         text = re.sub(spelling, plain, text)
     own = text.partition("\nQuestion:")[0]  # a base model may go on with the next problem
-    text = own if WORD.search(own) else text
+    text = own if DIGITS.search(own) else text
     for region in reversed(text.split("####")[1:]):
         line = region.replace(r"\boxed", "").strip().partition("\n")[0]
         if marked := MARKED.fullmatch(line):
@@ -79,10 +79,10 @@ def extract(text: str) -> str | None:
         depths = [*accumulate(map({"{": 1, "}": -1}.get, region, repeat(0))), -1]
         region = region[: depths.index(-1)]  # a box that never closes runs to the end
         text = f"{before}|{region}"  # its sign may stand before it
-    words = [*WORD.finditer(text)]
-    if not words or box and len(WORD.findall(region)) != 1:
+    found = [*DIGITS.finditer(text)]
+    if not found or box and len(DIGITS.findall(region)) != 1:
         return None
-    start = words[-1].start()
+    start = found[-1].start()
     line = re.split(r"\n|=|->|→|>>", text[:start])[-1]  # what an equation gives stands for itself
     *_, previous, touching = ["", *re.split(r"\s+", line)]
     before, number = TOUCHING.fullmatch(touching.replace("{", "")), WHOLE.match(text, start)
@@ -98,7 +98,7 @@ def to_item(row: object) -> Item:
             raise ValueError(f'no text under "{key}"')
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
     _, mark, answer = demo.rpartition("####")
-    if not mark or len(WORD.findall(answer)) != 1 or extract(f"####{answer}") is None:
+    if not mark or len(DIGITS.findall(answer)) != 1 or extract(f"####{answer}") is None:
         raise ValueError('"answer" has no "####" followed by one number')
     return Item(row["question"], answer.strip(), demo)
 

@@ -82,14 +82,16 @@ def test_every_gold_answer_of_the_real_files_is_read():
 SPACES = "\u00a0\u2007\u2008\u2009\u200a\u202f"
 MINUS = "-\u00ad\u2010\u2011\u2012\u2013\u2014\u207b\u2212\ufe58\ufe63\uff0d"
 READS = r"""
-#### 41|no:|#### 72 -> 72
+#### 41|no:|#### $\boxed{72}$ -> 72
 ####|72|Checked 3 times. -> 72
 #### 72|####|#### Check: done in 3 steps -> 72
-#### Step 1: add|5+3=8|#### 2. Halve it|8/2=4|#### 3 - Answer|The answer is 4. -> 4
+#### Step 1|#### 2. Add|#### 3 - Halve|#### 4) So|#### 5 parts: done|The answer is 72. -> 72
+#### 2 is what we divide by, because each of them gets a half|so 72 -> 72
 #### 72||Question: Tom has 2 cats.|Answer:|#### 5 -> 72
-Question: Tom has 2 cats.|Answer:|#### 5 -> 5
+Again:|Question: Tom has 2 cats.|Answer:|#### 5 -> 5
 #### Final Answer|$\boxed{\$72}$, after 3 steps -> 72
-#### $\boxed{72}$|Checked 3 times. -> 72
+Thus\boxed{72} -> 72
+is 5|72 -> 72
 first \boxed{3}, then \boxed{\text{about {all} of }72} of 90 -> 72
 x = 5, \boxed{} -> None
 \boxed{.5 -> .5
@@ -114,6 +116,7 @@ $72{,}000{,}500$ -> 72000500
 72,\!000 -> 72000
 72 000 -> None
 72 500 -> None
+72, 000 -> None
 72\quad 500 -> None
 3\,4 -> None
 12,34 -> None
@@ -122,6 +125,7 @@ $72{,}000{,}500$ -> 72000500
 ...72 -> None
 ,72 -> None
 x72 -> None
+#### A72 -> None
 72½ -> None
 72 ½ -> None
 72² -> None
@@ -129,11 +133,14 @@ x72 -> None
 72٣ -> None
 72e3 -> None
 7.2 \times 10^{1} -> None
+10^3 -> None
 7 \times 10 -> None
+7 x 3 -> None
 \sqrt{72} -> None
 3/4 -> None
 3 / 4 -> None
 3 * 4 -> None
+3* 4 -> None
 12:30 -> None
 72k -> None
 72 million -> None
@@ -147,6 +154,7 @@ $1␣072␣500.5 -> 1072500.5
 It is ¬72 -> -72
 ¬$72 -> -72
 $¬72 -> -72
+#### $¬72|Checked 3 times. -> -72
 ¬₹72 -> -72
 ¬\$72 -> -72
 ¬**72** -> -72
@@ -167,6 +175,7 @@ It is negative 72 -> None
 It is ¬ 72 -> None
 It is ¬₹ 72 -> None
 It is ¬USD 72 -> None
+It is (¬USD 72) -> None
 It is ¬US$72 -> None
 It is ¬<b>72</b> -> None
 It is ¬{72} -> -72
@@ -187,7 +196,7 @@ def test_reads(row):
 
 def test_answers_are_right_if_the_numbers_are_equal_exactly():
     item = Item("", "1,800", "")
-    texts = ("#### 1800.00", "none", "1800." + "0" * 40 + "1")
+    texts = ("2\nso 1800.00", "none", "1800." + "0" * 40 + "1")
     assert [GSM8K.reward(None, text, item) for text in texts] == [1, 0, 0]
 
 
