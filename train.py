@@ -2,6 +2,7 @@
 
     python train.py                        a tiny model learns to add, on a CPU, in half a minute
     python train.py --method dfpo-min      any method of losses.py
+    python train.py --task sums            SmolLM2-135M-Instruct learns sums, on a CPU
     python train.py --task gsm8k           Qwen2.5-0.5B-Instruct on GSM8K, on one GPU
     python train.py --resume runs/NAME     a run that was interrupted or killed
 
@@ -403,7 +404,7 @@ class Config:
     grad_clip: float = flag(1.0, "largest gradient norm")
 
     # Who learns what.
-    task: str = flag("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
+    task: str = flag("arithmetic", "arithmetic, sums, gsm8k, or a file of yours with a class Task")
     data: str = flag("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
     model: str = flag("scratch", "scratch, or a directory or hub id of a causal LM")
     layers: int = flag(1, "layers of the scratch model")
@@ -427,20 +428,30 @@ class Config:
     resume: str = flag("", "a run directory to go on with; takes no other flag")
 
 
+# Where the defaults of other tasks differ. Their models are trained already.
+CHAT = {"warm_steps": 0, "minibatches": 1, "threads": 0, "fast": True}
+SUMS = {
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "steps": 30,
+    "prompts": 8,
+    "max_tokens": 24,
+    "micro_rows": 16,
+    "lr": 1e-5,
+    "schedule": "constant",
+    "eval_every": 10,
+    "eval_items": 100,
+    "eval_samples": 2,
+}
 GSM8K = {
     "model": "Qwen/Qwen2.5-0.5B-Instruct",
-    "warm_steps": 0,
     "steps": 200,
     "prompts": 16,
     "max_tokens": 512,
-    "minibatches": 1,
     "micro_rows": 4,
     "lr": 1e-6,
     "eval_samples": 1,
-    "threads": 0,
-    "fast": True,
 }
-PRESETS = {"gsm8k": GSM8K}
+PRESETS = {"sums": CHAT | SUMS, "gsm8k": CHAT | GSM8K}
 
 
 class UserError(ValueError):
@@ -701,6 +712,10 @@ def load_task(config):
         from toy.arithmetic import Arithmetic
 
         task = Arithmetic()
+    elif config.task == "sums":
+        from llm.sums import Sums
+
+        task = Sums()
     elif config.task == "gsm8k":
         from llm.gsm8k import GSM8K
 

@@ -129,6 +129,8 @@ class GSM8K(BaseTask):
 
     name = "gsm8k"
 
+    wish = "\nReason step by step; end with '#### ' and the number."  # what follows a question
+
     def __init__(self, data: str | None):
         if data is not None:
             files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
@@ -153,8 +155,7 @@ class GSM8K(BaseTask):
         """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
         if tokenizer.chat_template is None:
             return self.encode_texts(tokenizer, [item.plain() for item in items])
-        wish = "Reason step by step; end with '#### ' and the number."
-        chats = [[{"role": "user", "content": f"{item.prompt}\n{wish}"}] for item in items]
+        chats = [[{"role": "user", "content": item.prompt + self.wish}] for item in items]
         # return_dict is spelt out because its default differs between transformers 4 and 5
         options = {"add_generation_prompt": True, "return_dict": True}
         return tokenizer.apply_chat_template(chats, **options)["input_ids"]
