@@ -139,7 +139,7 @@ def show_table(lines: list[list]) -> None:
 
 def sections(page: str, level: str) -> dict[str, str]:
     """The sections of a page in claims/, by their titles; level: ## or ###."""
-    _, *parts = (CLAIMS_FOLDER / page).read_text().split(f"\n{level} ")
+    _, *parts = (CLAIMS_FOLDER / page).read_text("utf-8").split(f"\n{level} ")
     pairs = (part.partition("\n## ")[0].partition("\n") for part in parts)
     return {title: text.strip() for title, _, text in pairs}
 
