@@ -812,7 +812,8 @@ def load_policy(config, task, path: str) -> Policy:
     else:
         if Path(path, "adapter_config.json").exists():
             raise UserError(f"--model {path} is an adapter; merge it into its model first")
-        with blame(f"--model {path} (a directory or a hub id)", Exception):  # of many classes
+        ways = "a directory or a hub id" + "; make real builds one" * (path == SUMS["model"])
+        with blame(f"--model {path} ({ways})", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, output_loading_info=True
@@ -823,6 +824,8 @@ def load_policy(config, task, path: str) -> Policy:
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
         if frozen:
             raise UserError(f"--model {path}: {frozen[0]} cannot learn; is the model quantised?")
+        if path == config.model and tokenizer.chat_template is None:
+            print(f"--model {path} has no chat template, so prompts are plain text")
     ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     ends |= turn_end(tokenizer)
