@@ -280,7 +280,7 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     J = clip(r) A / L.
     Shared token: cancels at any ratio. Inside the clip range that is the divisor's doing, and
     outside it nobody pushes (C7).
-    Source: DFPO's "GRPO-fix", of which only the purpose is known (S); this reading is ours (D).
+    Source: DFPO's "GRPO-fix" (S: only its purpose is known; this reading is ours, D).
     """
     ratio = token_ratio(batch)  # 1 on padding
     return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
@@ -331,8 +331,8 @@ def dfpo_min(batch: Batch, ratio: Ratio = "geometric", eps: float = float("inf")
     1 +- eps have no push.
     Shared token: cancels at any ratio. So does a token that only some answers share, if their A sum
     to 0 (C9).
-    Source: DFPO Eq. 17. Known second-hand (S): the transform. Ours (D): that it weighs A log pi,
-    the divisor, the geometric s.
+    Source: DFPO Eq. 17 (S: the transform; that it weighs A log pi, the divisor and the geometric s
+    are ours, D).
     """
     return _dfpo(min_replace, batch, ratio, eps)
 
@@ -342,7 +342,7 @@ def dfpo_orthogonal(batch: Batch, ratio: Ratio = "geometric", eps: float = float
 
     J = sg[s without its part along A] A log pi / L.
     Shared token: cancels at any ratio. A token that only some share does not, in general (C10).
-    Source: DFPO Eq. 18, as for dfpo-min (transform S, loss D).
+    Source: DFPO Eq. 18 (transform S, loss D, as for dfpo-min).
     """
     return _dfpo(adv_orthogonal, batch, ratio, eps)
 
@@ -469,10 +469,11 @@ def k3(batch: Batch, times_ratio: bool = False) -> Tensor:
 def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
 
-    J = (4/tau) sigmoid(tau (r - 1)) A / T_i, tau by the sign of A. SAPO 2511.20347 (S:
-    as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
+    J = (4/tau) sigmoid(tau (r - 1)) A / T_i. tau goes by the sign of A. At r = 1 the slope is A,
+    whatever tau is.
     Shared token: cancels at equal lengths and ratios of 1. Else sum A_i/T_i is left (C8), and away
     from 1 a little more, by the two taus.
+    Source: SAPO 2511.20347 (S: as TRL 1.16.0 and verl 0.9.1 have it).
     """
     ratio = token_ratio(batch)
     soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
@@ -484,9 +485,9 @@ def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
 
     J = r A / tokens, but 0 where p has left p_old the way A says. That is, where A > 0 and
     p - p_old > delta, or where A < 0 and p_old - p > delta.
-    DPPO 2602.04879, "binary TV" (S: as in verl 0.9.1's dppo_tv and prime-rl's default loss).
-    Left out: verl's largest weight r <= 3, prime-rl's penalty of 0.001 log(r)^2.
     Shared token: cancels while p is within delta of p_old. Beyond, only one side acts (C6).
+    Source: DPPO 2602.04879 (S: "binary TV", as in verl 0.9.1's dppo_tv and prime-rl's default loss;
+    left out are verl's largest weight r <= 3 and prime-rl's penalty of 0.001 log(r)^2).
     """
     moved = (batch.logp.exp() - batch.logp_old.exp()).detach()  # (N, T)
     outside = torch.where(batch.adv > 0, moved > delta, moved < -delta)
@@ -496,9 +497,10 @@ def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
 def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
     """dppo without the sign: a clip that is blind to it.
 
-    J = r A / tokens, but 0 if |p - p_old| > delta. prime-rl's loss of type "ipo", there called
-    "a symmetric trust region" (P: its source; its penalty of 0.001 log(r)^2 is left out).
+    J = r A / tokens, but 0 where p is further than delta from p_old.
     Shared token: cancels at any ratio. The clip is blind to the sign of A (C7).
+    Source: prime-rl (P: its loss of type "ipo", there called "a symmetric trust region"; left out is
+    its penalty of 0.001 log(r)^2).
     """
     outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
     return -token_mean((token_ratio(batch) * batch.adv).masked_fill(outside, 0.0), batch)
@@ -510,8 +512,9 @@ def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Tensor:
     """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
-    J = min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens.
     Shared token: cancels inside the clip range. Outside it one side pushes alone (C6).
+    Source: AR/Lopti's code (P).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch)
 
@@ -519,8 +522,9 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Te
 def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """The same with NTHR's clip: the loss under its credit rules.
 
-    J = min(r A, clip(r) A) / tokens. NTHR sec. 2.2 (P; there over a group's tokens).
+    J = min(r A, clip(r) A) / tokens.
     Shared token: cancels inside the clip range. Not where the credit rule has softened a loser.
+    Source: NTHR sec. 2.2 (P; there over a group's tokens).
     """
     return token_grpo(batch, eps_low, eps_high)
 
@@ -528,8 +532,9 @@ def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tens
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r) A+) / tokens. A+ = max(A, 0). NTHR sec. 2.2 (P).
+    J = min(r A+, clip(r) A+) / tokens. A+ = max(A, 0).
     Shared token: never cancels. Nothing stands against the winners.
+    Source: NTHR sec. 2.2 (P).
     """
     return token_grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
@@ -539,10 +544,10 @@ def lopti_low(
 ) -> Tensor:
     """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
-    J = min(r A, clip(r) A) / tokens where pi_old < eta. AR/Lopti's code (P).
-    eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
+    J = min(r A, clip(r) A) / tokens where pi_old < eta.
     Shared token: cancels inside the clip range. All its visitors have one pi_old, so they are in
     the same pass.
+    Source: AR/Lopti's code (P; eta 0.5 is that of ar-lopti; alone, its scripts take 0.4).
     """
     return _lopti(batch, batch.logp_old.exp() < eta, eps_low, eps_high)
 
@@ -552,9 +557,10 @@ def lopti_high(
 ) -> Tensor:
     """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
-    J = min(r A, clip(r) A) / tokens where pi_old >= eta. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens where pi_old >= eta.
     Shared token: cancels inside the clip range. It can be left in every update, because r has moved
     since pi_old.
+    Source: AR/Lopti's code (P).
     """
     return _lopti(batch, batch.logp_old.exp() >= eta, eps_low, eps_high)
 
@@ -597,8 +603,9 @@ class OldPolicy:
 def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Tensor:
     """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
-    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P). alpha 0.3 is that of ar-lopti.
+    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. alpha 0.3 is that of ar-lopti.
     Shared token: one factor for all its visitors. So what cancelled still does.
+    Source: AR/Lopti Eq. 4 (P).
     (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
     if not 0 <= alpha <= 1:
@@ -616,11 +623,12 @@ def nthr(
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
     A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}, i over the
-    correct answers. NTHR 5.2 (P). s is llm/neighbours.nthr_scores; of a correct answer it leaves
-    out that answer itself, unless self_term. eta is 2|0.5 - p| if it is not given (App. 7.3, P),
-    p the group's share of correct answers.
-    Shared token: softened losers no longer outweigh winners. (N, T), OldPolicy -> (N, T).
-    Raises ValueError without scores.
+    correct answers. s is llm/neighbours.nthr_scores; of a correct answer it leaves out that answer
+    itself, unless self_term. If eta is not given, it is 2|0.5 - p| (App. 7.3, P), p the share of
+    correct answers in the group.
+    Shared token: softened losers no longer outweigh winners.
+    Source: NTHR sec. 5.2 (P).
+    (N, T), OldPolicy -> (N, T). Raises ValueError without scores.
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
     return torch.where(selected, nthr_factor(old, eta) * adv, adv)
@@ -635,8 +643,9 @@ def nthr_random(
 ) -> Tensor:
     """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
-    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P); the same eta as
-    nthr's is ours. Arguments as for nthr. Shared token: softened losers no longer outweigh winners.
+    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. Arguments as for nthr.
+    Shared token: softened losers no longer outweigh winners.
+    Source: NTHR (P; the same eta as nthr's is ours).
     (N, T), OldPolicy -> (N, T).
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
@@ -674,10 +683,11 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: Reading = "sign") -> Tensor:
     """Blame a repaired answer for what its correction changed, or praise it for what was kept.
 
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
-    A' comes from shaped_rewards. IBPO (S). This reading, "sign", is ours (D): a repaired answer
-    never rewards what its correction changed, or blames what it kept. "changed", 1[changed] for
-    both signs, is the literal reading of the best source, and can reward the mistake (I3).
+    A' comes from shaped_rewards. This reading, "sign", is ours (D): a repaired answer never rewards
+    what its correction changed, or blames what it kept. "changed", 1[changed] for both signs, is
+    the literal reading of the best source, and can reward the mistake (I3).
     Shared token: a repaired answer may drop out of the sum. That is the purpose.
+    Source: IBPO (S).
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """
     if reading not in get_args(Reading):
@@ -775,17 +785,22 @@ class Method:
         return "; then ".join(said(loss, "J = ") for loss in self.passes)
 
     @property
+    def source(self) -> str:
+        """The paper or the trainer, from a docstring."""
+        return said(self.credit or self.passes[0], "Source: ", end=" (")
+
+    @property
     def cancels(self) -> str:
         """Whether pushes on a token that the whole group shares cancel, from the docstrings."""
         made_of = [self.passes[0], self.credit] if self.credit else [self.passes[0]]
         return "; ".join(said(function, "Shared token: ") for function in made_of)
 
 
-def said(function: Callable, start: str) -> str:
-    """What a docstring says behind `start`, to the end of the sentence."""
+def said(function: Callable, start: str, end: str = ". ") -> str:
+    """What a docstring says between `start` and `end`."""
     function = getattr(function, "func", function)  # of a partial, which `bind` makes
     text = " ".join(inspect.getdoc(function).split()) + " "
-    return text.partition(start)[2].partition(". ")[0]
+    return text.partition(start)[2].partition(end)[0]
 
 
 METHODS: dict[str, Method] = {
@@ -883,12 +898,12 @@ r, s  r = pi / pi_old of a token; s: its geometric mean over the answer
 clip  clip(r): r, but at least 1 - eps_low and at most 1 + eps_high
 sg    stop-gradient: what is in brackets counts as a constant
 
-The last column says when the pushes on a token that the whole group shares cancel.
+The fourth column says when the pushes on a token that the whole group shares cancel.
 """
 
 if __name__ == "__main__":
     print(LEGEND)
-    print(f"{'--method':22} {'A':27} {'J':60} pushes on a shared token")
+    print("| method | A | J | pushes on a shared token | source |\n|---|---|---|---|---|")
     for name, method in METHODS.items():
         adv = method.scale + (f" + {method.credit.__name__}" if method.credit else "")
-        print(f"{name:22} {adv:27} {method.formula:60} {method.cancels}")
+        print(f"| {name} | {adv} | {method.formula} | {method.cancels} | {method.source} |")
