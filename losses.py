@@ -499,7 +499,7 @@ def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
 
     J = r A / tokens, but 0 where p is further than delta from p_old.
     Shared token: cancels at any ratio. The clip is blind to the sign of A (C7).
-    Source: prime-rl (P: its loss of type "ipo", there called "a symmetric trust region"; left out is
+    Source: prime-rl (P: its loss of type "ipo", there "a symmetric trust region"; left out is
     its penalty of 0.001 log(r)^2).
     """
     outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
