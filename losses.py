@@ -86,8 +86,8 @@ class Batch:
 #                    slash how the sum is averaged:
 #                        x / T_i       seq_mean      each answer by its own length
 #                        x / L         budget_mean   one divisor
-#                        x / tokens    token_mean    one divisor within a batch. If that is only a
-#                                                    few answers, short ones still gain (C18)
+#                        x / tokens    token_mean    one divisor within a batch. In a batch of few
+#                                                    answers a long one changes it for all (C18)
 #     Shared token   whether pushes cancel on a token that the whole group shares, like "so". Its
 #                    ratio r is the same in all answers, because they took it after the same words
 #     Source         claims/README.md lists where a loss is not quite its paper's
@@ -289,11 +289,12 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
 
 # ---------------- DFPO: an answer is weighed by its ratio s, and two repairs make pushes cancel
 #
-# On a shared token the pushes are w_i A_i / L, with w = s. They cancel if w.A = 0 in the group.
+# On a shared token the pushes are w_i A_i / L, with w = s. They cancel if sum_i w_i A_i = 0 in the
+# group.
 
 
 def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
-    """The loss of both: the transform makes new weights of a group's s and A."""
+    """dfpo_min and dfpo_orthogonal: a transform makes new weights of a group's s and A."""
     s, A = sequence_ratio(batch, ratio), trajectory_advantage(batch)  # (N,), (N,)
     G = batch.group_size
     w = transform(s.view(-1, G), A.view(-1, G)).reshape(-1, 1)  # (N, 1)

@@ -9,7 +9,8 @@
 A policy answers each prompt several times. Only whole answers are rewarded, and every answer is
 compared with the others to its prompt. A loss of losses.py says what that means for each token. A
 *step* samples a batch of answers, the rollout, and makes several *updates* of the weights from it.
-By default a step has 32 prompts, G = 8 answers to each, and 4 updates, each from 64 of the answers.
+By default the loss is grpo, and a step has 32 prompts, G = 8 answers to each, and 4 updates, each
+from other 64 of the answers.
 
 toy/plain.py is the same algorithm, one answer at a time. Read it first, and then the upper half of
 losses.py. What this file adds:
@@ -135,10 +136,10 @@ class Rollout:
     items: list  # N problems
     texts: list[str]  # N
     prompts: Tensor  # (N, W) ids; -1 is padding, on the left, so that all answers begin in line
-    tokens: Tensor  # (N, T) ids
+    tokens: Tensor  # (N, T) ids; 0 is padding, too, so look at the mask
     mask: Tensor  # (N, T) bool, True up to and including the first EOS, or to the end
     sampled: Tensor  # (N, T) log pi of the tokens, as the sampler computed them; 0 on padding
-    entropy: Tensor  # (N, T) of the distribution that a token was drawn from, in nats
+    entropy: Tensor  # (N, T) of what a token was drawn from, in nats; only logged
     rewards: Tensor  # (N,) floats; 1 = correct
     # What `score` adds:
     adv: Tensor | None = None  # (N, T) the advantage of each token
@@ -254,10 +255,10 @@ def score(policy, reference, rollout, method, config):
     # The reward comes at the end, and every token has led there, so each gets the whole advantage.
     rollout.adv = advantages[:, None].expand_as(rollout.mask)  # (N, T)
     # A ratio divides how probable a token is now by how probable it was. The sampler knows the
-    # latter. But it reads token by token and rounds differently from `log_probs`, so with its
-    # numbers ratios would differ from 1 before anything is learnt. That is why the answers are
-    # read once more. It is not needed where nothing is compared with the old log-probs: in a single
-    # update all ratios are 1, and without a KL term there is no reference.
+    # latter. But it reads token by token and rounds a little differently from `log_probs`, so with
+    # its numbers ratios would differ from 1 before anything is learnt. So the answers are read once
+    # more. One case does not need that: in a single update all ratios are 1, whatever the old
+    # log-probs are. (But a KL term compares them with the reference's in that update.)
     n_updates = config.epochs * config.minibatches * len(method.passes)
     once = n_updates == 1 and reference is None
     rollout.old = rollout.sampled if once else log_probs_in_pieces(policy, rollout, config)
@@ -286,7 +287,7 @@ def log_probs(policy, rollout, temperature) -> Tensor:
 
 @torch.no_grad()
 def log_probs_in_pieces(policy, rollout, config) -> Tensor:
-    """The same as plain numbers, without a graph, of micro_rows answers at a time."""
+    """The same as plain numbers, without a graph. The model gets micro_rows answers at a time."""
     pieces = rollout.split(config.micro_rows)
     return torch.cat([policy.scorer(policy, piece, config.temperature) for piece in pieces])
 
@@ -312,9 +313,13 @@ def minibatches(rollout, method, step, config) -> Iterator[tuple[Callable, Rollo
 def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, float]]:
     """Log-probs -> loss -> pushes -> gradient -> weights, once for each minibatch.
 
+    The graph of a minibatch, 64 answers by default, need not fit into memory. So each update has
+    three parts: (a) the log-probs, without a graph; (b) the loss of these numbers, and dLoss/dlogp;
+    (c) the model again, with a graph, a few answers at a time. One forward pass more is the price.
+
     In all but the first update the weights have moved since the answers were sampled. So ratios are
-    no longer 1, although these answers are learnt from for the first time. Returns what is to be
-    logged of each update.
+    no longer 1, although by default these answers are learnt from for the first time. Returns what
+    is to be logged of each update.
     """
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
     for parameters in optimizer.param_groups:
@@ -322,9 +327,10 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
 
     updates = []
     for loss_fn, part in minibatches(rollout, method, step, config):
+        # (a) How probable the n answers of the minibatch are now. Before the first update they are
+        # as probable as they were, so the old numbers are taken, and all ratios are exactly 1. (As
+        # a copy, because only the log-probs of now get a gradient.)
         first = not updates
-        # How probable the n answers of the minibatch are now. Before the first update that is how
-        # probable they were, so all ratios are exactly 1. (A copy: only it shall have a gradient.)
         logp = part.old.clone() if first else log_probs_in_pieces(policy, part, config)  # (n, T)
         batch = losses.Batch(
             logp=logp.requires_grad_(),
@@ -335,37 +341,38 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
             max_tokens=config.max_tokens,
             logp_ref=part.ref,
         )
+        # (b) A loss sees nothing of the model but the log-probs. So backward stops there, and leaves
+        # dLoss/dlogp in logp.grad, (n, T). Times -n that is the push of toy/plain.py: how hard a
+        # token is lifted.
         loss = loss_fn(batch)
-        if config.prefix_baseline:  # a scalar again, whose pushes are the loss's minus a baseline
+        if config.prefix_baseline:  # finds these pushes, and makes a loss with others: losses.py
             nodes = losses.prefix_nodes(part.tokens, part.mask, config.group_size)  # (n, T)
             loss = losses.prefix_baseline(loss, batch, nodes)
-        # A loss sees nothing of the model but these log-probs, which came without a graph. So
-        # backward does not reach the weights. It stops at the log-probs and leaves dLoss/dlogp in
-        # logp.grad, (n, T). Times -n that is the push of toy/plain.py: how hard a token is lifted.
         loss.backward()
-        # By the chain rule the gradient of the weights is a sum over all tokens: dLoss/dlogp times
-        # the gradient of the token's log-prob. A loss may compare answers, but by now dLoss/dlogp
-        # is a plain number for each token, so every answer adds a part of its own. The answers go
-        # through the model once more, with a graph, micro_rows at a time. Those without any push
-        # add nothing and are left out: without a KL term, all of a group with equal rewards.
+        # (c) By the chain rule the gradient of the weights is a sum over all tokens: dLoss/dlogp
+        # times the gradient of the token's log-prob. A loss may compare answers, but by now
+        # dLoss/dlogp is a plain number for each token, so every answer adds a part of its own.
+        # Answers without any push add nothing, and are left out. (If there is no KL term, these are
+        # at least all answers of a group with equal rewards.)
         pushed = logp.grad.any(1).nonzero().squeeze(1)  # the rows that have a push
         optimizer.zero_grad()
         gaps = []
         for i in range(0, len(pushed), config.micro_rows):
             rows = pushed[i : i + config.micro_rows]
             piece = part.of(rows)
-            now = policy.scorer(policy, piece, config.temperature)  # the numbers of logp again
-            # The gradient of (logp.grad[rows] * now).sum(), toy/plain.py's push @ logp over -n. It
-            # is added to that of the pieces before.
+            now = policy.scorer(policy, piece, config.temperature)  # (rows, T) with a graph
+            # The gradient of (logp.grad[rows] * now).sum(), which is toy/plain.py's push @ logp
+            # divided by -n. It is added to that of the pieces before.
             now.backward(logp.grad[rows])
-            if first:  # nothing is learnt yet, so the sampler should have had the same numbers
+            if first:  # nothing is learnt yet. If the sampler differs by more than rounding, stop
                 gaps.append(check_gap(now.detach() - piece.sampled, step, config.temperature))
         norm = clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
         check_finite(f"step {step}", loss.item(), norm)
         if len(pushed):  # else nothing is learnt, and momentum alone must not move the weights
             optimizer.step()
 
-        far = ((logp - part.old).exp() - 1).abs() > 0.2  # (n, T) beyond PPO's usual clip
+        # What is logged. clip_share is the share of ratios beyond PPO's usual clip, 1 +- .2.
+        far = ((logp - part.old).exp() - 1).abs() > 0.2  # (n, T)
         updates.append(
             {
                 "loss": loss.item(),
