@@ -341,7 +341,7 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
             max_tokens=config.max_tokens,
             logp_ref=part.ref,
         )
-        # (b) A loss sees nothing of the model but the log-probs. So backward stops there, and leaves
+        # (b) A loss sees nothing of the model but the log-probs. So backward stops there and leaves
         # dLoss/dlogp in logp.grad, (n, T). Times -n that is the push of toy/plain.py: how hard a
         # token is lifted.
         loss = loss_fn(batch)
