@@ -10,7 +10,7 @@ A policy answers each prompt several times. Only whole answers are rewarded, and
 compared with the others to its prompt. A loss of losses.py says what that means for each token. A
 *step* samples a batch of answers, the rollout, and makes several *updates* of the weights from it.
 By default the loss is grpo, and a step has 32 prompts, G = 8 answers to each, and 4 updates, each
-from other 64 of the answers.
+from another 64 of the 256 answers.
 
 toy/plain.py is the same algorithm, one answer at a time. Read it first, and then the upper half of
 losses.py. What this file adds:
@@ -172,6 +172,7 @@ def sample(policy, task, items: list, step, config) -> Rollout:
 def ask(policy, task, items: list, config, temperature, gen) -> Rollout:
     """One answer to each problem, and its reward. A temperature of 0 is greedy."""
     prompts = encode(policy, task, items, config)  # (N, W)
+    # All at once: sampling keeps no graph, and logits of one column only.
     drawn = policy.sampler(policy, prompts, config.max_tokens, temperature, gen)
     tokens, mask, logp, entropy = drawn  # (N, T) each
     # The reward is that of the text without its EOS.
@@ -257,8 +258,9 @@ def score(policy, reference, rollout, method, config):
     # A ratio divides how probable a token is now by how probable it was. The sampler knows the
     # latter. But it reads token by token and rounds a little differently from `log_probs`, so with
     # its numbers ratios would differ from 1 before anything is learnt. So the answers are read once
-    # more. One case does not need that: in a single update all ratios are 1, whatever the old
-    # log-probs are. (But a KL term compares them with the reference's in that update.)
+    # more, by `log_probs`. There is one exception. In the first update of a step, `learn` takes the
+    # old log-probs for the current ones, because nothing has changed yet. If there is no other
+    # update, and no reference to compare with, the sampler's numbers do as well.
     n_updates = config.epochs * config.minibatches * len(method.passes)
     once = n_updates == 1 and reference is None
     rollout.old = rollout.sampled if once else log_probs_in_pieces(policy, rollout, config)
@@ -280,7 +282,8 @@ def log_probs(policy, rollout, temperature) -> Tensor:
             logits_to_keep=rollout.tokens.shape[1],  # those that predict the answers
         ).logits  # (N, T, V)
     # The temperature belongs in here: the policy that is trained is the one that was sampled. It
-    # divides in place, because with a large vocabulary each copy takes gigabytes.
+    # divides in place, because with a large vocabulary each copy takes gigabytes. Nobody needs the
+    # logits themselves again, so that is safe.
     logp = logits.float().div_(temperature).log_softmax(-1)
     return logp.gather(2, rollout.tokens[..., None]).squeeze(2).masked_fill(~rollout.mask, 0.0)
 
@@ -317,9 +320,9 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
     three parts: (a) the log-probs, without a graph; (b) the loss of these numbers, and dLoss/dlogp;
     (c) the model again, with a graph, a few answers at a time. One forward pass more is the price.
 
-    In all but the first update the weights have moved since the answers were sampled. So ratios are
-    no longer 1, although by default these answers are learnt from for the first time. Returns what
-    is to be logged of each update.
+    In all but the first update the weights have moved since the answers were sampled: other answers
+    have moved them. So ratios are no longer 1, although by default each answer is learnt from once.
+    Returns what is to be logged of each update.
     """
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
     for parameters in optimizer.param_groups:
@@ -345,15 +348,18 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
         # dLoss/dlogp in logp.grad, (n, T). Times -n that is the push of toy/plain.py: how hard a
         # token is lifted.
         loss = loss_fn(batch)
-        if config.prefix_baseline:  # finds these pushes, and makes a loss with others: losses.py
+        if config.prefix_baseline:
+            # toy/plain.py's subtract_baseline, for any loss. It finds the pushes of this loss, takes
+            # from each the mean push of the answers that share the prefix, which `nodes` tells, and
+            # returns a scalar with the new pushes.
             nodes = losses.prefix_nodes(part.tokens, part.mask, config.group_size)  # (n, T)
             loss = losses.prefix_baseline(loss, batch, nodes)
         loss.backward()
         # (c) By the chain rule the gradient of the weights is a sum over all tokens: dLoss/dlogp
         # times the gradient of the token's log-prob. A loss may compare answers, but by now
         # dLoss/dlogp is a plain number for each token, so every answer adds a part of its own.
-        # Answers without any push add nothing, and are left out. (If there is no KL term, these are
-        # at least all answers of a group with equal rewards.)
+        # Answers without any push add nothing, and are left out. (Without a KL term, the answers of
+        # a group with equal rewards are among them.)
         pushed = logp.grad.any(1).nonzero().squeeze(1)  # the rows that have a push
         optimizer.zero_grad()
         gaps = []
