@@ -349,9 +349,9 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
         # token is lifted.
         loss = loss_fn(batch)
         if config.prefix_baseline:
-            # toy/plain.py's subtract_baseline, for any loss. It finds the pushes of this loss, takes
+            # toy/plain.py's subtract_baseline for any loss: it finds the pushes of this loss, takes
             # from each the mean push of the answers that share the prefix, which `nodes` tells, and
-            # returns a scalar with the new pushes.
+            # returns a scalar that has the new pushes.
             nodes = losses.prefix_nodes(part.tokens, part.mask, config.group_size)  # (n, T)
             loss = losses.prefix_baseline(loss, batch, nodes)
         loss.backward()
