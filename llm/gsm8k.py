@@ -1,7 +1,9 @@
 r"""The GSM8K task (Cobbe et al. 2021): word problems, their prompt, and an exact verifier.
 
 The verifier reads the last '####' with nothing but a number on its line, else the last \boxed{...},
-else the last number. A '####' without a number on its line is read with the line that follows.
+else the last number. A bare '####' marks the line that follows it.
+Nothing is read after a line that starts with 'Question:', where a base model poses itself the next
+problem, unless no number stands before it.
 - Around the number of a '####' there may be a sign, a currency and a unit: '-$1,234.00 a year' is
   -1234. A heading such as '#### Step 2: halve it' or '#### 2. Halve it' is no answer.
 - A box must hold exactly one number: \boxed{3/4} is nothing.

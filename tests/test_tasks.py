@@ -15,19 +15,22 @@ import pytest
 from conftest import ANN, BOB, PROBLEMS
 
 from llm.gsm8k import GSM8K, Item, extract
-from toy.arithmetic import Arithmetic
+from toy.arithmetic import Arithmetic, solutions
 
 TASK = Arithmetic()
 SUM = next(item for item in TASK.train + TASK.test if item.prompt == "37+48=")
 
 
-def test_problems_are_all_sums_and_those_held_out_are_drawn_from_all():
+def test_problems_are_all_sums_and_always_the_same_are_held_out():
     prompts = [item.prompt for item in TASK.test + TASK.train]
     assert sorted(prompts) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
     assert len(TASK.test) == 500 and len({prompt[:2] for prompt in prompts[:500]}) == 90
+    assert Arithmetic().train == TASK.train
 
 
 def test_only_the_final_answer_counts():
+    forms = "#85;7+8=15,30+40=70,#85;30+40=70,7+8=15,#85".split(";")
+    assert [*solutions(37, 48).values()] == forms
     texts = "#85;hm #84,#85;7+8=1,#85;;85;#;#8;#855;#085;# 85;#85#84;#85,;#٨٥".split(";")
     assert [TASK.reward(text, SUM) for text in texts] == [1] * 3 + [0] * 10
 
@@ -47,11 +50,13 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
         made = TASK.correction(item, 3)
         wrong, sibling, *_ = re.findall(r"#(\d+)", made.prompt)
         first = made.prompt.removeprefix(item.prompt)
+        assert made == TASK.correction(item, 3)
         assert wrong != item.answer == made.answer and made.demo[:3] == first[:3]
         mended = TASK.reward(made.demo, made)
         assert mended or first.startswith(f"{made.demo}=")
         repaired, right = repaired + mended, right + (sibling == item.answer)
     assert 550 < repaired < 650 and 700 < right < 900
+    assert TASK.repair(SUM, "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
 
 
 def test_shares_tell_openers_and_forms_apart():
@@ -114,6 +119,7 @@ the area is $72\,\text{m}^{2}$ -> 72
 $72{,}000{,}500$ -> 72000500
 \boxed{72\,000} -> 72000
 72,\!000 -> 72000
+72 \, 500 -> 72500
 72 000 -> None
 72 500 -> None
 72, 000 -> None
@@ -205,7 +211,7 @@ def test_time_grows_with_the_length_and_not_with_its_square():
     seconds = []
     for length in (10_000, 40_000):  # seconds grow 4 times if linear, 16 times if quadratic
         start = time.process_time()
-        for unit, lead, end in product(units, ("", "####", "1"), ("", "1", "é")):
+        for unit, lead, end in product(units, ("", "####", "####1"), ("", "1", "é")):
             extract(lead + unit * (length // len(unit)) + end)
         seconds.append(time.process_time() - start)
     assert seconds[1] < 9 * seconds[0]
