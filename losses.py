@@ -90,7 +90,7 @@ class Batch:
 #                                                    answers a long one changes it for all (C18)
 #     Shared token   whether pushes cancel on a token that the whole group shares, like "so". Its
 #                    ratio r is the same in all answers, because they took it after the same words
-#     Source         claims/README.md lists where a loss is not quite its paper's
+#     Source         PAPERS.md lists where a loss is not quite its paper's
 #
 # r is a token's ratio, s an answer's; clip(r) keeps r between 1 - eps_low and 1 + eps_high; sg[x]
 # is x without its gradient.
