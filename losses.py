@@ -37,10 +37,10 @@ This file has the parts that all losses are made of, the losses that people use,
 paper on cancellation. Below the double line stand a baseline that makes the pushes of any loss
 cancel, the losses of neighbouring papers, what measures a batch, and METHODS, the table of all.
 
-What the comments refer to: DFPO is the paper on cancellation, arXiv 2604.13088, which we could not
-get and know from notes of others. TRL and verl are trainers that people use. (P): a paper or a
-trainer's source states it. (S): we know it second-hand. (D): derived here. (C18) and the like are
-claims: `python verify.py --explain C18` shows the proof.
+In comments, DFPO is the paper on cancellation, arXiv 2604.13088. We have read its abstract and its
+introduction, and know the rest from notes of others. TRL and verl are trainers that people use. (P)
+means that a paper or a trainer's source states something, (S) that others report it, and (D) that
+it is derived here. (C18) and the like are claims: `python verify.py --explain C18` shows the proof.
 """
 
 from __future__ import annotations
