@@ -363,10 +363,10 @@ EXERCISES = {
         ),
     ),
     11: Exercise(
-        "What you subtract has the mean 0: the other answer is drawn without looking at this one, "
-        "and grad log pi has the mean 0. So the pushes cancel, and the expected push stays. Only "
-        "the noise changes. This needs a push that depends on its own answer alone. A reward minus "
-        "the group's mean depends on the others as well, and then the expected push moves.",
+        "The pushes cancel because the c' sum to 0. The expected push stays because the other "
+        "answer is drawn without looking at this one, and grad log pi has the mean 0. Only the "
+        "noise changes. This needs a push that depends on its own answer alone. If you subtract "
+        "the group's mean from the rewards, it depends on the others, and the expected push moves.",
         "python verify.py --explain C22 C27",
         (
             Question("prefix_baseline", prefix_baseline, lambda group: (group.values(),)),
