@@ -19,17 +19,17 @@ that the c' sum to 0 if n is at least 2. So nothing is left where all n take the
 answers. An answer is one token out of K, drawn from the policy `pi`. Token a has the push c[a], for
 example its reward. A group (a_1, a_2) pushes the K logits by
 
-    1/2 sum_i c'_i grad log pi(a_i),    grad log pi(a) = e_a - pi
+    1/2 sum_i c'_i grad log pi(a_i)
 
-where e_a is 1 at a and 0 elsewhere. Return two things:
+`grad_log_pi(pi, a)` below gives you the K numbers of grad log pi(a). Return two things:
 
 1. the expected push, a list of K numbers. It is the sum over all K times K groups, each times its
    chance pi(a_1) pi(a_2).
 2. the most that is left at a shared token. It is the largest |c'_1 + c'_2| of the groups with
    a_1 = a_2.
 
-**Hint:** two loops, and `prefix_baseline([c[a], c[b]])`. After a PASS use c in place of c' once.
-Which of the two results changes?
+**Hint:** two loops, and `prefix_baseline([c[a], c[b]])`. After a PASS use c in place of c', and run
+the grader again. Which of the two results changes?
 
 **Grade it:** `make exercise N=11`
 """
@@ -41,6 +41,11 @@ def prefix_baseline(c: list[float]) -> list[float]:
 
 
 # %%
+def grad_log_pi(pi: list[float], a: int) -> list[float]:
+    """The gradient by the K logits, of which pi is the softmax: 1 at a, 0 elsewhere, minus pi."""
+    return [(k == a) - p for k, p in enumerate(pi)]
+
+
 def over_all_pairs(pi: list[float], c: list[float]) -> tuple[list[float], float]:
     """The expected push on the K logits, and the most that is left at a shared token."""
     raise NotImplementedError
