@@ -14,13 +14,6 @@ script draws them, and adds them up at the tokens that several answers share:
 The toy group answers "37+48=" four times. Its A has the scale "mean" for all methods, so it is
 reward minus the group's mean, as README says. toy/tree.svg, README's picture, is this group under
 REINFORCE and under GRPO. A run's groups have the scale of the run, or of their method.
-
-toy/article.png shows the article's tree. After `python -m toy.tree`, this makes it again:
-
-    chromium --headless --hide-scrollbars --window-size=1250,1100 --virtual-time-budget=9999 \\
-        --screenshot=toy/article.png tree.html
-    python -c "from PIL import Image; picture = Image.open('toy/article.png').convert('RGB'); \\
-        picture.crop((0, 394, 1250, 1004)).quantize(256, 1).save('toy/article.png', optimize=True)"
 """
 
 from __future__ import annotations
@@ -252,6 +245,12 @@ def toy_page() -> str:
 
 
 # ---------------- the article below the tree
+
+# toy/article.png shows the article's tree. After `python -m toy.tree`, this makes it again:
+#     chromium --headless --hide-scrollbars --window-size=1250,1100 --virtual-time-budget=9999 \
+#         --screenshot=toy/article.png tree.html
+#     python -c "from PIL import Image; picture = Image.open('toy/article.png').convert('RGB'); \
+#         picture.crop((0, 394, 1250, 1004)).quantize(256, 1).save('toy/article.png')"
 
 
 def add_article(page: str) -> str:
