@@ -246,6 +246,12 @@ def toy_page() -> str:
 
 # ---------------- the article below the tree
 
+# toy/article.png shows the article's tree. After `python -m toy.tree`, this makes it again:
+#     chromium --headless --hide-scrollbars --window-size=1250,1100 --virtual-time-budget=9999 \
+#         --screenshot=toy/article.png tree.html
+#     python -c "from PIL import Image; picture = Image.open('toy/article.png').convert('RGB'); \
+#         picture.crop((0, 394, 1250, 1004)).quantize(256, 1).save('toy/article.png')"
+
 
 def add_article(page: str) -> str:
     """The sections after the tree, with what they take from Python in place of their capitals."""
