@@ -903,9 +903,15 @@ sg    stop-gradient: what is in brackets counts as a constant
 The fourth column says when the pushes on a token that the whole group shares cancel.
 """
 
-if __name__ == "__main__":
-    print(LEGEND)
-    print("| method | A | J | pushes on a shared token | source |\n|---|---|---|---|---|")
+
+def table() -> str:
+    """METHODS as a table in Markdown, which README.md shows."""
+    lines = ["| method | A | J | pushes on a shared token | source |", "|---|---|---|---|---|"]
     for name, method in METHODS.items():
         adv = method.scale + (f" + {method.credit.__name__}" if method.credit else "")
-        print(f"| {name} | {adv} | {method.formula} | {method.cancels} | {method.source} |")
+        lines.append(f"| {name} | {adv} | {method.formula} | {method.cancels} | {method.source} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(f"{LEGEND}\n{table()}")

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import losses
+
 ROOT = Path(__file__).resolve().parent.parent
 # [text](file#anchor) without an address of the web; a text that is `a_name` is caught by itself.
 LINK = re.compile(r"\[(?:`(\w+)`|[^][]*)\]\(([^()\s:#]*)#?([^()\s:]*)\)")
@@ -31,3 +33,7 @@ def test_links_arrive():
             assert not name or re.search(rf"^\s*(def|class) {name}\b", read(file), re.M), where
             followed.append(name)
     assert "min_replace" in followed
+
+
+def test_the_front_page_has_todays_table_of_methods():
+    assert losses.table() in (ROOT / "README.md").read_text("utf-8")
