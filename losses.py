@@ -485,8 +485,8 @@ def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
 def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
     """A clip by probabilities in place of ratios, which looks at the sign of A.
 
-    J = r A / tokens, but 0 where p has left p_old the way A says. That is, where A > 0 and
-    p - p_old > delta, or where A < 0 and p_old - p > delta.
+    J = r A / tokens, but 0 where p has moved too far in the direction of A. That is, where A > 0
+    and p - p_old > delta, or where A < 0 and p_old - p > delta.
     Shared token: cancels while p is within delta of p_old. Beyond, only one side acts (C6).
     Source: DPPO 2602.04879 (S: "binary TV", as in verl 0.9.1's dppo_tv and prime-rl's default loss;
     left out are verl's largest weight r <= 3 and prime-rl's penalty of 0.001 log(r)^2).
@@ -606,7 +606,7 @@ def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Te
     """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
     A_{i,t} = (alpha pi_old + 1 - alpha) A_i. alpha 0.3 is that of ar-lopti.
-    Shared token: one factor for all its visitors. So what cancelled still does.
+    Shared token: one factor for all who share it. So what cancelled still does.
     Source: AR/Lopti Eq. 4 (P).
     (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
@@ -628,7 +628,7 @@ def nthr(
     correct answers. s is llm/neighbours.nthr_scores; of a correct answer it leaves out that answer
     itself, unless self_term. If eta is not given, it is 2|0.5 - p| (App. 7.3, P), p the share of
     correct answers in the group.
-    Shared token: softened losers no longer outweigh winners.
+    Shared token: does not cancel where losers are softened.
     Source: NTHR sec. 5.2 (P).
     (N, T), OldPolicy -> (N, T). Raises ValueError without scores.
     """
@@ -646,7 +646,7 @@ def nthr_random(
     """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
     A_{j,k} = eta A_j on tokens drawn at random among those of the answer. Arguments as for nthr.
-    Shared token: softened losers no longer outweigh winners.
+    Shared token: does not cancel where losers are softened.
     Source: NTHR (P; the same eta as nthr's is ours).
     (N, T), OldPolicy -> (N, T).
     """
