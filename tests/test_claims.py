@@ -57,16 +57,9 @@ def test_a_claim_must_agree_leave_something_and_hold_on_extreme_trees():
         Evidence().equal([1.0, 2.0], [1.0])
 
 
-def test_trees_have_all_that_a_loss_may_trip_over():
-    *ordinary, steep, wide, long = random_draws(0)
-    groups = [group for draw in ordinary for group in draw.adv.view(-1, draw.G)]
-    assert any(not group.any() for group in groups)
-    assert any(group.any() and not group.all() for group in groups)
-    for draw in ordinary:
-        assert draw.noise.min() < 0 < draw.noise.max()  # ratios on both sides of 1
-        assert draw.batch().logp[~draw.mask].min() > 1e3  # on padding exp overflows
-    assert {len({*draw.T}) == 1 for draw in ordinary} == {True, False}
-    assert {draw.N // draw.G for draw in ordinary} == {1, 2, 3}
+def test_padding_holds_garbage_and_extreme_trees_are_extreme():
+    *_, steep, wide, long = draws = random_draws(0)
+    assert all(draw.batch().logp[~draw.mask].min() > 1e3 for draw in draws)
     assert steep.tokens.max() > 2**16 and wide.adv.abs().max() < 1e-5 and max(long.T) > 2**8
 
 
