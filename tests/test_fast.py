@@ -79,15 +79,9 @@ WRONG = [  # a function, and what it returns of what it found
 
 @pytest.mark.parametrize("name, wrong", WRONG)
 def test_the_check_sees_what_differs(scratch, monkeypatch, name, wrong):
-    """And advises the plain way only if that is right."""
     config = train.Config(fast=True)
     train.try_out(replace(scratch), Letters(), "scratch", config)
     real = getattr(fast, name)
     monkeypatch.setattr(fast, name, lambda *args: wrong(real(*args)))
-    assert "choose --fast false" in refused(
-        train.try_out, replace(scratch), Letters(), "scratch", config
-    )
-    draw = train.draw
-    monkeypatch.setattr(train, "draw", lambda *args: draw(*args).fill_(99))  # an id that is none
     said = refused(train.try_out, replace(scratch), Letters(), "scratch", config)
-    assert "--model scratch: train.py cannot train it" in said and "--fast" not in said
+    assert "choose --fast false" in said

@@ -206,7 +206,8 @@ REFUSED = [  # what would train something else in silence, and what the line nam
     (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(method="lopti", num_iterations=3), "--num_iterations 2"),
     (dict(loss_type="dr_grpo"), "--loss_type dr_grpo"),
-    (dict(per_device_train_batch_size=3, steps_per_generation=4), "--steps_per_generation"),
+    (split(6, 2, 1), "--steps_per_generation"),  # two generations in a step
+    (split(3, 1, 2), "--steps_per_generation"),  # half a group in a step
     (dict(rewards=[by_length] * 2), "needs a number"),  # some answers have none
     (dict(rollout_func=with_a_tool), "tools"),
     (dict(experts={"output_router_logits": False, "router_aux_loss_coef": 0.1}), "--router_aux"),
