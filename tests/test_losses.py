@@ -26,14 +26,13 @@ def make_batch():
     answer is empty, and one has A = 0."""
     adv = DRAW.rows(DRAW.adv) * (1 + 0.5 * DRAW.noise)
     adv[:7], adv[14] = -adv[:7].abs(), 0.0
-    logp, mask = DRAW.logp.detach(), DRAW.mask.clone()
-    mask[-1] = False
-    old = logp - DRAW.log_ratio(0.6)
-    return Batch(logp, old, adv, mask, DRAW.G, DRAW.max_tokens, DRAW.logp_ref)
+    batch = DRAW.batch(0.6, adv=adv)
+    batch.mask[-1] = False
+    return batch
 
 
 def loss_and_grad(name, b):
-    b = replace(b, logp=b.logp.clone().requires_grad_())
+    b = replace(b, logp=b.logp.detach().requires_grad_())
     loss = LOSSES[name](b)
     return loss.detach(), torch.autograd.grad(loss, b.logp)[0]
 
