@@ -59,8 +59,8 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
     monkeypatch.setattr(compare.os, "cpu_count", lambda: 1)
-    argv = [*TINY, "--method", "grpo", "gspo --minibatches 1", "--seed", "1", "--seeds", "1"]
-    argv += ["--out", f"{tmp_path}/a"]
+    argv = [*TINY, "--warm-steps", "0", "--method", "grpo", "gspo --minibatches 1"]
+    argv += ["--seed", "1", "--seeds", "1", "--out", f"{tmp_path}/a"]
     compare.main(argv)
     said = capsys.readouterr().out
     assert "2 runs to do" in said and "gspo, minibatches 1 minus grpo" in said

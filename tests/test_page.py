@@ -61,12 +61,11 @@ PRESS = """<script type="module">
 </script></html>"""
 
 
-def press(page: str, presses: list[str], folder: Path, width: int | None = None) -> dict:
+def press(page: str, presses: list[str], folder: Path, width: int = 1200) -> dict:
     """What a browser shows after each press; in a frame of this width, as in the notebook's."""
     pairs = [x.split(" ", 1) if re.match(CONTROL, x) else (x, "") for x in presses]
     page = page.replace("</html>", PRESS.replace("PRESSES", json.dumps(pairs)))
-    if width:
-        page = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
+    page = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
     (folder / "page.html").write_text(page)
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=999000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", folder / "page.html"]
@@ -135,7 +134,7 @@ pushes [−0.24] −0.067 credit [0] 0.000 tax [−0.24] −0.067 / 70+15=85 [0.
 
 def test_the_story_and_the_controls_show_what_losses_say(tmp_path):
     page, story = tree.toy_page(), read(STORY)
-    seen = press(page, [*story], tmp_path, 1200)
+    seen = press(page, [*story], tmp_path)
     assert {key: sums(shown) for key, shown in seen.items()} == story
     for key, text in read(GROUPS).items():
         assert " / ".join(seen[key]["tree"]) == text
