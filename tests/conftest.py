@@ -13,10 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from torch.nn.utils import parameters_to_vector  # noqa: E402
 
-TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 torch.set_num_threads(1)  # the models are tiny; threads only wait for each other
 
 import train  # noqa: E402

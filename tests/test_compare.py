@@ -59,8 +59,8 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
     monkeypatch.setattr(compare.os, "cpu_count", lambda: 1)
-    argv = [*TINY, "--method", "grpo", "gspo --minibatches 1", "--seed", "1", "--seeds", "1"]
-    argv += ["--out", f"{tmp_path}/a"]
+    argv = [*TINY, "--warm-steps", "0", "--method", "grpo", "gspo --minibatches 1"]
+    argv += ["--seed", "1", "--seeds", "1", "--out", f"{tmp_path}/a"]
     compare.main(argv)
     said = capsys.readouterr().out
     assert "2 runs to do" in said and "gspo, minibatches 1 minus grpo" in said
@@ -71,16 +71,16 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
     shutil.rmtree(folder / "model")
     compare.main(argv)
     assert "1 runs to do" in capsys.readouterr().out and metrics(folder) == before
-    compare.main([*argv, "--group-size", "4"])  # other runs
-    assert "2 runs to do" in capsys.readouterr().out
+    compare.main([*argv, "--group-size", "4", "--method", "grpo"])  # another run
+    assert "1 runs to do" in capsys.readouterr().out
 
 
 def test_the_bench_gives_all_sides_the_same_work(tmp_path, monkeypatch):
     bench = pytest.importorskip("experiments.bench")
     monkeypatch.setattr(train, "load_task", train.load_task)  # which the bench replaces
-    shape = bench.SHAPES["gsm8k"]._replace(prompts=2, max_tokens=40, micro_rows=16)
+    shape = bench.SHAPES["toy"]._replace(prompts=8, micro_rows=16)
     bench.write_model(shape, tmp_path)
     steps = [bench.time_step(side, shape, tmp_path) for side in bench.SIDES]
-    mean = 70 * (1 - (69 / 70) ** 40)  # answers end with chance 1 / 70, or at 40
-    assert [step["tokens"] for step in steps] == pytest.approx([2 * 8 * mean] * 3, rel=0.25)
-    assert min(step["seconds"] for step in steps) > 0.05  # a step, and not the rewards alone
+    mean = 16 * (1 - (15 / 16) ** 26)  # answers end with chance 1 / 16, or at 26
+    assert [step["tokens"] for step in steps] == pytest.approx([8 * 8 * mean] * 3, rel=0.25)
+    assert min(step["seconds"] for step in steps) > 0.02  # a step, and not the rewards alone

@@ -1,4 +1,4 @@
-"""To a class, and to whoever has a GPU: the tour and the bench run from end to end (LONG=1)."""
+"""To a class: the notebook runs from end to end, and shows its pages and its curve (LONG=1)."""
 
 import os
 import shutil
@@ -24,12 +24,3 @@ def test_the_tour_runs_from_end_to_end(tmp_path):
     assert [output for output in outputs if output.output_type == "error"] == []
     shown = [kind for output in outputs for kind in output.get("data", {})]
     assert shown.count("text/html") == 2 and shown.count("image/png") == 1
-
-
-def test_the_bench_compares_both_ways_with_trl(capsys):
-    pytest.importorskip("trl")
-    from experiments import bench
-
-    bench.main(["--shapes", "toy", "--rounds", "1"])
-    said = capsys.readouterr().out
-    assert "TRL / plain: " in said and "TRL / fast: " in said

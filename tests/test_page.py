@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import run
 
-import losses
-import train
 from toy import clips, tree
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,12 +32,10 @@ PRESS = """<script type="module">
     .replace(/(.)\\1*/g, (run) => run[0] + run.length);
   const wait = () => new Promise((done) => setTimeout(done, 50));
   while (!("ready" in document.body.dataset)) await wait();
-  let stays;
-  addEventListener("click", (event) => (stays = event.defaultPrevented));
   top.document.documentElement.dataset.seen = JSON.stringify(PRESSES.map(([name, value]) => {
     const [first, ...others] = document.getElementsByName(name);
-    const button = all("button, #say a").find((of) => of.textContent.startsWith(name));
-    if (!first) { button.focus(); button.click(); }
+    const button = all("button").find((of) => of.textContent.startsWith(name));
+    if (!first) { button.click(); }
     else if (others.length) [first, ...others].find((radio) => radio.value === value).click();
     else {
       if (value === "+") first.stepUp();
@@ -50,7 +47,7 @@ PRESS = """<script type="module">
         .filter((part) => !part.firstElementChild)
         .map((part) => (part.matches(".fill") ? bar(part.parentNode) : part.textContent))
         .filter((text) => text.trim()).join(" ")),
-      methods: texts("select[name=method] option"), lead: texts("#lead")[0],
+      lead: texts("#lead")[0],
       said: texts(".guess p:last-child:not([hidden])").map((text) => text.replace(/\\s+/g, " ")),
       figures: bySection((of) => texts("figure output, .card .who", of)),
       drawn: bySection((of) => [...all(".plot path[class]", of).map(last),
@@ -58,20 +55,17 @@ PRESS = """<script type="module">
         ...all(".strip", of).map(runs),
         ...all(".strip b", of).map((mark) => mark.style.left.slice(0, 5))]),
       images: all("img").length,
-      stays, top: Math.round(document.querySelector("#lengths")?.getBoundingClientRect().top),
-      focus: document.activeElement.id || document.activeElement.textContent.slice(0, 2),
       beyond: document.documentElement.scrollWidth - innerWidth,
     };
   }));
 </script></html>"""
 
 
-def press(page: str, presses: list[str], folder: Path, width: int | None = None) -> dict:
+def press(page: str, presses: list[str], folder: Path, width: int = 1200) -> dict:
     """What a browser shows after each press; in a frame of this width, as in the notebook's."""
     pairs = [x.split(" ", 1) if re.match(CONTROL, x) else (x, "") for x in presses]
     page = page.replace("</html>", PRESS.replace("PRESSES", json.dumps(pairs)))
-    if width:
-        page = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
+    page = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
     (folder / "page.html").write_text(page)
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=999000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", folder / "page.html"]
@@ -107,7 +101,6 @@ next: 3 | so cancels 0.000 0.000 0.000, 7+8=15 +0.200 +0.200 0.000
 next: 4 | so +0.034 0.000 +0.034, 7+8=15 +0.049 0.000 +0.049
 next: 5 | so −0.400 0.000 −0.400, 7+8=15 −0.200 0.000 −0.200
 next: 6 | so cancels 0.000 0.000 0.000, 7+8=15 −0.067 0.000 −0.067
-what it lost | so cancels 0.000 0.000 0.000, 7+8=15 −0.067 0.000 −0.067
 ▲1 | so cancels 0.000 0.000 0.000, 7+8=15 −0.283 −0.283 0.000
 next: 7 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 next: 8 | so no push 0.000 0.000 0.000, 7+8=15 no push 0.000 0.000 0.000
@@ -141,17 +134,10 @@ pushes [−0.24] −0.067 credit [0] 0.000 tax [−0.24] −0.067 / 70+15=85 [0.
 
 def test_the_story_and_the_controls_show_what_losses_say(tmp_path):
     page, story = tree.toy_page(), read(STORY)
-    seen = press(page, [*story], tmp_path, 1200)
+    seen = press(page, [*story], tmp_path)
     assert {key: sums(shown) for key, shown in seen.items()} == story
     for key, text in read(GROUPS).items():
         assert " / ".join(seen[key]["tree"]) == text
-    names = [name for name, m in losses.METHODS.items() if len(m.passes) == 1 and not m.credit]
-    assert seen["1 "]["methods"] == names
-    # The keyboard stays on a leaf; a button that has gone hands it on.
-    focus = [seen[key]["focus"] for key in ("▼4", "you changed", "next: 8")]
-    assert focus == ["▲4", "2 ", "8 "]
-    # A link goes to its section, although in a frame.
-    assert seen["what it lost"]["stays"] and seen["what it lost"]["top"] == 0
     assert "goes from +0.025 to −0.067." in page  # steps 1 and 6
 
 
@@ -176,12 +162,9 @@ reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532
 
 
 def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
-    run = tmp_path / "run"
-    flags = "--prefix-baseline --steps 1 --warm-steps 0 --width 16 --prompts 4 --eval-items 2"
-    train.main(
-        [*flags.split(), "--hyper", "eps_low=0.5 kl=0.04", "--scale", "mean", "--out", str(run)]
-    )
-    (path,) = run.glob("batches/*.pt")
+    flags = ["--steps", 1, "--prefix-baseline", "--hyper", "eps_low=0.5 kl=0.04", "--scale", "mean"]
+    folder = run(tmp_path / "run", *flags)
+    (path,) = folder.glob("batches/*.pt")
     # Two groups, as if they were a later batch of the run, and between them one of equal rewards.
     groups, saved = [tree.toy_group("unequal", won) for won in ("1010", "1111", "1100")], {}
     groups[0].texts[0][-1] = NASTY
@@ -197,15 +180,14 @@ def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
     saved |= dict(step=10, group_size=4, prompts=[NASTY, "dull", "second"], max_tokens=5)
     assert saved.keys() <= torch.load(path).keys()
     torch.save(saved, path.with_name("step-000010.pt"))
-    torch.save(saved | {"rewards": 1 - saved["rewards"]}, path)  # of an earlier step
-    tree.main([str(run)])
+    tree.main([str(folder)])
     shown = read(RUN)
-    seen = press((run / "tree.html").read_text(), [*shown], tmp_path)
+    seen = press((folder / "tree.html").read_text(), [*shown], tmp_path)
     assert {key: " / ".join(of["tree"]) for key, of in seen.items()} == {
         key: text.replace("NASTY", NASTY) for key, text in shown.items()
     }
     assert {of["images"] for of in seen.values()} == {0}
-    assert f"Groups of {run}, a run of grpo, at step 10." in seen["policy after it"]["lead"]
+    assert f"Groups of {folder}, a run of grpo, at step 10." in seen["policy after it"]["lead"]
 
 
 # ---------------- what follows the tree

@@ -1,4 +1,4 @@
-"""To a newcomer: every command of train.py and verify.py that a README prints runs, in small.
+"""To a newcomer: every command of train.py and verify.py that a page prints runs, in small.
 
 LONG=1, because it takes minutes.
 """
@@ -21,8 +21,8 @@ COMMAND = re.compile(r"(?<![\w/.])python (?:train\.py|verify\.py)[^`\n#;)|>]*")
 
 def commands() -> list[tuple[str, ...]]:
     found = set()
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md")]:
-        text = readme.read_text().replace("\\\n", " ")
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
+        text = page.read_text().replace("\\\n", " ")
         found |= {tuple(shlex.split(command)[1:]) for command in COMMAND.findall(text)}
     return sorted(x for x in found if "..." not in x and "$s" not in str(x))
 

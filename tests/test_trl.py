@@ -154,7 +154,7 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
         a = torch.cat([grads[name].flatten() for name in ours]).double()
         b = torch.cat([x.grad.flatten() for x in ours.values()]).double()
         assert b.norm() > 1e-5
-        assert (a - b).norm() <= 5e-5 * b.norm(), ((a - b).norm() / b.norm()).item()
+        assert (a - b).norm() <= 5e-5 * b.norm()
     return trainer
 
 
@@ -205,11 +205,9 @@ REFUSED = [  # what would train something else in silence, and what the line nam
     (dict(method="nthr"), "--method nthr"),
     (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(method="lopti", num_iterations=3), "--num_iterations 2"),
-    (dict(method="gspo", beta=0.1), "--beta 0.1"),
-    (dict(hyper={"kl": 0.1}), "--beta"),  # TRL's flag would be left at 0
     (dict(loss_type="dr_grpo"), "--loss_type dr_grpo"),
-    (dict(per_device_train_batch_size=3, steps_per_generation=4), "--steps_per_generation"),
     (split(6, 2, 1), "--steps_per_generation"),  # two generations in a step
+    (split(3, 1, 2), "--steps_per_generation"),  # half a group in a step
     (dict(rewards=[by_length] * 2), "needs a number"),  # some answers have none
     (dict(rollout_func=with_a_tool), "tools"),
     (dict(experts={"output_router_logits": False, "router_aux_loss_coef": 0.1}), "--router_aux"),
@@ -234,10 +232,10 @@ def test_the_example_learns_and_hands_its_flags_on(tmp_path, monkeypatch):
     assert ours.args.disable_dropout
 
     assert example.reward(["3", "34", [{"content": "43"}]], ["3"] * 3) == [1.0, 0.5, 0.0]
-    trainer = example.make_trainer(*example.parse([]))
+    trainer = example.make_trainer(*example.parse(["--max_steps", "20"]))
     trainer.train()
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    assert rewards[-1] > rewards[0] + 0.02
+    assert rewards[-1] > rewards[0] + 0.05
 
 
 def test_a_model_of_ones_own_is_loaded_as_the_flags_say(qwen_path):
