@@ -35,6 +35,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,9 +81,10 @@ def main(argv: list[str] | None = None):
 def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> list[Path]:
     """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
     commands = {}
+    # So no run is taken for one with other flags. A name with all of them would be too long.
+    flags_id = zlib.crc32(" ".join(shared).encode())
     for method, seed in itertools.product(methods, seeds):
-        # The name has all flags, so no run is taken for one that was made with others.
-        name = re.sub(r"[^\w.=]+", "-", " ".join([method, *shared, f"s{seed}"]))
+        name = re.sub(r"[^\w.=]+", "-", f"{method} {flags_id:08x} s{seed}")
         flags = [*shared, "--method", *shlex.split(method), "--seed", str(seed)]
         commands[Path(out, name)] = flags
     todo = [folder for folder in commands if not is_finished(folder)]

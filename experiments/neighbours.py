@@ -6,8 +6,7 @@
 
 Each takes less than a minute. For nthr and lopti the policy is the small GPT-2 of train.py after a
 short warm start. All steps begin with the same policy, and their optimisers have no history. ibpo
-has a world of its own, which is described below; with --plot FILE it is also drawn. Intervals are
-95 %, over start policies or seeds.
+has a world of its own, which is described below. Intervals are 95 %, over start policies or seeds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from statistics import fmean
 
 import pandas as pd
 import torch
@@ -31,7 +29,7 @@ import train
 from llm.neighbours import add_scores
 from losses import Batch, OldPolicy, group_advantages, token_grpo
 from toy.arithmetic import Arithmetic
-from toy.figure import format_interval, make_figure
+from toy.figure import format_interval
 
 STARTS, QUESTIONS = 6, 8  # policies; and of nthr, questions to each
 WARM_STEPS = 300
@@ -50,15 +48,9 @@ def make_start(seed: int, direct: int) -> tuple[train.Policy, Arithmetic]:
     return policy, task
 
 
-def log_probs(policy, answers) -> Tensor:
-    """log pi of the answers' tokens, differentiable. (N, T)."""
-    logp = train.log_probs(policy, answers, 1.0)
-    return logp
-
-
 def make_batch(policy, answers) -> Batch:
     """What a loss knows of the answers before anything is learnt from them."""
-    old, config = log_probs(policy, answers).detach(), train.Config()
+    old, config = train.log_probs(policy, answers, 1.0).detach(), train.Config()
     A = group_advantages(answers.rewards, config.group_size)  # (N,)
     adv = A[:, None].expand_as(old)
     return Batch(old, old, adv, answers.mask, config.group_size, config.max_tokens)
@@ -76,18 +68,13 @@ def step(
     optimizer = optimizer(trial.model)
     for loss_fn in passes:
         optimizer.zero_grad()
-        loss_fn(replace(batch, logp=log_probs(trial, answers))).backward()
+        loss_fn(replace(batch, logp=train.log_probs(trial, answers, 1.0))).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0).item())
         optimizer.step()
-    return log_probs(trial, answers).detach() - batch.logp_old, norms[0]
+    return train.log_probs(trial, answers, 1.0).detach() - batch.logp_old, norms[0]
 
 
 # ---------------- NTHR, Fig. 1 and 4
-
-OPTIMIZERS = {
-    "SGD 0.02": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
-    "AdamW 3e-4": lambda model: train.adamw(model, 3e-4),
-}
 
 
 def find_questions(policy, task: Arithmetic, seed: int) -> Iterator:
@@ -103,7 +90,7 @@ def measure_deltas() -> pd.DataFrame:
 
     The warm start has seen worked solutions only, all of them right, so a wrong answer is mostly a
     right one with a slip. grpo stands for NTHR's loss with nothing softened. A column for each
-    method; a row for each optimiser and start, the mean over its questions.
+    method; a row for each start, the mean over its questions.
     """
     rows = []
     for seed in range(STARTS):
@@ -119,22 +106,21 @@ def measure_deltas() -> pd.DataFrame:
                 "random": losses.nthr_random(batch.adv, old),
                 "pos-only": batch.adv.clamp(min=0),
             }
-            for kind, optimizer in OPTIMIZERS.items():
-                row = {"optimiser": kind, "start": seed}
-                for name, adv in advantages.items():
-                    changed, passes = replace(batch, adv=adv), [losses.nthr_grpo]
-                    moved, _ = step(policy, answers, changed, passes, optimizer)
-                    row[name] = moved.sum(1)[answers.rewards == 1].mean().item()
-                rows.append(row)
-    return pd.DataFrame(rows).groupby(["optimiser", "start"], sort=False).mean()
+            row = {"start": seed}
+            for name, adv in advantages.items():
+                changed, passes = replace(batch, adv=adv), [losses.nthr_grpo]
+                moved, _ = step(policy, answers, changed, passes, lambda m: train.adamw(m, 3e-4))
+                row[name] = moved.sum(1)[answers.rewards == 1].mean().item()
+            rows.append(row)
+    return pd.DataFrame(rows).groupby("start").mean()
 
 
 def nthr():
     deltas = measure_deltas()
     for other in ("grpo", "random"):
-        gaps = deltas.sub(deltas[other], axis="index").groupby("optimiser", sort=False)
+        gaps = deltas.sub(deltas[other], axis="index")
         print(f"\nDelta minus {other}'s, {STARTS} starts")
-        print(gaps.agg(format_interval, "+.3f").T.to_string())
+        print(gaps.agg(format_interval, form="+.3f").to_string())
 
 
 # ---------------- AR and Lopti, Fig. 1d-f
@@ -209,13 +195,8 @@ LENGTHS = (4, 8, 12, 16, 20)  # K, of a word
 RATES = (400, 800, 1600, 3200)  # at 800 one right answer settles its letters
 LIMIT = 1_000_000  # tokens after which a run is stopped
 SEEDS, TUNING_SEEDS = range(24), range(100, 108)
-# Whether wrong answers are corrected, and the temperature of answers and corrections.
-SETTINGS = {
-    "grpo": (False, 1.0),
-    "ibpo": (True, 1.0),
-    "grpo at 0.7": (False, 0.7),
-    "ibpo at 0.7": (True, 0.7),
-}
+# Whether wrong answers are corrected, and the temperature of answers.
+SETTINGS = {"grpo": (False, 1.0), "ibpo": (True, 1.0), "grpo at 0.7": (False, 0.7)}
 
 
 def pick_siblings(right: Tensor, answers: Tensor) -> Tensor:
@@ -271,29 +252,20 @@ def measure_cost(name: str, K: int) -> list[float]:
     return run(min(RATES, key=lambda rate: sum(run(rate, TUNING_SEEDS))), SEEDS)
 
 
-def ibpo(path: str | None):
+def ibpo():
     costs = {name: [measure_cost(name, K) for K in LENGTHS] for name in SETTINGS}
-    costs = pd.DataFrame(costs, index=LENGTHS).rename_axis("K, letters of a word")
-    unit = f"thousands of tokens to a reward of {GOAL}"
-    print(f"{unit}, {len(SEEDS)} seeds")
-    print(costs.map(lambda values: format_interval(values, ".2f")).T.to_string())
-    if path:
-        finding = "IBPO pays where right answers are rare. A lower temperature pays more."
-        figure = make_figure(finding, 3.8)
-        means, axis = costs.map(fmean), figure.subplots()
-        means.plot(ax=axis, ylabel=unit, logy=True, xticks=LENGTHS, marker="o")
-        figure.savefig(path)
+    costs = pd.DataFrame(costs, index=LENGTHS).map(format_interval, form=".2f")
+    print(f"thousands of tokens to a reward of {GOAL}, by the letters of a word")
+    print(f"{len(SEEDS)} seeds\n{costs.T.to_string()}")
 
 
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("figure", choices=["nthr", "lopti", "ibpo"])
-    parser.add_argument("--plot", metavar="FILE", help="a picture of ibpo's costs")
-    options = parser.parse_args()
+    figures = {"nthr": nthr, "lopti": lopti, "ibpo": ibpo}
+    parser.add_argument("figure", choices=figures)
     torch.set_num_threads(1)
-    figures = {"nthr": nthr, "lopti": lopti, "ibpo": lambda: ibpo(options.plot)}
-    figures[options.figure]()
+    figures[parser.parse_args().figure]()
 
 
 if __name__ == "__main__":
