@@ -77,6 +77,7 @@ def run_trl(config: train.Config, task, out: str):
         loss_type="grpo",
         learning_rate=config.lr,
         # As train.py:
+        model_init_kwargs={"dtype": "float32"},
         bf16=CUDA and torch.cuda.get_device_capability() >= (8, 0),
         use_cpu=not CUDA,
         disable_dropout=True,

@@ -173,6 +173,7 @@ def draw(
     for axis, key in zip(figure.subplots(1, len(curves), squeeze=False).flat, curves, strict=True):
         table = pd.DataFrame({run: lines[key] for run, lines in runs.items()})
         table = table.dropna(how="all")  # greedy and sampled: of evaluated steps only
+        axis.axhline(0, color="black", linewidth=0.5)  # so that panels begin there
         for method in rewards.index:
             seeds = table[method].agg(["mean", "min", "max"], axis="columns")
             axis.plot(seeds["mean"], label=method)
