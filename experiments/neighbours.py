@@ -123,31 +123,23 @@ ORDERS = {
 }
 
 
-def quarter(logp: Tensor) -> Tensor:
-    """Which of QUARTERS each token is in, 0 to 3. (N, T) -> (N, T)."""
-    return (4 * logp.exp()).long().clamp(max=3)
-
-
-def alone(q: int) -> Method:
-    """GRPO that learns from the tokens of one quarter."""
-    return Method((token_grpo,), credit=lambda adv, old: adv * (quarter(old.logp) == q))
-
-
 def measure_tokens(policy, task, answers, config) -> dict[tuple[str, str], float]:
     """The tokens are parted by their probability into the quarters of 0 to 1.
 
     Of each quarter: its share of the tokens, and the norm of its gradient (all tokens: 1). Of each
     order: the share of the tokens with p > .75 that moves the way their A points.
     """
-    found, where = {}, quarter(answers.sampled)  # (N, T)
+    found, quarter = {}, (4 * answers.sampled.exp()).long().clamp(max=3)  # (N, T) 0 to 3
     _, whole = step(policy, task, answers, Method((token_grpo,)), config)
     for q, name in enumerate(QUARTERS):
-        _, part = step(policy, task, answers, alone(q), config)
-        found["share of the tokens", name] = (where == q)[answers.mask].double().mean().item()
-        found["norm of the gradient", name] = part / whole
+        chosen = quarter == q
+        alone = Method((token_grpo,), credit=lambda adv, old, chosen=chosen: adv * chosen)
+        _, norm = step(policy, task, answers, alone, config)
+        found["share of the tokens", name] = chosen[answers.mask].double().mean().item()
+        found["norm of the gradient", name] = norm / whole
     for name, method in ORDERS.items():
         moved, _ = step(policy, task, answers, method, config)
-        probable = answers.mask & (where == 3) & (answers.adv != 0)
+        probable = answers.mask & (quarter == 3) & (answers.adv != 0)
         right = (moved * answers.adv > 0)[probable]
         found["p > .75, moved as A points", name] = right.double().mean().item()
     return found
