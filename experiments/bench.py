@@ -22,6 +22,7 @@ import argparse
 import gc
 import itertools
 import logging
+import math
 import tempfile
 import time
 import warnings
@@ -65,7 +66,7 @@ def clock(task) -> list[tuple[float, int]]:
 
 def run_trl(config: train.Config, task, out: str):
     answers = config.prompts * config.group_size
-    rows = min(config.micro_rows, answers)
+    rows = math.gcd(config.micro_rows, answers)
     settings = GRPOConfig(
         out,
         max_steps=2,
