@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None):
 def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> list[Path]:
     """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
     commands = {}
-    # So no run is taken for one with other flags. A name with all of them would be too long.
+    # A number stands for the flags in a name, so that no run is taken for one with others. (All of
+    # them would be too long for the name of a file.)
     flags_id = zlib.crc32(" ".join(shared).encode())
     for method, seed in itertools.product(methods, seeds):
         name = re.sub(r"[^\w.=]+", "-", f"{method} {flags_id:08x} s{seed}")
