@@ -209,12 +209,12 @@ def test_answers_are_right_if_the_numbers_are_equal_exactly():
 def test_time_grows_with_the_length_and_not_with_its_square():
     units = r"9 1, ,000 1* - # ####1. { {,} 1\, \boxed{ \text m^ $".split() + [" ", "1 ", "- "]
     seconds = []
-    for length in (10_000, 40_000):  # seconds grow 4 times if linear, 16 times if quadratic
+    for length in (10_000, 80_000):  # seconds grow 8 times if linear, 64 times if quadratic
         start = time.process_time()
         for unit, lead, end in product(units, ("", "####", "####1"), ("", "1", "é")):
             extract(lead + unit * (length // len(unit)) + end)
         seconds.append(time.process_time() - start)
-    assert seconds[1] < 9 * seconds[0]
+    assert seconds[1] < 24 * seconds[0]
 
 
 # ---------------- GSM8K: the problems
