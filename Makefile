@@ -41,7 +41,7 @@ test-long: .venv/ready-dev
 
 # Ten minutes on a machine with a GPU: tables to paste into an issue.
 gpu: .venv/ready-dev
-	$(BIN)/python -m experiments.bench
+	$(BIN)/python -m experiments.bench --task gsm8k
 
 # torch comes first and alone. So pip asks the index of CPU builds once, and does without it if there is no answer.
 .venv/ready: pyproject.toml constraints.txt

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -19,17 +20,17 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
     (folder / "model").mkdir(parents=True)
     config = train.Config(steps=len(rewards), **flags)
     (folder / "config.json").write_text(json.dumps(asdict(config)))
-    lines = [{"step": 0, "greedy": 0.9, "opener so": 0.5, "opener ok": 0.5, "opener other": 0.0}]
+    lines = [{"step": 0, "greedy": 0.9}]
     for t, reward in enumerate(rewards, 1):
-        lines.append({"step": t, "reward": reward, "length": 9, "entropy": 1})
-    lines[-1] |= {"greedy": 0.75, "opener so": 0.75, "opener ok": 0.15, "opener other": 0.1}
+        lines.append({"step": t, "reward": reward, "entropy": 1})
+    lines[-1]["greedy"] = 0.75
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def test_what_runs_come_to_by_hand(tmp_path):
     folder = make_run(tmp_path / "r", [1.0] + [0.25] * 10 + [1.0] * 9)
-    expected = dict(reward=0.625, final=0.925, greedy=0.75, jitter=2.25 / 18, drift=0.35)
+    expected = dict(reward=0.625, final=0.925, greedy=0.75, jitter=2.25 / 18)
     expected |= {"Steps(0.8)": 15}  # (0.25 + 4) / 5; not 1, since it takes five steps
     outcomes = compare.compute_outcomes(compare.read_runs([folder]))
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)
@@ -41,8 +42,10 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     folders = [make_run(tmp_path / f"a{seed}", [seed / 2] * 6, seed=seed) for seed in range(2)]
     for seed, reward in enumerate([0.1, 0.62, 9.0]):  # the last run has no pair
         folders.append(make_run(tmp_path / f"b{seed}", [reward] * 6, seed=seed, lr=0.1))
-    figure = compare.draw(compare.read_runs(folders[:2]))
-    assert figure.axes[0].get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
+    greedy, reward = compare.draw(compare.read_runs(folders[:2]), ["greedy", "reward"]).axes
+    assert reward.get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
+    assert reward.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [0, 0.5]
+    assert greedy.get_lines()[-1].get_xydata().tolist() == [[0, 0.9], [6, 0.75]]
     (make_run(tmp_path / "cut-off", [0.1]) / "model").rmdir()
     compare.main(["--runs", *map(str, folders), f"{tmp_path}/cut-off"])
     said = capsys.readouterr().out
@@ -59,8 +62,8 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
     monkeypatch.setattr(compare.os, "cpu_count", lambda: 1)
-    argv = [*TINY, "--warm-steps", "0", "--method", "grpo", "gspo --minibatches 1"]
-    argv += ["--seed", "1", "--seeds", "1", "--out", f"{tmp_path}/a"]
+    argv = [*TINY, "--method", "grpo", "gspo --minibatches 1", "--seed", "1", "--seeds", "1"]
+    argv += ["--out", f"{tmp_path}/a"]
     compare.main(argv)
     said = capsys.readouterr().out
     assert "2 runs to do" in said and "gspo, minibatches 1 minus grpo" in said
@@ -71,16 +74,24 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
     shutil.rmtree(folder / "model")
     compare.main(argv)
     assert "1 runs to do" in capsys.readouterr().out and metrics(folder) == before
-    compare.main([*argv, "--group-size", "4", "--method", "grpo"])  # another run
-    assert "1 runs to do" in capsys.readouterr().out
+    compare.main([*argv, "--group-size", "4"])  # other runs
+    assert "2 runs to do" in capsys.readouterr().out
 
 
 def test_the_bench_gives_all_sides_the_same_work(tmp_path, monkeypatch):
     bench = pytest.importorskip("experiments.bench")
-    monkeypatch.setattr(train, "load_task", train.load_task)  # which the bench replaces
-    shape = bench.SHAPES["toy"]._replace(prompts=8, micro_rows=16)
-    bench.write_model(shape, tmp_path)
-    steps = [bench.time_step(side, shape, tmp_path) for side in bench.SIDES]
-    mean = 16 * (1 - (15 / 16) ** 26)  # answers end with chance 1 / 16, or at 26
-    assert [step["tokens"] for step in steps] == pytest.approx([8 * 8 * mean] * 3, rel=0.25)
-    assert min(step["seconds"] for step in steps) > 0.02  # a step, and not the rewards alone
+    train.main([*TINY, "--steps", "0", "--out", f"{tmp_path}/start"])
+    task = train.load_task(train.Config())
+    monkeypatch.setattr(train, "load_task", lambda config: task)
+    seen, flags = (
+        bench.clock(task),
+        [*TINY, "--prompts", "32", "--model", f"{tmp_path}/start/model"],
+    )
+    flags += bench.ALWAYS.split()
+    run, ran_fast = train.run, []
+    monkeypatch.setattr(train, "run", lambda config: ran_fast.append(config.fast) or run(config))
+    steps = [bench.time_step(side, flags, task, seen) for side in bench.SIDES]
+    assert ran_fast == [False, True]
+    mean = fmean(step["letters"] for step in steps)
+    assert [step["letters"] for step in steps] == pytest.approx([mean] * 3, rel=0.15)
+    assert min(step["seconds"] for step in steps) > 0.01  # a step, and not the rewards alone
