@@ -27,6 +27,14 @@ def test_a_step_moves_log_probs_as_far_as_its_gradient_is_long(easy):
     assert 0 < rise == pytest.approx(1e-3 * norm**2, rel=0.05)
 
 
+def test_nthr_its_control_and_grpo_are_three_methods(easy, monkeypatch):
+    for name, value in dict(WARM_STEPS=1, STARTS=1, QUESTIONS=1).items():
+        monkeypatch.setattr(neighbours, name, value)
+    deltas = neighbours.measure_deltas()
+    assert deltas.round(6).T.nunique().tolist() == [4, 4]
+    assert deltas[["grpo", "pos-only"]].min().min() > 0  # right answers get likelier
+
+
 def test_lopti_by_hand(monkeypatch):
     p = torch.tensor([[0.1, 0.2, 0.8, 0.9], [0.3, 0.76, 0.9, 0.99]])
     adv = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, 0.0, 0.0]])
