@@ -24,22 +24,23 @@ divides them all. Under grpo they do not, because grpo divides each by the answe
 short answers push harder. (By default both losses also divide A by the group's standard deviation.
 That changes all four alike, and the table leaves it out.)
 
-What is left on "so" is a symptom. An answer may begin with "so", "ok" or "hm". If these change
-nothing that follows, all three get the same push k on average, and the expected gradient is
-k sum pi grad log pi = k grad 1 = 0. Then what is left is noise.
+What is left on "so" is noise as long as "so" changes nothing that follows. Say that an answer may
+begin with "so", "ok" or "hm", and that all three lead to the same rewards at the same lengths. Then
+all three get the same push k on average. To push all choices alike moves nothing: the expected
+gradient is k sum pi grad log pi = k grad(sum pi) = k grad 1 = 0.
 
-But if a token changes the reward or the length of what follows, its average push under the division
-by T_i is not what it should be. This is a bias, and it can change which answers the policy comes to
-prefer (claim C18).
+But if the first token changes the reward or the length of what follows, the division by T_i is a
+bias. A right answer then counts more if it is short, and a wrong one less if it is long. Which
+answers the policy comes to prefer may change (claim C18).
 
-This file has the parts that all losses are made of, the losses that people use and those of the
-paper on cancellation, and the table METHODS. Below the ruled line stand a baseline that makes the
-pushes of any loss cancel, the losses of neighbouring papers, and what measures a batch.
+This file has the parts that all losses are made of, the losses that people use, and those of the
+paper on cancellation. Below the double line stand a baseline that makes the pushes of any loss
+cancel, the losses of neighbouring papers, what measures a batch, and METHODS, the table of all.
 
-What the comments refer to: DFPO is the paper on cancellation, arXiv 2604.13088, which we could not
-get and know from notes of others. TRL and verl are trainers that people use. (P): a paper or a
-trainer's source states it. (S): we know it second-hand. (D): derived here. (C18) and the like are
-claims: `python verify.py --explain C18` shows the proof.
+In comments, DFPO is the paper on cancellation, arXiv 2604.13088. We have read its abstract and its
+introduction, and know the rest from notes of others. TRL and verl are trainers that people use. (P)
+means that a paper or a trainer's source states something, (S) that others report it, and (D) that
+it is derived here. (C18) and the like are claims: `python verify.py --explain C18` shows the proof.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ class Batch:
 #                    slash how the sum is averaged:
 #                        x / T_i       seq_mean      each answer by its own length
 #                        x / L         budget_mean   one divisor
-#                        x / tokens    token_mean    one divisor within a batch. If that is only a
-#                                                    few answers, short ones still gain (C18)
+#                        x / tokens    token_mean    one divisor within a batch. In a batch of few
+#                                                    answers a long one changes it for all (C18)
 #     Shared token   whether pushes cancel on a token that the whole group shares, like "so". Its
 #                    ratio r is the same in all answers, because they took it after the same words
-#     Source         claims/README.md lists where a loss is not quite its paper's
+#     Source         PAPERS.md lists where a loss is not quite its paper's
 #
 # r is a token's ratio, s an answer's; clip(r) keeps r between 1 - eps_low and 1 + eps_high; sg[x]
 # is x without its gradient.
@@ -280,7 +281,7 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
     J = clip(r) A / L.
     Shared token: cancels at any ratio. Inside the clip range that is the divisor's doing, and
     outside it nobody pushes (C7).
-    Source: DFPO's "GRPO-fix", of which only the purpose is known (S); this reading is ours (D).
+    Source: ours, after DFPO's "GRPO-fix" (D; of that only the purpose is known, S).
     """
     ratio = token_ratio(batch)  # 1 on padding
     return -budget_mean(ratio.clamp(1 - eps_low, 1 + eps_high) * batch.adv, batch)
@@ -288,11 +289,20 @@ def grpo_symmetric(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) ->
 
 # ---------------- DFPO: an answer is weighed by its ratio s, and two repairs make pushes cancel
 #
-# On a shared token the pushes are w_i A_i / L, with w = s. They cancel if w.A = 0 in the group.
+# DFPO weighs A by w = s, which differs within a group, so pushes on a shared token do not cancel. A
+# transform makes new weights w~ of a group's w. They enter as J = sg[w~] A log pi / L, for which
+# the reasons are
+#
+#     sg        w~ is a constant. If it were not, its own gradient would be left over (C9)
+#     log pi    a sum of constants w~ A has no gradient. With log pi the push is w~ A
+#     / L       one divisor for all answers. With 1/T_i a short answer would push harder (C8)
+#
+# So the pushes on a token that the whole group shares are w~_i A_i / L, and they cancel if
+# sum_i w~_i A_i = 0. This form is ours; PAPERS.md derives it from the paper's objective.
 
 
 def _dfpo(transform: Callable, batch: Batch, ratio: str, eps: float) -> Tensor:
-    """The loss of both: the transform makes new weights of a group's s and A."""
+    """dfpo_min and dfpo_orthogonal: a transform makes new weights of a group's s and A."""
     s, A = sequence_ratio(batch, ratio), trajectory_advantage(batch)  # (N,), (N,)
     G = batch.group_size
     w = transform(s.view(-1, G), A.view(-1, G)).reshape(-1, 1)  # (N, 1)
@@ -315,8 +325,11 @@ def min_replace(w: Tensor, adv: Tensor) -> Tensor:
 def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
     """w~ = w - (A.w / ||A||^2) A: takes from w what correlates with A. DFPO Eq. 18 (S). Detached.
 
-    So the whole group cancels; weights may become negative (C10). A group whose advantages are all
-    0 keeps its weights. (groups, G), (groups, G) -> (groups, G).
+    So the pushes on a token that the whole group shares cancel. But a weight may become negative,
+    and then a winner is pushed down. Say that four answers have A = 1 and four A = -1, and that w
+    is 3 for the first winner and 0.1 for all others. Then w~ is 2.6375 for the first winner,
+    -0.2625 for the other three and 0.4625 for the losers (C10). A group whose advantages are all 0
+    keeps its weights. (groups, G), (groups, G) -> (groups, G).
     """
     w = w.detach()
     norm = (adv * adv).sum(1, keepdim=True)
@@ -328,11 +341,11 @@ def dfpo_min(batch: Batch, ratio: Ratio = "geometric", eps: float = float("inf")
     """dfpo-min (our reconstruction): a sequence ratio that Min-Replace has made equal in a group.
 
     J = sg[the group's smallest s] A log pi / L. With eps (ours), tokens whose ratio is outside
-    1 +- eps have no push.
-    Shared token: cancels at any ratio. So does a token that only some answers share, if their A sum
-    to 0 (C9).
-    Source: DFPO Eq. 17. Known second-hand (S): the transform. Ours (D): that it weighs A log pi,
-    the divisor, the geometric s.
+    1 +- eps have no push. DFPO has no clip, and without one this fails if a batch serves many
+    updates: with 16, on our addition task, the reward is 0.240 +- 0.031 below GRPO's (lr 3e-4).
+    Shared token: cancels at any ratio. If only some answers share a token, the pushes on it cancel
+    where the advantages of these answers sum to 0 (C9).
+    Source: ours, after DFPO Eq. 17 (transform S; log pi, L and the geometric s D).
     """
     return _dfpo(min_replace, batch, ratio, eps)
 
@@ -341,8 +354,9 @@ def dfpo_orthogonal(batch: Batch, ratio: Ratio = "geometric", eps: float = float
     """dfpo-orthogonal (our reconstruction): the same under Adv-Orthogonal.
 
     J = sg[s without its part along A] A log pi / L.
-    Shared token: cancels at any ratio. A token that only some share does not, in general (C10).
-    Source: DFPO Eq. 18, as for dfpo-min (transform S, loss D).
+    Shared token: cancels at any ratio. If only some answers share a token, the pushes on it do not
+    cancel in general (C10).
+    Source: ours, after DFPO Eq. 18 (transform S, loss D, as for dfpo-min).
     """
     return _dfpo(adv_orthogonal, batch, ratio, eps)
 
@@ -469,10 +483,11 @@ def k3(batch: Batch, times_ratio: bool = False) -> Tensor:
 def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """A soft clip: a sigmoid of the ratio, whose slope fades as r leaves 1, for losers sooner.
 
-    J = (4/tau) sigmoid(tau (r - 1)) A / T_i, tau by the sign of A. SAPO 2511.20347 (S:
-    as TRL 1.16.0 and verl 0.9.1 have it). At r = 1 its slope is A, whatever tau is.
+    J = (4/tau) sigmoid(tau (r - 1)) A / T_i. tau goes by the sign of A. At r = 1 the slope is A,
+    whatever tau is.
     Shared token: cancels at equal lengths and ratios of 1. Else sum A_i/T_i is left (C8), and away
     from 1 a little more, by the two taus.
+    Source: SAPO 2511.20347 (S: as TRL 1.16.0 and verl 0.9.1 have it).
     """
     ratio = token_ratio(batch)
     soft = [torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg)]
@@ -482,11 +497,11 @@ def sapo(batch: Batch, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
 def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
     """A clip by probabilities in place of ratios, which looks at the sign of A.
 
-    J = r A / tokens, but 0 where p has left p_old the way A says. That is, where A > 0 and
-    p - p_old > delta, or where A < 0 and p_old - p > delta.
-    DPPO 2602.04879, "binary TV" (S: as in verl 0.9.1's dppo_tv and prime-rl's default loss).
-    Left out: verl's largest weight r <= 3, prime-rl's penalty of 0.001 log(r)^2.
+    J = r A / tokens, but 0 where p has moved too far in the direction of A. That is, where A > 0
+    and p - p_old > delta, or where A < 0 and p_old - p > delta.
     Shared token: cancels while p is within delta of p_old. Beyond, only one side acts (C6).
+    Source: DPPO 2602.04879 (S: "binary TV", as in verl 0.9.1's dppo_tv and prime-rl's default loss;
+    left out are verl's largest weight r <= 3 and prime-rl's penalty of 0.001 log(r)^2).
     """
     moved = (batch.logp.exp() - batch.logp_old.exp()).detach()  # (N, T)
     outside = torch.where(batch.adv > 0, moved > delta, moved < -delta)
@@ -496,9 +511,10 @@ def dppo(batch: Batch, delta: float = 0.2) -> Tensor:
 def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
     """dppo without the sign: a clip that is blind to it.
 
-    J = r A / tokens, but 0 if |p - p_old| > delta. prime-rl's loss of type "ipo", there called
-    "a symmetric trust region" (P: its source; its penalty of 0.001 log(r)^2 is left out).
+    J = r A / tokens, but 0 where p is further than delta from p_old.
     Shared token: cancels at any ratio. The clip is blind to the sign of A (C7).
+    Source: prime-rl (P: its loss of type "ipo", there "a symmetric trust region"; left out is
+    its penalty of 0.001 log(r)^2).
     """
     outside = (batch.logp.exp() - batch.logp_old.exp()).detach().abs() > delta  # (N, T)
     return -token_mean((token_ratio(batch) * batch.adv).masked_fill(outside, 0.0), batch)
@@ -510,8 +526,9 @@ def symmetric_trust(batch: Batch, delta: float = 0.1) -> Tensor:
 def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Tensor:
     """GRPO's surrogate averaged over all tokens: under Advantage Reweighting and Lopti.
 
-    J = min(r A, clip(r) A) / tokens. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens.
     Shared token: cancels inside the clip range. Outside it one side pushes alone (C6).
+    Source: AR/Lopti's code (P).
     """
     return -token_mean(clipped(batch, eps_low, eps_high), batch)
 
@@ -519,8 +536,9 @@ def token_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.24) -> Te
 def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """The same with NTHR's clip: the loss under its credit rules.
 
-    J = min(r A, clip(r) A) / tokens. NTHR sec. 2.2 (P; there over a group's tokens).
+    J = min(r A, clip(r) A) / tokens.
     Shared token: cancels inside the clip range. Not where the credit rule has softened a loser.
+    Source: NTHR sec. 2.2 (P; there over a group's tokens).
     """
     return token_grpo(batch, eps_low, eps_high)
 
@@ -528,8 +546,9 @@ def nthr_grpo(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tens
 def pos_only(batch: Batch, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
     """GRPO that learns from the better-than-average answers only: NTHR's control.
 
-    J = min(r A+, clip(r) A+) / tokens. A+ = max(A, 0). NTHR sec. 2.2 (P).
+    J = min(r A+, clip(r) A+) / tokens. A+ = max(A, 0).
     Shared token: never cancels. Nothing stands against the winners.
+    Source: NTHR sec. 2.2 (P).
     """
     return token_grpo(replace(batch, adv=batch.adv.clamp(min=0)), eps_low, eps_high)
 
@@ -539,10 +558,10 @@ def lopti_low(
 ) -> Tensor:
     """Lopti's first pass: the improbable tokens alone, divided by the number of all tokens.
 
-    J = min(r A, clip(r) A) / tokens where pi_old < eta. AR/Lopti's code (P).
-    eta 0.5 is that of ar-lopti. Alone, the code's scripts take 0.4.
+    J = min(r A, clip(r) A) / tokens where pi_old < eta.
     Shared token: cancels inside the clip range. All its visitors have one pi_old, so they are in
     the same pass.
+    Source: AR/Lopti's code (P; eta 0.5 is that of ar-lopti; alone, its scripts take 0.4).
     """
     return _lopti(batch, batch.logp_old.exp() < eta, eps_low, eps_high)
 
@@ -552,9 +571,10 @@ def lopti_high(
 ) -> Tensor:
     """Lopti's second pass: the other tokens, from the parameters that the first pass has left.
 
-    J = min(r A, clip(r) A) / tokens where pi_old >= eta. AR/Lopti's code (P).
+    J = min(r A, clip(r) A) / tokens where pi_old >= eta.
     Shared token: cancels inside the clip range. It can be left in every update, because r has moved
     since pi_old.
+    Source: AR/Lopti's code (P).
     """
     return _lopti(batch, batch.logp_old.exp() >= eta, eps_low, eps_high)
 
@@ -597,8 +617,9 @@ class OldPolicy:
 def advantage_reweighting(adv: Tensor, old: OldPolicy, alpha: float = 0.3) -> Tensor:
     """Shrink the advantage of improbable tokens, whose gradients are the largest.
 
-    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. AR/Lopti Eq. 4 (P). alpha 0.3 is that of ar-lopti.
-    Shared token: one factor for all its visitors. So what cancelled still does.
+    A_{i,t} = (alpha pi_old + 1 - alpha) A_i. alpha 0.3 is that of ar-lopti.
+    Shared token: one factor for all who share it. So what cancelled still does.
+    Source: AR/Lopti Eq. 4 (P).
     (N, T), OldPolicy -> (N, T). Raises ValueError for an alpha outside 0 to 1.
     """
     if not 0 <= alpha <= 1:
@@ -616,11 +637,12 @@ def nthr(
     """Soften the penalty on the tokens of wrong answers that push the correct ones down.
 
     A_{j,k} = eta A_j where A_j < 0 and s_{j,k} > tau = beta min_i mean_k s_{i,k}, i over the
-    correct answers. NTHR 5.2 (P). s is llm/neighbours.nthr_scores; of a correct answer it leaves
-    out that answer itself, unless self_term. eta is 2|0.5 - p| if it is not given (App. 7.3, P),
-    p the group's share of correct answers.
-    Shared token: softened losers no longer outweigh winners. (N, T), OldPolicy -> (N, T).
-    Raises ValueError without scores.
+    correct answers. s is llm/neighbours.nthr_scores; of a correct answer it leaves out that answer
+    itself, unless self_term. If eta is not given, it is 2|0.5 - p| (App. 7.3, P), p the share of
+    correct answers in the group.
+    Shared token: does not cancel where losers are softened.
+    Source: NTHR sec. 5.2 (P).
+    (N, T), OldPolicy -> (N, T). Raises ValueError without scores.
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
     return torch.where(selected, nthr_factor(old, eta) * adv, adv)
@@ -635,8 +657,9 @@ def nthr_random(
 ) -> Tensor:
     """NTHR's control: soften as many tokens of each wrong answer as nthr selects, but any.
 
-    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. NTHR (P); the same eta as
-    nthr's is ours. Arguments as for nthr. Shared token: softened losers no longer outweigh winners.
+    A_{j,k} = eta A_j on tokens drawn at random among those of the answer. Arguments as for nthr.
+    Shared token: does not cancel where losers are softened.
+    Source: NTHR (P; the same eta as nthr's is ours).
     (N, T), OldPolicy -> (N, T).
     """
     selected = nthr_selected(old, beta, self_term) & (adv < 0)
@@ -674,10 +697,11 @@ def ibpo(adv: Tensor, old: OldPolicy, reading: Reading = "sign") -> Tensor:
     """Blame a repaired answer for what its correction changed, or praise it for what was kept.
 
     A_{i,t} = m_{i,t} A'_i, m = 1[kept] if A'_i > 0, 1[changed] if A'_i < 0, 1 if not repaired.
-    A' comes from shaped_rewards. IBPO (S). This reading, "sign", is ours (D): a repaired answer
-    never rewards what its correction changed, or blames what it kept. "changed", 1[changed] for
-    both signs, is the literal reading of the best source, and can reward the mistake (I3).
+    A' comes from shaped_rewards. This reading, "sign", is ours (D): a repaired answer never rewards
+    what its correction changed, or blames what it kept. "changed", 1[changed] for both signs, is
+    the literal reading of the best source, and can reward the mistake (I3).
     Shared token: a repaired answer may drop out of the sum. That is the purpose.
+    Source: IBPO (S).
     (N, T), OldPolicy -> (N, T). Raises ValueError for another reading, and without corrections.
     """
     if reading not in get_args(Reading):
@@ -775,17 +799,22 @@ class Method:
         return "; then ".join(said(loss, "J = ") for loss in self.passes)
 
     @property
+    def source(self) -> str:
+        """The paper or the trainer, from a docstring."""
+        return said(self.credit or self.passes[0], "Source: ", end=" (")
+
+    @property
     def cancels(self) -> str:
         """Whether pushes on a token that the whole group shares cancel, from the docstrings."""
         made_of = [self.passes[0], self.credit] if self.credit else [self.passes[0]]
         return "; ".join(said(function, "Shared token: ") for function in made_of)
 
 
-def said(function: Callable, start: str) -> str:
-    """What a docstring says behind `start`, to the end of the sentence."""
+def said(function: Callable, start: str, end: str = ". ") -> str:
+    """What a docstring says between `start` and `end`."""
     function = getattr(function, "func", function)  # of a partial, which `bind` makes
     text = " ".join(inspect.getdoc(function).split()) + " "
-    return text.partition(start)[2].partition(". ")[0]
+    return text.partition(start)[2].partition(end)[0]
 
 
 METHODS: dict[str, Method] = {
@@ -883,12 +912,18 @@ r, s  r = pi / pi_old of a token; s: its geometric mean over the answer
 clip  clip(r): r, but at least 1 - eps_low and at most 1 + eps_high
 sg    stop-gradient: what is in brackets counts as a constant
 
-The last column says when the pushes on a token that the whole group shares cancel.
+The fourth column says when the pushes on a token that the whole group shares cancel.
 """
 
-if __name__ == "__main__":
-    print(LEGEND)
-    print(f"{'--method':22} {'A':27} {'J':60} pushes on a shared token")
+
+def table() -> str:
+    """METHODS as a table in Markdown, which README.md shows."""
+    lines = ["| method | A | J | pushes on a shared token | source |", "|---|---|---|---|---|"]
     for name, method in METHODS.items():
         adv = method.scale + (f" + {method.credit.__name__}" if method.credit else "")
-        print(f"{name:22} {adv:27} {method.formula:60} {method.cancels}")
+        lines.append(f"| {name} | {adv} | {method.formula} | {method.cancels} | {method.source} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(f"{LEGEND}\n{table()}")

@@ -2,12 +2,15 @@
 
     python train.py                        a tiny model learns to add, on a CPU, in half a minute
     python train.py --method dfpo-min      any method of losses.py
+    python train.py --task sums            SmolLM2-135M-Instruct learns sums, on a CPU
     python train.py --task gsm8k           Qwen2.5-0.5B-Instruct on GSM8K, on one GPU
     python train.py --resume runs/NAME     a run that was interrupted or killed
 
 A policy answers each prompt several times. Only whole answers are rewarded, and every answer is
 compared with the others to its prompt. A loss of losses.py says what that means for each token. A
 *step* samples a batch of answers, the rollout, and makes several *updates* of the weights from it.
+By default the loss is grpo, and a step has 32 prompts, G = 8 answers to each, and 4 updates, each
+from another 64 of the 256 answers.
 
 toy/plain.py is the same algorithm, one answer at a time. Read it first, and then the upper half of
 losses.py. What this file adds:
@@ -15,12 +18,14 @@ losses.py. What this file adds:
 - Many answers go through the model together. That takes padding, a mask, and a cache of what the
   model has read.
 - Any loss can take the place of GRPO's.
-- The backward pass takes as many answers at a time as fit into memory.
-- Runs have flags, checkpoints and evaluations. These stand below the ruled line, where the lecture
-  ends; config.group_size is the flag --group-size.
+- The backward pass takes micro_rows answers at a time, so that they fit into memory.
+- Runs have flags, checkpoints and evaluations. These stand below the double line, where the lecture
+  ends.
 
-Wherever they occur, policy is a Policy, rollout a Rollout, config a Config, method a losses.Method
-and task a toy.arithmetic.BaseTask.
+Wherever they occur: policy is a Policy, rollout a Rollout, task a toy.arithmetic.BaseTask. config
+has the flags, so config.group_size is --group-size. method is a losses.Method: its losses (passes,
+mostly one), the scale of its advantages, its hyperparameters, and perhaps a rule that changes the
+advantages of single tokens (credit).
 
 A default run needs train.py, losses.py and toy/arithmetic.py alone.
 """
@@ -58,15 +63,15 @@ import losses
 def run(config):
     method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
-    encode(policy, task, task.train + task.test, config)  # what is wrong with a prompt is said now
+    encode(policy, task, task.train + task.test, config)  # a bad prompt fails here, not in step 50
     optimizer = adamw(policy.model, config.lr)
-    # Where every answer is wrong, all rewards are equal and there is nothing to compare. So RL
-    # begins after some supervised steps. A resumed run begins with what was saved, and has already
-    # done some steps.
+    # Where every answer is wrong, all rewards are equal and there is nothing to compare. So a model
+    # from scratch first makes some supervised steps. A resumed run begins with what was saved, and
+    # has done some of its steps.
     done = warm_start_or_resume(policy, optimizer, task, method, config)
     reference = None
     if method.hyper.get("kl"):  # a KL term compares with the policy that RL started from
-        reference = load_policy(config, task, start_of(config))
+        reference = load_policy(config, task, path_of_start(config))
     batches = prompt_batches(task, config)
 
     todo = range(done + 1, config.steps + 1)
@@ -78,10 +83,10 @@ def run(config):
         # how probable they were.
         score(policy, reference, rollout, method, config)
         more = {}
-        if method.credit:  # some neighbouring papers give each token an advantage of its own
+        if method.credit:  # NTHR, AR and IBPO give each token an advantage of its own
             more = reshape_credit(policy, task, rollout, method, step, config)
-        # 3. Several updates, each from a part of the rollout: log-probs now -> loss -> push of each
-        # token -> gradient -> weights.
+        # 3. Several updates, each from a part of the rollout: current log-probs -> loss -> push of
+        # each token -> gradient -> weights.
         updates = learn(policy, optimizer, rollout, method, step, config)
         metrics = diagnose(policy, rollout, updates, step, config) | more
         metrics["tokens_per_s"] = metrics["generated"] / (time.perf_counter() - began)
@@ -119,7 +124,7 @@ class Policy:
 
 @dataclass(eq=False)  # == would compare tensors
 class Rollout:
-    """N answers of at most T tokens. The G answers to one prompt stand one below the other.
+    """N answers, in T columns. The G answers to one prompt stand one below the other.
 
     Two rows as text, with . for EOS and _ for padding:
 
@@ -131,10 +136,10 @@ class Rollout:
     items: list  # N problems
     texts: list[str]  # N
     prompts: Tensor  # (N, W) ids; -1 is padding, on the left, so that all answers begin in line
-    tokens: Tensor  # (N, T) ids
-    mask: Tensor  # (N, T) bool, True up to and including the first EOS
+    tokens: Tensor  # (N, T) ids; 0 is padding, too, so look at the mask
+    mask: Tensor  # (N, T) bool, True up to and including the first EOS, or to the end
     sampled: Tensor  # (N, T) log pi of the tokens, as the sampler computed them; 0 on padding
-    entropy: Tensor  # (N, T) of the distribution that a token was drawn from, in nats
+    entropy: Tensor  # (N, T) of what a token was drawn from, in nats; only logged
     rewards: Tensor  # (N,) floats; 1 = correct
     # What `score` adds:
     adv: Tensor | None = None  # (N, T) the advantage of each token
@@ -167,13 +172,14 @@ def sample(policy, task, items: list, step, config) -> Rollout:
 def ask(policy, task, items: list, config, temperature, gen) -> Rollout:
     """One answer to each problem, and its reward. A temperature of 0 is greedy."""
     prompts = encode(policy, task, items, config)  # (N, W)
-    sampled = policy.sampler(policy, prompts, config.max_tokens, temperature, gen)
-    tokens, mask, logp, entropy = sampled  # (N, T) each
-    # task.reward reads the text without its EOS. Other special tokens stay visible to it.
+    # All at once: sampling keeps no graph, and logits of one column only.
+    drawn = policy.sampler(policy, prompts, config.max_tokens, temperature, gen)
+    tokens, mask, logp, entropy = drawn  # (N, T) each
+    # The reward is that of the text without its EOS.
     shown = (mask & ~torch.isin(tokens, policy.eos)).cpu()
     ids = [row[keep].tolist() for row, keep in zip(tokens.cpu(), shown, strict=True)]
     texts = policy.tokenizer.batch_decode(ids)
-    # A reward stands at the end of an answer; no token in between is judged by itself.
+    # task.reward judges whole answers, no token by itself; `reward_of` checks that it is a number.
     rewards = [reward_of(task, text, item) for text, item in zip(texts, items, strict=True)]
     rewards = torch.tensor(rewards, device=prompts.device)  # (N,)
     return Rollout(items, texts, prompts, tokens, mask, logp, entropy, rewards)
@@ -187,7 +193,7 @@ def generate(
 
     Nothing but the temperature shapes the distribution, whatever the model's own generation config
     says: no top-k, no top-p, no penalty. Returns tokens, mask, log-probs and entropies, (N, T)
-    each. Of a greedy answer the last two are at temperature 1.
+    each. Log-probs and entropies of a greedy answer are those at temperature 1.
     """
     n, device = len(prompts), prompts.device
     # Each row has random numbers of its own, whatever the other rows are.
@@ -216,12 +222,13 @@ def generate(
         entropy = -(logp.exp() * logp).sum(1)  # (N,)
         # An EOS counts, and what follows it does not. So the mask is `alive` before its update:
         #     token  a . _      mask  1 1 0      with . for EOS and _ for what comes after it
-        # A row that has ended still goes through the model, until all have, but nothing sees it.
+        # A row that has ended still goes through the model, until all have, but nobody reads it.
         columns.append((token, alive, taken, entropy))
         inputs, seen = token[:, None], torch.cat([seen, alive[:, None]], 1)
         alive = alive & ~torch.isin(token, policy.eos)
         if not alive.any():
             break
+    # From T columns of four things to four tensors of T columns.
     tokens, mask, logps, entropies = (torch.stack(x, 1) for x in zip(*columns, strict=True))
     return tokens * mask, mask, logps.masked_fill(~mask, 0.0), entropies.masked_fill(~mask, 0.0)
 
@@ -234,7 +241,7 @@ def draw(logp: Tensor, uniform: Tensor) -> Tensor:
     """
     cdf = logp.double().exp().cumsum(-1)  # (n, V); fp32 sums of a large vocabulary are too coarse
     token = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(1)
-    return token.clamp(max=logp.shape[1] - 1)
+    return token.clamp(max=logp.shape[1] - 1)  # rounding may lead past the last one
 
 
 # -------------------------------------------------------------------------------------------------
@@ -246,14 +253,17 @@ def score(policy, reference, rollout, method, config):
     """Add to a rollout the advantages and the old log-probs; for a KL term the reference's, too."""
     scale = config.scale or method.scale
     advantages = losses.group_advantages(rollout.rewards, config.group_size, scale)  # (N,)
-    # Only the end of an answer is rewarded, so each of its tokens gets the whole advantage.
+    # The reward comes at the end, and every token has led there, so each gets the whole advantage.
     rollout.adv = advantages[:, None].expand_as(rollout.mask)  # (N, T)
     # A ratio divides how probable a token is now by how probable it was. The sampler knows the
-    # latter. But it reads token by token and rounds differently from `log_probs`, so with its
-    # numbers ratios would differ from 1 before anything is learnt. That is why the answers are
-    # read once more, unless nothing will be compared: in a single update all ratios are 1.
-    compared = reference or config.epochs * config.minibatches * len(method.passes) > 1
-    rollout.old = log_probs_in_pieces(policy, rollout, config) if compared else rollout.sampled
+    # latter. But it reads token by token and rounds a little differently from `log_probs`, so with
+    # its numbers ratios would differ from 1 before anything is learnt. So the answers are read once
+    # more, by `log_probs`. There is one exception. In the first update of a step, `learn` takes the
+    # old log-probs for the current ones, because nothing has changed yet. If there is no other
+    # update, and no reference to compare with, the sampler's numbers do as well.
+    n_updates = config.epochs * config.minibatches * len(method.passes)
+    once = n_updates == 1 and reference is None
+    rollout.old = rollout.sampled if once else log_probs_in_pieces(policy, rollout, config)
     if reference:
         rollout.ref = log_probs_in_pieces(reference, rollout, config)
 
@@ -265,21 +275,22 @@ def log_probs(policy, rollout, temperature) -> Tensor:
     position = (seen.cumsum(1) - 1).clamp(min=0)
     with policy.autocast():
         logits = policy.model(
-            ids[:, :-1],  # a position predicts the next token; after the last one there is none
+            ids[:, :-1],  # the output at a token predicts the next one, and the last has none
             attention_mask=seen[:, :-1],
             position_ids=position[:, :-1],
             use_cache=False,
-            logits_to_keep=rollout.tokens.shape[1],
+            logits_to_keep=rollout.tokens.shape[1],  # those that predict the answers
         ).logits  # (N, T, V)
     # The temperature belongs in here: the policy that is trained is the one that was sampled. It
-    # divides in place, because with a large vocabulary each copy takes gigabytes.
+    # divides in place, because with a large vocabulary each copy takes gigabytes. Nobody needs the
+    # logits themselves again, so that is safe.
     logp = logits.float().div_(temperature).log_softmax(-1)
     return logp.gather(2, rollout.tokens[..., None]).squeeze(2).masked_fill(~rollout.mask, 0.0)
 
 
 @torch.no_grad()
 def log_probs_in_pieces(policy, rollout, config) -> Tensor:
-    """The same as numbers, without a graph, of as many answers at once as fit into memory."""
+    """The same as plain numbers, without a graph. The model gets micro_rows answers at a time."""
     pieces = rollout.split(config.micro_rows)
     return torch.cat([policy.scorer(policy, piece, config.temperature) for piece in pieces])
 
@@ -297,7 +308,7 @@ def minibatches(rollout, method, step, config) -> Iterator[tuple[Callable, Rollo
     groups = torch.arange(len(rollout.items)).view(-1, config.group_size)  # rows of each group
     for _ in range(config.epochs):
         order = torch.randperm(len(groups), generator=gen).view(config.minibatches, -1)
-        for loss_fn in method.passes:  # one loss; only Lopti has two
+        for loss_fn in method.passes:  # one loss; the paper Lopti has two
             for chosen in order:
                 yield loss_fn, rollout.of(groups[chosen].flatten())
 
@@ -305,9 +316,13 @@ def minibatches(rollout, method, step, config) -> Iterator[tuple[Callable, Rollo
 def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, float]]:
     """Log-probs -> loss -> pushes -> gradient -> weights, once for each minibatch.
 
-    By default 4 times, each on another 64 of the 256 answers. From the second time on the weights
-    have moved, so ratios are no longer 1, although these answers are learnt from for the first
-    time. Returns what is to be logged of each update.
+    The graph of a minibatch, 64 answers by default, need not fit into memory. So each update has
+    three parts: (a) the log-probs, without a graph; (b) the loss of these numbers, and dLoss/dlogp;
+    (c) the model again, with a graph, a few answers at a time. One forward pass more is the price.
+
+    In all but the first update the weights have moved since the answers were sampled: other answers
+    have moved them. So ratios are no longer 1, although by default each answer is learnt from once.
+    Returns what is to be logged of each update.
     """
     decay = 1 - (step - 1) / config.steps if config.schedule == "linear" else 1.0
     for parameters in optimizer.param_groups:
@@ -315,9 +330,11 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
 
     updates = []
     for loss_fn, part in minibatches(rollout, method, step, config):
-        # How probable the n answers are now. Before the first update nothing has changed, so they
-        # are as probable as they were, and all ratios are exactly 1.
-        logp = log_probs_in_pieces(policy, part, config) if updates else part.old.clone()  # (n, T)
+        # (a) How probable the n answers of the minibatch are now. Before the first update they are
+        # as probable as they were, so the old numbers are taken, and all ratios are exactly 1. (As
+        # a copy, because only the log-probs of now get a gradient.)
+        first = not updates
+        logp = part.old.clone() if first else log_probs_in_pieces(policy, part, config)  # (n, T)
         batch = losses.Batch(
             logp=logp.requires_grad_(),
             logp_old=part.old,
@@ -327,38 +344,49 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
             max_tokens=config.max_tokens,
             logp_ref=part.ref,
         )
+        # (b) A loss sees nothing of the model but the log-probs. So backward stops there and leaves
+        # dLoss/dlogp in logp.grad, (n, T). Times -n that is the push of toy/plain.py: how hard a
+        # token is lifted.
         loss = loss_fn(batch)
-        if config.prefix_baseline:  # a loss whose pushes are this one's minus the baseline
+        if config.prefix_baseline:
+            # toy/plain.py's subtract_baseline for any loss: it finds the pushes of this loss, takes
+            # from each the mean push of the answers that share the prefix, which `nodes` tells, and
+            # returns a scalar that has the new pushes.
             nodes = losses.prefix_nodes(part.tokens, part.mask, config.group_size)  # (n, T)
             loss = losses.prefix_baseline(loss, batch, nodes)
-        # A loss sees nothing of the model but these log-probs, which came without a graph. So
-        # backward stops at them, and leaves dLoss/dlogp in logp.grad. That times -n is the push of
-        # toy/plain.py: how hard the loss lifts a token.
         loss.backward()
-        # From there the chain rule leads to the weights. The slopes are plain numbers by now,
-        # whatever the loss has compared to find them. So each answer adds a part of its own to the
-        # gradient, and the answers go through the model, this time with a graph, as many at once
-        # as fit into memory. Answers without any push would add nothing, and are left out: those
-        # of a group with equal rewards, for example.
+        # (c) By the chain rule the gradient of the weights is a sum over all tokens: dLoss/dlogp
+        # times the gradient of the token's log-prob. A loss may compare answers, but by now
+        # dLoss/dlogp is a plain number for each token, so every answer adds a part of its own.
+        # Answers without any push add nothing, and are left out. (Without a KL term, the answers of
+        # a group with equal rewards are among them.)
         pushed = logp.grad.any(1).nonzero().squeeze(1)  # the rows that have a push
         optimizer.zero_grad()
-        gap = torch.zeros((), device=logp.device)
+        gaps = []
         for i in range(0, len(pushed), config.micro_rows):
             rows = pushed[i : i + config.micro_rows]
             piece = part.of(rows)
-            now = policy.scorer(policy, piece, config.temperature)  # the numbers of logp again
+            now = policy.scorer(policy, piece, config.temperature)  # (rows, T) with a graph
+            # The gradient of (logp.grad[rows] * now).sum(), which is toy/plain.py's push @ logp
+            # divided by -n. It is added to that of the pieces before.
             now.backward(logp.grad[rows])
-            gap = torch.maximum(gap, (now.detach() - piece.sampled).abs().max())
-        if not updates:  # nothing is learnt yet, so the sampler should have had the same numbers
-            check_gap(gap.item(), step, config.temperature, logp.device)
+            if first:  # nothing is learnt yet. If the sampler differs by more than rounding, stop
+                gaps.append(check_gap(now.detach() - piece.sampled, step, config.temperature))
         norm = clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
         check_finite(f"step {step}", loss.item(), norm)
         if len(pushed):  # else nothing is learnt, and momentum alone must not move the weights
             optimizer.step()
-        far = ((logp - part.old).exp() - 1).abs() > 0.2  # (n, T) what PPO's usual clip would touch
-        share = (far.sum() / part.mask.sum()).item()
-        log = {"loss": loss.item(), "grad_norm": norm, "clip_share": share, "gap": gap.item()}
-        updates.append(log)
+
+        # What is logged. clip_share is the share of ratios beyond PPO's usual clip, 1 +- .2.
+        far = ((logp - part.old).exp() - 1).abs() > 0.2  # (n, T)
+        updates.append(
+            {
+                "loss": loss.item(),
+                "grad_norm": norm,
+                "clip_share": (far.sum() / part.mask.sum()).item(),
+                "max_logp_gap": max(gaps, default=0.0),
+            }
+        )
     return updates
 
 
@@ -403,7 +431,7 @@ class Config:
     grad_clip: float = flag(1.0, "largest gradient norm")
 
     # Who learns what.
-    task: str = flag("arithmetic", "arithmetic, gsm8k, or a file of yours with a class Task")
+    task: str = flag("arithmetic", "arithmetic, sums, gsm8k, or a file of yours with a class Task")
     data: str = flag("", "directory with GSM8K's train.jsonl and test.jsonl; empty: the hub")
     model: str = flag("scratch", "scratch, or a directory or hub id of a causal LM")
     layers: int = flag(1, "layers of the scratch model")
@@ -427,20 +455,30 @@ class Config:
     resume: str = flag("", "a run directory to go on with; takes no other flag")
 
 
+# Where the defaults of other tasks differ. Their models are trained already.
+CHAT = {"warm_steps": 0, "minibatches": 1, "threads": 0, "fast": True}
+SUMS = {
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "steps": 20,
+    "prompts": 8,
+    "max_tokens": 24,
+    "micro_rows": 16,
+    "lr": 1e-5,
+    "schedule": "constant",
+    "eval_every": 10,
+    "eval_items": 100,
+    "eval_samples": 2,
+}
 GSM8K = {
     "model": "Qwen/Qwen2.5-0.5B-Instruct",
-    "warm_steps": 0,
     "steps": 200,
     "prompts": 16,
     "max_tokens": 512,
-    "minibatches": 1,
     "micro_rows": 4,
     "lr": 1e-6,
     "eval_samples": 1,
-    "threads": 0,
-    "fast": True,
 }
-PRESETS = {"gsm8k": GSM8K}
+PRESETS = {"sums": CHAT | SUMS, "gsm8k": CHAT | GSM8K}
 
 
 class UserError(ValueError):
@@ -548,7 +586,7 @@ def diagnose(policy, rollout, updates: list[dict], step, config):
         "truncated": 1 - ended.float().mean(),
         "generated": tokens,
         "entropy": rollout.entropy.sum() / tokens,
-        "max_logp_gap": updates[0]["gap"],  # of sampler and scorer, before anything is learnt
+        "max_logp_gap": updates[0]["max_logp_gap"],  # of sampler and scorer, before any learning
     }
     for key in ("loss", "grad_norm", "clip_share"):  # clipped: a ratio further than .2 from 1
         metrics[key] = fmean(update[key] for update in updates)
@@ -650,20 +688,20 @@ def warm_start(policy, task, method, config):
 # checks: where a wrong number would look right
 
 
-def check_gap(gap: float, step, temperature, device: torch.device):
-    """Sampler and scorer are one policy, so their log-probs differ by rounding alone.
+def check_gap(difference: Tensor, step, temperature) -> float:
+    """The largest difference between the sampler's and the scorer's log-probs, in nats.
 
-    On a CPU, in fp32, rounding is small, and more than that ends the run. On a GPU bf16 rounds by
-    the shape of a batch: a large gap is worth a warning, and only a nan is surely wrong. Log-probs
-    at a low temperature are larger, and so is their rounding.
+    They are one policy, and differ by rounding alone. On a CPU, in fp32, that is little, and more
+    ends the run. On a GPU bf16 rounds by the shape of a batch: a large gap is worth a warning, and
+    only a nan is surely wrong. Log-probs at a low temperature are larger, and so is their rounding.
     """
-    on_cpu = device.type == "cpu"
-    if gap * min(1.0, temperature) <= (1e-3 if on_cpu else 3.0):
-        return
-    said = f"step {step}: scored and sampled log-probs differ by {gap:.3g} nats"
-    if on_cpu or math.isnan(gap):
-        raise UserError(f"{said}, which is more than rounding; no update was made")
-    tqdm.write(f"warning: {said}")
+    gap, on_cpu = difference.abs().max().item(), difference.device.type == "cpu"
+    if not gap * min(1.0, temperature) <= (1e-3 if on_cpu else 3.0):  # a nan, too
+        said = f"step {step}: scored and sampled log-probs differ by {gap:.3g} nats"
+        if on_cpu or math.isnan(gap):
+            raise UserError(f"{said}, which is more than rounding; no update was made")
+        tqdm.write(f"warning: {said}")
+    return gap
 
 
 def check_finite(when: str, *numbers: float):
@@ -701,6 +739,10 @@ def load_task(config):
         from toy.arithmetic import Arithmetic
 
         task = Arithmetic()
+    elif config.task == "sums":
+        from llm.sums import Sums
+
+        task = Sums()
     elif config.task == "gsm8k":
         from llm.gsm8k import GSM8K
 
@@ -797,7 +839,8 @@ def load_policy(config, task, path: str) -> Policy:
     else:
         if Path(path, "adapter_config.json").exists():
             raise UserError(f"--model {path} is an adapter; merge it into its model first")
-        with blame(f"--model {path} (a directory or a hub id)", Exception):  # of many classes
+        ways = "a directory or a hub id" + "; make real builds one" * (path == SUMS["model"])
+        with blame(f"--model {path} ({ways})", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, output_loading_info=True
@@ -808,6 +851,8 @@ def load_policy(config, task, path: str) -> Policy:
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
         if frozen:
             raise UserError(f"--model {path}: {frozen[0]} cannot learn; is the model quantised?")
+        if path == config.model and tokenizer.chat_template is None:
+            print(f"--model {path} has no chat template, so prompts are plain text")
     ends = model.generation_config.eos_token_id  # one id, a list or None; the tokenizer has one
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     ends |= turn_end(tokenizer)
@@ -880,7 +925,7 @@ def compare(policy, task, config):
         raise ValueError(f"its log-probs differ by {gap:.3g} nats from the plain ones")
 
 
-def start_of(config) -> str:
+def path_of_start(config) -> str:
     """Where the policy is that RL started from."""
     return f"{config.out}/start" if config.warm_steps else config.model
 

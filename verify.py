@@ -138,8 +138,8 @@ def show_table(lines: list[list]) -> None:
 
 
 def sections(page: str, level: str) -> dict[str, str]:
-    """The sections of a page in claims/, by their titles; level: ## or ###."""
-    _, *parts = (CLAIMS_FOLDER / page).read_text().split(f"\n{level} ")
+    """The sections of a page, whose path begins in claims/, by their titles; level: ## or ###."""
+    _, *parts = (CLAIMS_FOLDER / page).read_text("utf-8").split(f"\n{level} ")
     pairs = (part.partition("\n## ")[0].partition("\n") for part in parts)
     return {title: text.strip() for title, _, text in pairs}
 
@@ -159,7 +159,7 @@ def look_up(word: str) -> list[str]:
     """The questions with this word in their title, or else in their answer; then the claims that
     name it, or a function of the method of that name."""
     pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
-    asked = sections("questions.md", "###")
+    asked = sections("../TROUBLESHOOTING.md", "###")
     found = [title for title in asked if pattern.search(title)]
     found = found or [title for title in asked if pattern.search(asked[title])]
     names = {word.replace("-", "_"), *functions_of(word)}

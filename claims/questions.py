@@ -1,6 +1,6 @@
 """Q1 and Q4: what people ask about the numbers of a run.
 
-The answers in words stand in claims/questions.md, "Questions people ask".
+The answers in words stand in TROUBLESHOOTING.md.
 """
 
 from __future__ import annotations

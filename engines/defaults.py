@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-ROWS = json.loads((Path(__file__).parent / "defaults.json").read_text())
+ROWS = json.loads((Path(__file__).parent / "defaults.json").read_text("utf-8"))
 SETTINGS = [key for key, value in ROWS[0].items() if isinstance(value, dict)]
 
 

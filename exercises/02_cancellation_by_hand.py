@@ -11,10 +11,10 @@ token-factorised objective without length normaliser and clip is
     J = (1/G) sum_i sum_t r_{i,t} A_i        r_{i,t}: the ratio of token t of answer i
 
 What factor stands before grad log pi(a|h) of the shared token in grad J? Write it for any
-advantages, also for some that do not sum to 0. When is it 0? (After a PASS you can compare.)
+advantages, even if they do not sum to 0. When is it 0? (After a PASS you can compare.)
 
-**Hint:** only the terms of that token have this gradient: one for each of the G answers. Add them
-up. And grad r = r grad log pi.
+**Hint:** each of the G answers has one term with this gradient. Add up the G terms. Use
+grad r = r grad log pi.
 
 **Grade it:** `make exercise N=2`
 """

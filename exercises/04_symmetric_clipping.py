@@ -18,7 +18,7 @@ A Batch has `logp`, `logp_old`, `adv` (all (N, T)), `mask` (N, T) bool, `group_s
 the mask is False, `adv` is 0, but the log-probs are garbage. So mask the log-ratio *before* exp:
 otherwise a padded 1e4 becomes inf, and 0 * inf is nan in the backward pass.
 
-A batch may have no token at all. Its loss is a tensor, too: 0, with the gradient 0.
+A batch may have no token at all. Its loss is a tensor with the value 0 and the gradient 0.
 
 You are graded on the loss, and on its push c = -N dLoss/dlogp at every token.
 

@@ -11,7 +11,7 @@ another mechanism, and GSPO's ratio of a whole answer is one more: exercise 6.)
 (At r = 1 this has the gradient of r A: grad r = r grad log pi = grad log pi.)
 
 What is left at a token that all G answers share, as the factor before grad log pi? Write it for any
-advantages, also for some that do not sum to 0. Then look at advantages that do: when is it 0?
+advantages, even if they do not sum to 0. Then look at advantages that do: when is it 0?
 
 **Hint:** it is exercise 2 with a weight of its own for every answer.
 

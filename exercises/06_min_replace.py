@@ -9,8 +9,8 @@ Eq. 17) gives the whole group one weight, the smallest:
     w~_i = min_j w_j
 
 `w` and `adv` are (P, G), a row per group, and so is the result. It is a stop-gradient weight:
-return it detached. Otherwise the loss would also learn to move the smallest ratio, and a push would
-be left at the shared token again.
+return it detached. Otherwise the loss would also learn to move the smallest ratio, and this would
+leave a push at the shared token again.
 
 **Hint:** one line. `adv` is there so that the two transforms can be exchanged.
 

@@ -17,9 +17,9 @@ the advantages 1, 1, -1, -1, and let the first and the third answer share such a
 advantages cancel. Give four weights for which the two pushes w~ A do not: the size of their sum
 must exceed 0.1.
 
-**Hint** for b): the pair is left with w~_1 - w~_3, so its two w~ must differ. Make one of its weights
-much larger than all others. The correction is spread over all four answers, so it does not mend the
-pair.
+**Hint** for b): the pair is left with w~_1 - w~_3, so its two w~ must differ. Make one of its
+weights much larger than all others. The correction is spread over all four answers, so it does not
+mend the pair.
 
 **Grade it:** `make exercise N=7`
 """

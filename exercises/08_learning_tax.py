@@ -11,9 +11,9 @@ answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the node gets
 
     sum_{S_v} c_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax
 
-The credit says how much more than the group the visitors earned. That is the luck or merit of all
-their tokens so far, not of the last one alone. At a token that the whole group shares it is 0. The
-tax is there because the weights differ: with equal weights it is 0. The result is
+The credit says how much more the visitors earned than the group did. All their tokens so far have
+a part in it, by luck or merit, not only the last one. At a token that the whole group shares, the
+credit is 0. The tax comes from unequal weights: with equal weights it is 0. The result is
 
     sum_v |tax_v| / sum_v sum_{S_v} |c_i|        over the nodes v with at least two visitors
 

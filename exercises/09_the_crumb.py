@@ -9,14 +9,14 @@ example for its format: a crumb. A rare way earns 1 with chance 0.45, and 0 othe
 The way is rare, so at most one answer of a group takes it. The other G - 1 earn the crumb. A is
 that of exercise 1, without the 1e-4. Equal rewards give 0.
 
-**a)** What is A of this lone answer with the scale "std", if it earns `reward`? (Try 1, 0 and 5
+**a)** What is A of this lone answer if it earns `reward` and the scale is "std"? (Try 1, 0 and 5
 with the crumb 0.1 and G = 8, and look at the sizes.)
 
 **b)** It earns 1 with `chance`, and 0 otherwise. The crumb is between 0 and 1. What A can it expect
 with the scale "std", and what with "mean"? Put in 0.45, 0.1 and 8. Above 0 the way grows.
 
 **c)** Give a crumb and a chance for which the rare way earns at least 20 times the crumb on
-average, while "std" pushes it down. G is 8.
+average, although "std" pushes it down. G is 8.
 
 **Hint:** for a): with d = reward - crumb, what is R - mean, and what is the std? For c): what does
 the sign of the first number in b) depend on, and what does it not depend on?

@@ -2,7 +2,7 @@
 """
 # 10. Why is the loss 0? (15 minutes)
 
-**Aim:** answer what users of GRPO ask most. The loss that is printed is 0, and yet the model
+**Aim:** answer what users of GRPO ask most. The trainer prints a loss of 0, and yet the model
 learns.
 
 Everything is on-policy here: all r are 1. No clip acts.
@@ -14,7 +14,7 @@ The loss is -J. All G answers share their first token. The push on a token is c 
 (So c has no 1/G: the G takes that of J away.)
 
 **a)** and **b)** Give two numbers: the value of the loss, and the sum of the G pushes c on the
-shared token. Write them for any advantages, also for some that do not sum to 0. Then look at
+shared token. Write them for any advantages, even if they do not sum to 0. Then look at
 rewards 1, 0, 1, 0 and lengths 4, 6, 3, 5. Which loss is 0 there, and which sum? (After a PASS you
 can compare.)
 

@@ -157,7 +157,7 @@ class Lesson:
 @functools.cache
 def read_lessons() -> dict[str, Lesson]:
     """The lesson of each function that has inputs."""
-    texts = json.loads((FOLDER / "mistakes.json").read_text())
+    texts = json.loads((FOLDER / "mistakes.json").read_text("utf-8"))
     lessons = {}
     for question in itertools.chain(*(exercise.questions for exercise in EXERCISES.values())):
         if question.function in texts:

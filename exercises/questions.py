@@ -213,16 +213,16 @@ def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) 
 # ---------------- 11. a baseline at every prefix
 
 
-def prefix_baseline(c: list[float], r: list[float]) -> list[float]:
+def prefix_baseline(c: list[float]) -> list[float]:
     """One prefix, at which all answers take a token, and an empty answer beside them."""
-    batch = start_alike([*r, 1.0], [*c, 0.0], [1] * len(c) + [0])
+    batch = start_alike(1.0, [*c, 0.0], [1] * len(c) + [0])
     loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
     return token_coefficients(loss, batch.logp)[:-1, 0].tolist()
 
 
-def expect_without_baseline(pi, pi_old, c) -> tuple[Tensor, float]:
+def expect_without_baseline(pi: list[float], c: list[float]) -> tuple[Tensor, float]:
     """The expected push of the loss as it was, without a sum over groups. C22: it is the same."""
-    push = numbers(pi_old) * numbers(c)
+    push = numbers(pi) * numbers(c)
     return push - numbers(pi) * push.sum(), 0.0
 
 
@@ -363,20 +363,17 @@ EXERCISES = {
         ),
     ),
     11: Exercise(
-        "What is taken away has the mean 0: the other answers are drawn without looking at this "
-        "one, and r grad log pi has the mean 0. So the expected push stays. The noise changes: "
-        "less where earlier tokens already explain much of the reward, often more elsewhere.",
+        "The pushes cancel because the c' sum to 0. The expected push stays because the other "
+        "answer is drawn without looking at this one, and grad log pi has the mean 0. Only the "
+        "noise changes. This needs a push that depends on its own answer alone. If you subtract "
+        "the group's mean from the rewards, it depends on the others, and the expected push moves.",
         "python verify.py --explain C22 C27",
         (
-            Question(
-                "prefix_baseline",
-                prefix_baseline,
-                lambda group: (group.values(), group.ratios()),
-            ),
+            Question("prefix_baseline", prefix_baseline, lambda group: (group.values(),)),
             Question(
                 "over_all_pairs",
                 expect_without_baseline,
-                lambda group: (group.chances(), group.chances(), group.values()),
+                lambda group: (group.chances(), group.values()),
             ),
         ),
     ),

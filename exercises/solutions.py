@@ -111,24 +111,24 @@ def dr_grpo_on_policy(advantages, lengths, budget):
     return -value / G, c
 
 
-def prefix_baseline(c, r):
+def prefix_baseline(c):
     n, new = len(c), []
     if n == 1:
         return c
     for i in range(n):
-        others = [c[j] / r[j] for j in range(n) if j != i]
-        new.append(c[i] - r[i] * sum(others) / len(others))
+        others = [c[j] for j in range(n) if j != i]
+        new.append(c[i] - sum(others) / len(others))
     return new
 
 
-def over_all_pairs(pi, pi_old, c):
-    K, r = len(pi), [p / q for p, q in zip(pi, pi_old)]
+def over_all_pairs(pi, c):
+    K = len(pi)
     push, left = [0.0] * K, 0.0
     for a, b in [(a, b) for a in range(K) for b in range(K)]:
-        x, y = c[a] - r[a] * c[b] / r[b], c[b] - r[b] * c[a] / r[a]
-        odds = pi_old[a] * pi_old[b] / 2
+        x, y = c[a] - c[b], c[b] - c[a]
+        chance = pi[a] * pi[b]
         if a == b:
             left = max(left, abs(x + y))
         for k in range(K):
-            push[k] += odds * (x * ((k == a) - pi[k]) + y * ((k == b) - pi[k]))
+            push[k] += chance * (x * ((k == a) - pi[k]) + y * ((k == b) - pi[k])) / 2
     return push, left

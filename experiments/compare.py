@@ -8,7 +8,8 @@ flag of train.py holds for all runs. Each run is a process of train.py, with a d
 and a log beside it. The same command goes on with what was cut off, and trains nothing twice.
 
 The seeds are --seed and those after it, --seeds of them. --runs trains nothing, and reads runs of
-train.py. --plot draws every run thinly, and the mean over seeds thickly.
+train.py. --plot draws the mean over seeds, in a band from the lowest seed to the highest. --curves
+says which numbers of metrics.jsonl it draws, and --title what stands above them.
 
 The table has the mean over seeds and half its 95 % interval (Student's t). Below stand the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
@@ -20,8 +21,6 @@ only one of them repairs) and the order of their prompts.
     Steps(0.8)    first step at which the mean of 5 steps is at least 0.8
     jitter        mean size of the second difference of the reward curve (our definition, because
                   that of DFPO's paper is not public)
-    drift         the toy's: how far the shares of the openers have moved from the start. It is half
-                  the sum of their changes' sizes; 0.3: 30 % of the answers open otherwise
 
 "none in 1 of 5" stands where one run of five has no such number, because it never got there.
 """
@@ -36,6 +35,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
 INCIDENTAL = ["seed", "out", "resume", "threads", "micro_rows", "fast"]
+CURVES = ["reward", "greedy", "entropy"]
 
 
 def main(argv: list[str] | None = None):
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--out", default="runs/compare")
     parser.add_argument("--runs", nargs="+", type=Path)
     parser.add_argument("--plot")
+    parser.add_argument("--curves", nargs="+", default=CURVES)
+    parser.add_argument("--title")
     options, shared = parser.parse_known_args(argv)
     seeds = range(options.seed, options.seed + options.seeds)
     folders = options.runs or train_all(options.method, seeds, shared, options.out)
@@ -69,7 +72,7 @@ def main(argv: list[str] | None = None):
     runs = read_runs(finished)
     print(make_tables(compute_outcomes(runs)))
     if options.plot:
-        draw(runs).savefig(options.plot)
+        draw(runs, options.curves, options.title).savefig(options.plot)
 
 
 # ---------------- making runs
@@ -78,9 +81,11 @@ def main(argv: list[str] | None = None):
 def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> list[Path]:
     """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
     commands = {}
+    # A number stands for the flags in a name, so that no run is taken for one with others. (All of
+    # them would be too long for the name of a file.)
+    flags_id = zlib.crc32(" ".join(shared).encode())
     for method, seed in itertools.product(methods, seeds):
-        # The name has all flags, so no run is taken for one that was made with others.
-        name = re.sub(r"[^\w.=]+", "-", " ".join([method, *shared, f"s{seed}"]))
+        name = re.sub(r"[^\w.=]+", "-", f"{method} {flags_id:08x} s{seed}")
         flags = [*shared, "--method", *shlex.split(method), "--seed", str(seed)]
         commands[Path(out, name)] = flags
     todo = [folder for folder in commands if not is_finished(folder)]
@@ -116,8 +121,6 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     for folder, config in zip(folders, configs, strict=True):
         settings = [f"{key} {config[key]}" for key in differing if config[key] not in ("", False)]
         lines = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
-        openers = lines.filter(regex="^opener ")
-        lines["drift"] = (openers - openers.iloc[0]).abs().sum(axis=1, min_count=1) / 2
         runs[", ".join([config["method"], *settings]), config["seed"]] = lines
     return runs
 
@@ -126,16 +129,15 @@ def compute_outcomes(runs: dict[tuple[str, int], pd.DataFrame]) -> pd.DataFrame:
     """What each run came to: a row for each method and seed."""
     outcomes = {}
     for run, lines in runs.items():
-        reward, last = lines["reward"], lines.iloc[-1]  # step 0 has no reward
+        reward = lines["reward"]  # step 0 has none
         outcomes[run] = {
             "reward": reward.mean(),
             "final": reward.tail(10).mean(),
-            "greedy": last["greedy"],
+            "greedy": lines["greedy"].iloc[-1],
             "Steps(0.8)": reward.index[reward.rolling(5).mean() >= 0.8].min(),  # nan: no step is
             "jitter": reward.diff().diff().abs().mean(),
-            "drift": last["drift"],
         }
-    return pd.DataFrame(outcomes).T.dropna(axis="columns", how="all")
+    return pd.DataFrame(outcomes).T
 
 
 # ---------------- tables and picture
@@ -150,31 +152,33 @@ def show(values: pd.Series) -> str:
 
 def make_tables(outcomes: pd.DataFrame) -> str:
     """Methods, and below them their differences to the first one, over the seeds that both have."""
-    methods = {name: outcomes.loc[name] for name in outcomes.index.unique(0)}
-    first, base = next(iter(methods.items()))
-    gaps = {f"{name} minus {first}": (x - base).dropna(how="all") for name, x in methods.items()}
-    del gaps[f"{first} minus {first}"]
+    rows = {name: outcomes.loc[name] for name in outcomes.index.unique(0)}
+    first, *others = rows
+    for name in others:
+        rows[f"{name} minus {first}"] = (rows[name] - rows[first]).dropna(how="all")
     table = {
-        name: {"seeds": len(x)} | {key: show(x[key]) for key in x}
-        for name, x in (methods | gaps).items()
-        if len(x)
+        name: {"seeds": len(row)} | {key: show(row[key]) for key in row}
+        for name, row in rows.items()
+        if len(row)
     }
     return pd.DataFrame(table).T.to_string()
 
 
-def draw(runs: dict[tuple[str, int], pd.DataFrame]):
-    """A matplotlib Figure: all runs, and the means over seeds."""
+def draw(
+    runs: dict[tuple[str, int], pd.DataFrame], curves: list[str] = CURVES, title: str | None = None
+):
+    """A matplotlib Figure with a panel for each of the curves."""
     rewards = compute_outcomes(runs)["reward"].groupby(level=0, sort=False).mean()
     finding = f"{rewards.idxmax()} has the highest mean reward: {rewards.max():.3f}"
-    figure = make_figure(finding, 6.2)
-    panels = "reward", "greedy", "length", "entropy"
-    for axis, key in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        curves = pd.DataFrame({run: lines[key] for run, lines in runs.items()})
-        curves = curves.dropna(how="all")
-        for number, method in enumerate(rewards.index):
-            color = f"C{number}"
-            axis.plot(curves[method], color=color, alpha=0.2)
-            axis.plot(curves[method].mean(axis="columns"), color=color, label=method)
+    figure = make_figure(title or finding, 3.3)
+    for axis, key in zip(figure.subplots(1, len(curves), squeeze=False).flat, curves, strict=True):
+        table = pd.DataFrame({run: lines[key] for run, lines in runs.items()})
+        table = table.dropna(how="all")  # greedy and sampled: of evaluated steps only
+        axis.axhline(0, color="black", linewidth=0.5)  # so that panels begin there
+        for method in rewards.index:
+            seeds = table[method].agg(["mean", "min", "max"], axis="columns")
+            axis.plot(seeds["mean"], label=method)
+            axis.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.2)
         axis.set(title=key, xlabel="step")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

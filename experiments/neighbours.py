@@ -6,8 +6,7 @@
 
 Each takes less than a minute. For nthr and lopti the policy is the small GPT-2 of train.py after a
 short warm start. All steps begin with the same policy, and their optimisers have no history. ibpo
-has a world of its own, which is described below; with --plot FILE it is also drawn. Intervals are
-95 %, over start policies or seeds.
+has a world of its own, which is described below. Intervals are 95 %, over start policies or seeds.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from statistics import fmean
 
 import pandas as pd
 import torch
@@ -28,72 +26,60 @@ from torch.nn.functional import one_hot
 
 import losses
 import train
-from llm.neighbours import add_scores
-from losses import Batch, OldPolicy, group_advantages, token_grpo
+from losses import METHODS, Batch, Method, OldPolicy, group_advantages, token_grpo
 from toy.arithmetic import Arithmetic
-from toy.figure import format_interval, make_figure
+from toy.figure import format_interval
 
 STARTS, QUESTIONS = 6, 8  # policies; and of nthr, questions to each
-WARM_STEPS = 300
+# A short warm start, and one update a step.
+SHORT = {"warm_steps": 300, "warm_rows": 32, "minibatches": 1}
 
 
 # ---------------- a step of train.py's small model
 
 
-def make_start(seed: int, direct: int) -> tuple[train.Policy, Arithmetic]:
+def make_start(config, direct: int) -> tuple[train.Policy, Arithmetic]:
     """A policy after its warm start. Of direct demonstrations every direct-th stays; 0: none."""
-    config, task = train.Config(seed=seed, warm_steps=WARM_STEPS, warm_rows=32), Arithmetic()
+    task = Arithmetic()
     pairs = enumerate(task.train)
     task.train = [item for i, item in pairs if "+" in item.demo or direct and i % direct == 0]
     policy = train.load_policy(config, task, "scratch")
-    train.warm_start(policy, task, losses.METHODS["grpo"], config)
+    train.warm_start(policy, task, METHODS["grpo"], config)
     return policy, task
 
 
-def log_probs(policy, answers) -> Tensor:
-    """log pi of the answers' tokens, differentiable. (N, T)."""
-    logp = train.log_probs(policy, answers, 1.0)
-    return logp
+def step(policy, task, answers, method: Method, config, number: int = 1) -> tuple[Tensor, float]:
+    """A step of train.py on a copy of the policy, by AdamW without a history.
 
-
-def make_batch(policy, answers) -> Batch:
-    """What a loss knows of the answers before anything is learnt from them."""
-    old, config = log_probs(policy, answers).detach(), train.Config()
-    A = group_advantages(answers.rewards, config.group_size)  # (N,)
-    adv = A[:, None].expand_as(old)
-    return Batch(old, old, adv, answers.mask, config.group_size, config.max_tokens)
-
-
-def step(
-    policy, answers, batch: Batch, passes: Sequence[Callable], optimizer: Callable
-) -> tuple[Tensor, float]:
-    """An optimiser step for each loss of `passes`, on a copy of the policy.
-
-    optimizer(model) makes the optimiser. As in train.py, a gradient is clipped to a norm of 1.
-    Returns how far the tokens' log pi has moved, (N, T), and the norm of the first gradient.
+    Returns how far the tokens' log pi moves, (N, T), and the norm of the first gradient. number: of
+    the random draws of a credit rule.
     """
-    trial, norms = replace(policy, model=copy.deepcopy(policy.model)), []
-    optimizer = optimizer(trial.model)
-    for loss_fn in passes:
-        optimizer.zero_grad()
-        loss_fn(replace(batch, logp=log_probs(trial, answers))).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0).item())
-        optimizer.step()
-    return log_probs(trial, answers).detach() - batch.logp_old, norms[0]
+    trial = replace(policy, model=copy.deepcopy(policy.model))
+    train.score(policy, None, answers, method, config)
+    if method.credit:
+        train.reshape_credit(policy, task, answers, method, number, config)
+    optimizer = train.adamw(trial.model, config.lr)
+    updates = train.learn(trial, optimizer, answers, method, 1, config)
+    with torch.no_grad():
+        before, after = (train.log_probs(x, answers, config.temperature) for x in (policy, trial))
+    return after - before, updates[0]["grad_norm"]
 
 
 # ---------------- NTHR, Fig. 1 and 4
 
-OPTIMIZERS = {
-    "SGD 0.02": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
-    "AdamW 3e-4": lambda model: train.adamw(model, 3e-4),
+# grpo stands for NTHR's loss with nothing softened.
+SOFTENED = {
+    "grpo": Method((losses.nthr_grpo,)),
+    "nthr": METHODS["nthr"],
+    "random": METHODS["nthr-random"],
+    "pos-only": METHODS["pos-only"],
 }
 
 
-def find_questions(policy, task: Arithmetic, seed: int) -> Iterator:
+def find_questions(policy, task: Arithmetic, config) -> Iterator:
     """The unseen questions that get right and wrong answers: their numbers and answers."""
     for number, item in enumerate(task.test):
-        answers = train.sample(policy, task, [item], number, train.Config(seed=seed))
+        answers = train.sample(policy, task, [item], number, config)
         if 0 < answers.rewards.mean() < 1:
             yield number, answers
 
@@ -102,75 +88,59 @@ def measure_deltas() -> pd.DataFrame:
     """Delta, the change of log pi of a question's right answers by a step on its G answers.
 
     The warm start has seen worked solutions only, all of them right, so a wrong answer is mostly a
-    right one with a slip. grpo stands for NTHR's loss with nothing softened. A column for each
-    method; a row for each optimiser and start, the mean over its questions.
+    right one with a slip. A column for each method; a row for each start, the mean over its
+    questions.
     """
     rows = []
     for seed in range(STARTS):
-        policy, task = make_start(seed, direct=0)
-        for number, answers in islice(find_questions(policy, task, seed), QUESTIONS):
-            batch, gen = make_batch(policy, answers), train.rng(0, "credit", number)
-            facts = answers.tokens, answers.mask, batch.logp_old, answers.rewards, batch.group_size
-            old = OldPolicy(*facts, gen)
-            add_scores(old, policy, answers, train.Config())
-            advantages = {
-                "grpo": batch.adv,
-                "nthr": losses.nthr(batch.adv, old),
-                "random": losses.nthr_random(batch.adv, old),
-                "pos-only": batch.adv.clamp(min=0),
-            }
-            for kind, optimizer in OPTIMIZERS.items():
-                row = {"optimiser": kind, "start": seed}
-                for name, adv in advantages.items():
-                    changed, passes = replace(batch, adv=adv), [losses.nthr_grpo]
-                    moved, _ = step(policy, answers, changed, passes, optimizer)
-                    row[name] = moved.sum(1)[answers.rewards == 1].mean().item()
-                rows.append(row)
-    return pd.DataFrame(rows).groupby(["optimiser", "start"], sort=False).mean()
+        config = train.Config(seed=seed, lr=3e-4, **SHORT)
+        policy, task = make_start(config, direct=0)
+        for number, answers in islice(find_questions(policy, task, config), QUESTIONS):
+            row = {"start": seed}
+            for name, method in SOFTENED.items():
+                moved, _ = step(policy, task, answers, method, config, number)
+                row[name] = moved.sum(1)[answers.rewards == 1].mean().item()
+            rows.append(row)
+    return pd.DataFrame(rows).groupby("start").mean()
 
 
 def nthr():
     deltas = measure_deltas()
     for other in ("grpo", "random"):
-        gaps = deltas.sub(deltas[other], axis="index").groupby("optimiser", sort=False)
+        gaps = deltas.sub(deltas[other], axis="index")
         print(f"\nDelta minus {other}'s, {STARTS} starts")
-        print(gaps.agg(format_interval, "+.3f").T.to_string())
+        print(gaps.agg(format_interval, form="+.3f").to_string())
 
 
 # ---------------- AR and Lopti, Fig. 1d-f
 
 QUARTERS = ("p < .25", ".25 to .5", ".5 to .75", "p > .75")
-
-
 # Lopti makes two optimiser steps, so its control does, too. (AdamW ignores how large a loss is.)
 ORDERS = {
-    "grpo twice": (token_grpo, token_grpo),
-    "lopti": (losses.lopti_low, losses.lopti_high),
-    "reversed": (losses.lopti_high, losses.lopti_low),
+    "grpo twice": Method((token_grpo, token_grpo)),
+    "lopti": METHODS["lopti"],
+    "reversed": Method(METHODS["lopti"].passes[::-1]),
 }
 
 
-def measure_tokens(policy, answers) -> dict[tuple[str, str], float]:
+def measure_tokens(policy, task, answers, config) -> dict[tuple[str, str], float]:
     """The tokens are parted by their probability into the quarters of 0 to 1.
 
     Of each quarter: its share of the tokens, and the norm of its gradient (all tokens: 1). Of each
     order: the share of the tokens with p > .75 that moves the way their A points.
     """
-
-    def climb(batch: Batch, *passes: Callable) -> tuple[Tensor, float]:
-        return step(policy, answers, batch, passes, lambda model: train.adamw(model, 1e-3))
-
-    batch, found = make_batch(policy, answers), {}
-    quarter = (4 * batch.logp_old.exp()).long().clamp(max=3)  # (N, T) 0 to 3
-    _, whole = climb(batch, token_grpo)
+    found, quarter = {}, (4 * answers.sampled.exp()).long().clamp(max=3)  # (N, T) 0 to 3
+    _, whole = step(policy, task, answers, Method((token_grpo,)), config)
     for q, name in enumerate(QUARTERS):
-        found["share of the tokens", name] = (quarter == q)[batch.mask].double().mean().item()
-        alone = replace(batch, adv=batch.adv.masked_fill(quarter != q, 0.0))
-        found["norm of the gradient", name] = climb(alone, token_grpo)[1] / whole
-    probable = batch.mask & (quarter == 3) & (batch.adv != 0)
-    for name, passes in ORDERS.items():
-        moved, _ = climb(batch, *passes)
-        right = (moved * batch.adv > 0)[probable]
+        chosen = quarter == q
+        alone = Method((token_grpo,), credit=lambda adv, old, chosen=chosen: adv * chosen)
+        _, norm = step(policy, task, answers, alone, config)
+        found["share of the tokens", name] = chosen[answers.mask].double().mean().item()
+        found["norm of the gradient", name] = norm / whole
+    for name, method in ORDERS.items():
+        moved, _ = step(policy, task, answers, method, config)
+        probable = answers.mask & (quarter == 3) & (answers.adv != 0)
+        right = (moved * answers.adv > 0)[probable]
         found["p > .75, moved as A points", name] = right.double().mean().item()
     return found
 
@@ -178,10 +148,10 @@ def measure_tokens(policy, answers) -> dict[tuple[str, str], float]:
 def lopti():
     rows = []
     for seed in range(STARTS):
-        policy, task = make_start(seed, direct=6)
-        config = train.Config(seed=seed)
+        config = train.Config(seed=seed, **SHORT)
+        policy, task = make_start(config, direct=6)
         answers = train.sample(policy, task, task.test[: config.prompts], 1, config)
-        rows.append(measure_tokens(policy, answers))
+        rows.append(measure_tokens(policy, task, answers, config))
     table = pd.DataFrame(rows)
     *_, twice, first, backwards = table  # the names of the columns
     table["minus grpo twice", "lopti"] = table[first] - table[twice]
@@ -209,13 +179,8 @@ LENGTHS = (4, 8, 12, 16, 20)  # K, of a word
 RATES = (400, 800, 1600, 3200)  # at 800 one right answer settles its letters
 LIMIT = 1_000_000  # tokens after which a run is stopped
 SEEDS, TUNING_SEEDS = range(24), range(100, 108)
-# Whether wrong answers are corrected, and the temperature of answers and corrections.
-SETTINGS = {
-    "grpo": (False, 1.0),
-    "ibpo": (True, 1.0),
-    "grpo at 0.7": (False, 0.7),
-    "ibpo at 0.7": (True, 0.7),
-}
+# Whether wrong answers are corrected, and the temperature of answers.
+SETTINGS = {"grpo": (False, 1.0), "ibpo": (True, 1.0), "grpo at 0.7": (False, 0.7)}
 
 
 def pick_siblings(right: Tensor, answers: Tensor) -> Tensor:
@@ -271,29 +236,20 @@ def measure_cost(name: str, K: int) -> list[float]:
     return run(min(RATES, key=lambda rate: sum(run(rate, TUNING_SEEDS))), SEEDS)
 
 
-def ibpo(path: str | None):
+def ibpo():
     costs = {name: [measure_cost(name, K) for K in LENGTHS] for name in SETTINGS}
-    costs = pd.DataFrame(costs, index=LENGTHS).rename_axis("K, letters of a word")
-    unit = f"thousands of tokens to a reward of {GOAL}"
-    print(f"{unit}, {len(SEEDS)} seeds")
-    print(costs.map(lambda values: format_interval(values, ".2f")).T.to_string())
-    if path:
-        finding = "IBPO pays where right answers are rare. A lower temperature pays more."
-        figure = make_figure(finding, 3.8)
-        means, axis = costs.map(fmean), figure.subplots()
-        means.plot(ax=axis, ylabel=unit, logy=True, xticks=LENGTHS, marker="o")
-        figure.savefig(path)
+    costs = pd.DataFrame(costs, index=LENGTHS).map(format_interval, form=".2f")
+    print(f"thousands of tokens to a reward of {GOAL}, by the letters of a word")
+    print(f"{len(SEEDS)} seeds\n{costs.T.to_string()}")
 
 
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("figure", choices=["nthr", "lopti", "ibpo"])
-    parser.add_argument("--plot", metavar="FILE", help="a picture of ibpo's costs")
-    options = parser.parse_args()
+    figures = {"nthr": nthr, "lopti": lopti, "ibpo": ibpo}
+    parser.add_argument("figure", choices=figures)
     torch.set_num_threads(1)
-    figures = {"nthr": nthr, "lopti": lopti, "ibpo": lambda: ibpo(options.plot)}
-    figures[options.figure]()
+    figures[parser.parse_args().figure]()
 
 
 if __name__ == "__main__":

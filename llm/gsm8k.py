@@ -1,11 +1,16 @@
 r"""The GSM8K task (Cobbe et al. 2021): word problems, their prompt, and an exact verifier.
 
-The verifier reads the line after the last '####', else the last \boxed{...}, else the last number.
-- A line or box must hold exactly one number, units aside: '$1,234.00 a year' is 1234, while
-  'not 42 but 43' and '3/4' are nothing.
+The verifier reads the last '####' with nothing but a number on its line, else the last \boxed{...},
+else the last number. A bare '####' marks the line that follows it.
+Nothing is read after a line that starts with 'Question:', where a base model poses itself the next
+problem, unless no number stands before it.
+- Around the number of a '####' there may be a sign, a currency and a unit: '-$1,234.00 a year' is
+  -1234. A heading such as '#### Step 2: halve it' or '#### 2. Halve it' is no answer.
+- A box must hold exactly one number: \boxed{3/4} is nothing.
 - A number is ASCII digits with optional sign, thousands groups and decimals. Letters may touch its
-  end (42kg), and nothing else may: '1,2', '42e3', 'x42' and '4½' are no numbers. 50% is 50. A dash
-  is a sign unless it touches a word before it.
+  end (42kg), and nothing else may: '1,2', '42e3', 'x42' and '4½' are no numbers. 50% is 50.
+- What may be half of an expression ('5-3', '10–12', '3 / 4', '72 000') is nothing, and so is a
+  number whose sign is unclear ('10 - 7', or '- 7' in running text). 42k and 42nd are not 42.
 """
 
 import json
@@ -19,12 +24,32 @@ from pathlib import Path
 from toy.arithmetic import BaseTask
 
 VOCAB_SIZE = 2048
-# A word is all that hangs on a digit, judged whole so that a piece of a malformed number never
-# counts. BEFORE reads on leftwards: point, currency, sign. [0-9] because \d takes any script's
-# digits; \u2212 is minus, \u2013 the en dash.
-WORD = re.compile(r"[0-9][\w.,]*")
-BEFORE = re.compile(r"(\.?)(?![\w.,])[ $€£({\\]*([-\u2212\u2013](?!\w))?")
-NUMBER = re.compile(r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?)[A-Za-z_.,]*")
+# The ways in which models write one thing are made one, in this order.
+SPELLINGS = (
+    # hyphens, dashes and minus signs of all kinds; whether one is a sign is decided later
+    (r"[\u00ad\u02d7\u2010-\u2015\u2043\u207b\u208b\u2212\u2796\ufe58\ufe63\uff0d]", "-"),
+    (r"(?i:minus|negative)\b", "-"),
+    (r"\\(?:text|math)(?:bf|it|rm|sf|tt)?(?![A-Za-z])", ""),  # \text{...} around a number or a unit
+    # between digits: LaTeX's {,} and ,\! and \, and the spaces that are no plain space
+    (r"(?<=[0-9]) ?(?:\{,\}|,?\\[,:;! ]|[~\u00a0\u2007-\u200a\u202f]) ?(?=[0-9])", ","),
+    (r"(?<=[A-Za-z])(\}?)\^(?:\{-?[0-9]+\}|-?[0-9]+)", r"\1"),  # a unit's exponent, m^2
+)
+# Thousands groups or plain digits, then decimals. What follows must not make another number of it.
+NUMBER = r"((?=\.?[0-9])(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*|0)?(?:\.[0-9]+)?)"
+NUMBER += r"(?!(?:st|nd|rd|th|[kKMB])\b|\W*(?:hundred|thousand|[mb]illion))"
+NUMBER += r"(?!\s*[\u00bc-\u00be\u2150-\u215e])"  # the half of 4½
+# The line of a '####': symbols with a sign among them, a currency's code, the number, and its unit.
+# A point, a colon, a bracket or a dash before a word makes a heading of it.
+MARKED = r"[^\w-]*(?:(-)[^\w-]*)?(?:(?:[A-Z]{1,3}|Rs)[^\w-]+)?(?<![.,])"
+MARKED = re.compile(MARKED + NUMBER + r"(?:\W*|[^\w.:)-]*[A-Za-z][^0-9:]{0,40})")
+# Elsewhere the last digits are looked at together with all that touches them, so that a piece of a
+# malformed number never counts. [0-9] because \d takes any script's digits.
+DIGITS = re.compile(r"\.?[0-9][0-9.,]*")
+WHOLE = re.compile(NUMBER + r"[A-Za-z_.,]*(?![\w.,])")
+# What touches them on their left: neither digit nor dash, or symbols with one dash, the sign.
+TOUCHING = re.compile(r"(?:[^\d-]*[^\w.,^-])?|[^\w-]*(-)[^\w.,-]*")
+# A word before them that makes them half of an expression, or may hold their sign ('-USD 42').
+JOINED = re.compile(r"^\W*-|[-+/×÷^0-9]\**$|[0-9]\\|^(?:\*|x|\\times|\\cdot|\\div)$")
 
 
 @dataclass(frozen=True)
@@ -43,20 +68,29 @@ def extract(text: str) -> str | None:
 
     Linear time; never raises.
     """
-    text = text.replace("{,}", ",")  # LaTeX writes 1{,}000
-    _, mark, region = text.rpartition("####")  # without a mark, region is the whole text
-    if mark:
-        region = region.strip().partition("\n")[0]
-    elif r"\boxed{" in region:
-        _, mark, region = region.rpartition(r"\boxed{")
+    for spelling, plain in SPELLINGS:
+        text = re.sub(spelling, plain, text)
+    own = text.partition("\nQuestion:")[0]  # a base model may go on with the next problem
+    text = own if DIGITS.search(own) else text
+    for region in reversed(text.split("####")[1:]):
+        line = region.replace(r"\boxed", "").strip().partition("\n")[0]
+        if marked := MARKED.fullmatch(line):
+            return (marked[1] or "") + marked[2].replace(",", "")
+    before, box, region = text.rpartition(r"\boxed{")
+    if box:
         depths = [*accumulate(map({"{": 1, "}": -1}.get, region, repeat(0))), -1]
         region = region[: depths.index(-1)]  # a box that never closes runs to the end
-    words = WORD.findall(region)
-    if not words or mark and len(words) > 1:
+        text = f"{before}|{region}"  # its sign may stand before it
+    found = [*DIGITS.finditer(text)]
+    if not found or box and len(DIGITS.findall(region)) != 1:
         return None
-    before = BEFORE.match(region.rpartition(words[-1])[0][::-1])
-    number = before and NUMBER.fullmatch(before[1] + words[-1])
-    return number and ("-" if before[2] else "") + number[1].replace(",", "")
+    start = found[-1].start()
+    line = re.split(r"\n|=|->|→|>>", text[:start])[-1]  # what an equation gives stands for itself
+    *_, previous, touching = ["", *re.split(r"\s+", line)]
+    before, number = TOUCHING.fullmatch(touching.replace("{", "")), WHOLE.match(text, start)
+    if not before or not number or JOINED.search(previous):
+        return None
+    return (before[1] or "") + number[1].replace(",", "")
 
 
 def to_item(row: object) -> Item:
@@ -65,9 +99,10 @@ def to_item(row: object) -> Item:
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
             raise ValueError(f'no text under "{key}"')
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
-    if "####" not in demo or extract(demo) is None:
+    _, mark, answer = demo.rpartition("####")
+    if not mark or len(DIGITS.findall(answer)) != 1 or extract(f"####{answer}") is None:
         raise ValueError('"answer" has no "####" followed by one number')
-    return Item(row["question"], demo.rpartition("####")[2].strip(), demo)
+    return Item(row["question"], answer.strip(), demo)
 
 
 def read_items(path: Path) -> list[Item]:
@@ -96,6 +131,8 @@ class GSM8K(BaseTask):
 
     name = "gsm8k"
 
+    wish = "\nReason step by step; end with '#### ' and the number."  # what follows a question
+
     def __init__(self, data: str | None):
         if data is not None:
             files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
@@ -120,8 +157,7 @@ class GSM8K(BaseTask):
         """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
         if tokenizer.chat_template is None:
             return self.encode_texts(tokenizer, [item.plain() for item in items])
-        wish = "Reason step by step; end with '#### ' and the number."
-        chats = [[{"role": "user", "content": f"{item.prompt}\n{wish}"}] for item in items]
+        chats = [[{"role": "user", "content": item.prompt + self.wish}] for item in items]
         # return_dict is spelt out because its default differs between transformers 4 and 5
         options = {"add_generation_prompt": True, "return_dict": True}
         return tokenizer.apply_chat_template(chats, **options)["input_ids"]

@@ -93,13 +93,13 @@ def read(table: str) -> dict[str, str]:
 # What is left after each press. A is 0.5 and -0.5 (after "▼4": 0.25 and -0.75), and lengths are 4,
 # 5, 2, 4, or all 4; so the first eleven follow by hand.
 STORY = """\
-1  | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+1  | so +0.150 0.000 +0.150, 7+8=15 +0.025 0.000 +0.025
+next: 2 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 ▼4 | so cancels 0.000 0.000 0.000, 7+8=15 −0.100 −0.100 0.000
 you changed | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
-next: 2 | so cancels 0.000 0.000 0.000, 7+8=15 +0.200 +0.200 0.000
-next: 3 | so +0.034 0.000 +0.034, 7+8=15 +0.049 0.000 +0.049
-next: 4 | so −0.400 0.000 −0.400, 7+8=15 −0.200 0.000 −0.200
-next: 5 | so +0.150 0.000 +0.150, 7+8=15 +0.025 0.000 +0.025
+next: 3 | so cancels 0.000 0.000 0.000, 7+8=15 +0.200 +0.200 0.000
+next: 4 | so +0.034 0.000 +0.034, 7+8=15 +0.049 0.000 +0.049
+next: 5 | so −0.400 0.000 −0.400, 7+8=15 −0.200 0.000 −0.200
 next: 6 | so cancels 0.000 0.000 0.000, 7+8=15 −0.067 0.000 −0.067
 ▲1 | so cancels 0.000 0.000 0.000, 7+8=15 −0.283 −0.283 0.000
 next: 7 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
@@ -114,7 +114,7 @@ baseline on | so cancels 0.000 0.000 0.000, 7+8=15 +0.009 0.000 +0.009
 method dfpo-min | so cancels 0.000 0.000 0.000, 7+8=15 −0.006 0.000 −0.006"""
 # A group in full: labels, bars as parts of the longest, and numbers.
 GROUPS = """\
-next: 3 | so ▲1 0.306×0.500 [1] +0.153 ▼2 0.209×(−0.500) [−0.68] −0.105 ▲3 0.221×0.500 [0.72] \
+next: 4 | so ▲1 0.306×0.500 [1] +0.153 ▼2 0.209×(−0.500) [−0.68] −0.105 ▲3 0.221×0.500 [0.72] \
 +0.111 ▼4 0.250×(−0.500) [−0.82] −0.125 sum of the pushes [0.22] +0.034 credit [0] 0.000 tax \
 [0.22] +0.034 / 7+8=15 ▲1 0.306×0.500 [1] +0.153 ▼2 0.209×(−0.500) [−0.68] −0.105 sum of the \
 pushes [0.32] +0.049 credit [0] 0.000 tax [0.32] +0.049 / 70+15=85 [1] +0.153 / #85 [1] +0.153 / \
@@ -138,7 +138,7 @@ def test_the_story_and_the_controls_show_what_losses_say(tmp_path):
     assert {key: sums(shown) for key, shown in seen.items()} == story
     for key, text in read(GROUPS).items():
         assert " / ".join(seen[key]["tree"]) == text
-    assert "goes from +0.025 to −0.067." in page  # steps 5 and 6
+    assert "goes from +0.025 to −0.067." in page  # steps 1 and 6
 
 
 # A group of a run: with --scale mean, and eps_low 0.5. Its policy has moved by 0.6 where answers
@@ -216,7 +216,7 @@ def test_the_page_needs_no_network_and_fits_a_phone(article):
 def test_a_guess_is_judged_and_its_answer_has_the_numbers_of_its_figure(article):
     said = article[PRESSES[-1]]["said"]
     assert [text.split(".")[0] for text in said] == "Yes Yes Yes No Yes Yes".split()
-    assert "by 0.150" in said[0]  # as in step 5 of the story
+    assert "by 0.150" in said[0]  # as in step 1 of the story
     answers = {"only on": said[1], "only losers": said[2], "half": said[3], "to the crumb": said[5]}
     for section, (key, answer) in zip(SHOWN, answers.items(), strict=True):
         numbers = re.findall(r"\d\.\d\d+", answer)

@@ -6,44 +6,41 @@ GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 import json
 import os
 import re
+import time
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from conftest import ANN, BOB, PROBLEMS
 
-from llm.gsm8k import GSM8K, extract
-from llm.gsm8k import Item as Problem
-from toy.arithmetic import OPENERS, Arithmetic, Item, solutions
+from llm.gsm8k import GSM8K, Item, extract
+from toy.arithmetic import Arithmetic, solutions
 
-TASK, ITEM = Arithmetic(), Item("37+48=", "85", "")
+TASK = Arithmetic()
+SUM = next(item for item in TASK.train + TASK.test if item.prompt == "37+48=")
 
 
-def test_problems_are_all_sums_split_in_one_order():
-    train, test = ([item.prompt for item in items] for items in (TASK.train, TASK.test))
-    assert sorted(train + test) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
-    assert len(test) == 500 and len({prompt[:2] for prompt in test}) == 90  # drawn from all
+def test_problems_are_all_sums_and_always_the_same_are_held_out():
+    prompts = [item.prompt for item in TASK.test + TASK.train]
+    assert sorted(prompts) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
+    assert len(TASK.test) == 500 and len({prompt[:2] for prompt in prompts[:500]}) == 90
     assert Arithmetic().train == TASK.train
 
 
-def test_every_opener_and_form_earns_the_reward_and_only_the_final_answer_counts():
-    forms = {"direct": "#85", "ones first": "7+8=15,30+40=70,#85"}
-    assert solutions(37, 48) == forms | {"tens first": "30+40=70,7+8=15,#85"}
-    right = [opener + form for opener in OPENERS for form in forms.values()]
-    assert all(TASK.reward(text, ITEM) == 1.0 for text in [*right, "hm 7+8=1,#85", "hm #84,#85"])
-    wrong = ["", "85", "#", "so #8", "so #855", "so #085", "so # 85", "#85#84", "#85,", "#٨٥"]
-    assert all(TASK.reward(text, ITEM) == 0.0 for text in wrong)
+def test_only_the_final_answer_counts():
+    forms = "#85;7+8=15,30+40=70,#85;30+40=70,7+8=15,#85".split(";")
+    assert [*solutions(37, 48).values()] == forms
+    texts = "#85;hm #84,#85;7+8=1,#85;;85;#;#8;#855;#085;# 85;#85#84;#85,;#٨٥".split(";")
+    assert [TASK.reward(text, SUM) for text in texts] == [1] * 3 + [0] * 10
 
 
 def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
-    shares = TASK.shares(TASK.train, [item.demo for item in TASK.train])
-    expected = dict.fromkeys(("opener so", "opener ok", "opener hm"), 1 / 3)
-    expected |= {"form direct": 0.75, "form ones first": 0.125, "form tens first": 0.125}
-    assert shares == pytest.approx(expected | {"opener other": 0, "form other": 0}, abs=0.02)
     direct = [item for item in TASK.train if "=" not in item.demo]
+    assert 0.73 < len(direct) / len(TASK.train) < 0.77
     assert 0.03 < fmean(TASK.reward(item.demo, item) for item in direct) < 0.07
-    assert all(TASK.reward(item.demo, item) == 1 for item in {*TASK.train} - {*direct})
-    assert max(len(item.demo) for item in TASK.train) + 1 <= 26
+    assert all(TASK.reward(item.demo, item) for item in {*TASK.train} - {*direct})
+    assert max(len(item.demo) for item in TASK.train) < 26  # with its end within --max-tokens
 
 
 def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
@@ -51,25 +48,24 @@ def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
     repaired = right = 0
     for item in TASK.train[:1000]:
         made = TASK.correction(item, 3)
-        assert made == TASK.correction(item, 3) and made.answer == item.answer
         wrong, sibling, *_ = re.findall(r"#(\d+)", made.prompt)
         first = made.prompt.removeprefix(item.prompt)
-        assert wrong != item.answer and made.demo[:3] == first[:3]
-        assert TASK.reward(made.demo, made) or first.startswith(f"{made.demo}=")
-        repaired += TASK.reward(made.demo, made)
-        right += sibling == item.answer
+        assert made == TASK.correction(item, 3)
+        assert wrong != item.answer == made.answer and made.demo[:3] == first[:3]
+        mended = TASK.reward(made.demo, made)
+        assert mended or first.startswith(f"{made.demo}=")
+        repaired, right = repaired + mended, right + (sibling == item.answer)
     assert 550 < repaired < 650 and 700 < right < 900
-    problem = TASK.repair(ITEM, "so #75", ["a", "b"])
-    assert (problem.prompt, problem.answer) == ("37+48=so #75=a=b=", "85")
+    assert TASK.repair(SUM, "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
 
 
 def test_shares_tell_openers_and_forms_apart():
-    texts = ["so #85", "so #1", "ok 7+8=15,30+40=70,#85", "hm 30+1=2", "hm 7+9=16", "oh 37+48", ""]
-    assert TASK.shares([ITEM] * 8, [*texts, "so"]) == {
-        **{"opener so": 3 / 8, "opener ok": 1 / 8, "opener hm": 2 / 8, "opener other": 2 / 8},
-        **{"form direct": 2 / 8, "form ones first": 2 / 8, "form tens first": 1 / 8},
-        "form other": 3 / 8,
-    }
+    texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
+    shares = TASK.shares([SUM] * 8, texts)
+    assert ", ".join(f"{name} {share * 8:.0f}" for name, share in shares.items()) == (
+        "opener so 3, opener ok 1, opener hm 2, opener other 2, "
+        "form direct 2, form ones first 2, form tens first 1, form other 3"
+    )
 
 
 # ---------------- GSM8K: the verifier
@@ -78,74 +74,154 @@ REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / 
 
 
 @pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
-def test_every_gold_answer_of_the_real_files_is_correct():
+def test_every_gold_answer_of_the_real_files_is_read():
     task = GSM8K(str(REAL))
     assert (len(task.train), len(task.test)) == (7473, 1319)
     for item in task.train + task.test:
-        assert task.reward(item.demo, item) == 1 and "<<" not in item.demo
-        assert item.demo.endswith(f"#### {item.answer}")
+        gold = item.demo.rpartition("#### ")[2]
+        assert item.answer == gold and extract(item.demo) == gold.replace(",", "")
 
 
-READS = {  # the answer that is read: from these texts
-    "42": [
-        "#### 41\nno:\n#### 42",
-        "####\n42",
-        "#### 42\nChecked 3 times.",
-        "42, in other digits ٤٣",
-    ],
-    "-7": ["#### \u22127", "#### \u20137", "#### - 7", r"#### -\$7"],
-    "7": ["10-7", "-7 and so 7", r"first \boxed{3}, then \boxed{7} after 3 tries"],
-    "1000": [r"#### \boxed{\$1{,}000}"],
-    "1234567.5": ["#### $1,234,567.5"],
-    "50": ["#### 50%", r"\boxed{\text{about {all} of }50} of 60"],
-    ".5": ["#### .5", r"\boxed{.5"],
-    None: ["#### not 42 but 43", "#### 3/4", "42 ####", r"42 \boxed{}", ""],
-}
+# A text, and the number that is read, or None where it is refused. "|" parts lines; "␣" is each of
+# SPACES, and "¬" each of MINUS.
+SPACES = "\u00a0\u2007\u2008\u2009\u200a\u202f"
+MINUS = "-\u00ad\u2010\u2011\u2012\u2013\u2014\u207b\u2212\ufe58\ufe63\uff0d"
+READS = r"""
+#### 41|no:|#### $\boxed{72}$ -> 72
+####|72|Checked 3 times. -> 72
+#### 72|####|#### Check: done in 3 steps -> 72
+#### Step 1|#### 2. Add|#### 3 - Halve|#### 4) So|#### 5 parts: done|The answer is 72. -> 72
+#### 2 is what we divide by, because each of them gets a half|so 72 -> 72
+#### 72||Question: Tom has 2 cats.|Answer:|#### 5 -> 72
+Again:|Question: Tom has 2 cats.|Answer:|#### 5 -> 5
+#### Final Answer|$\boxed{\$72}$, after 3 steps -> 72
+Thus\boxed{72} -> 72
+is 5|72 -> 72
+first \boxed{3}, then \boxed{\text{about {all} of }72} of 90 -> 72
+x = 5, \boxed{} -> None
+\boxed{.5 -> .5
+\boxed{\frac{3}{4}} -> None
+\boxed{5, 72} -> None
+48/2=24, or <<48/2=24>>24 -> 24
+x -> 72 -> 72
+**Answer:** $1,234,567.50 a year. -> 1234567.50
+The answer is **72**. -> 72
+72, in other digits ٤٣ -> 72
+#### Rs. 72 each|Checked 3 times. -> 72
+#### \textbf{72}|Checked 3 times. -> 72
+#### 72\%|Checked 3 times. -> 72
+#### 72 km/h.|Checked 3 times. -> 72
+the area is $72\,\text{m}^{2}$ -> 72
+#### 72 cm^3 -> 72
+72 m² -> 72
+(a+b)^2 -> None
+72 m**2 -> None
+$72{,}000{,}500$ -> 72000500
+\boxed{72\,000} -> 72000
+72,\!000 -> 72000
+72 \, 500 -> 72500
+72 000 -> None
+72 500 -> None
+72, 000 -> None
+72\quad 500 -> None
+3\,4 -> None
+12,34 -> None
+0,123 -> None
+72.5.1 -> None
+...72 -> None
+,72 -> None
+x72 -> None
+#### A72 -> None
+72½ -> None
+72 ½ -> None
+72² -> None
+7_2 -> None
+72٣ -> None
+72e3 -> None
+7.2 \times 10^{1} -> None
+10^3 -> None
+7 \times 10 -> None
+7 x 3 -> None
+\sqrt{72} -> None
+3/4 -> None
+3 / 4 -> None
+3 * 4 -> None
+3* 4 -> None
+12:30 -> None
+72k -> None
+72 million -> None
+#### 2nd step -> None
+#### USD -72 -> -72
+¬.5 -> -.5
+72␣500 -> 72500
+$1␣072␣500.5 -> 1072500.5
+72␣50 -> None
+72␣km -> 72
+It is ¬72 -> -72
+¬$72 -> -72
+$¬72 -> -72
+#### $¬72|Checked 3 times. -> -72
+¬₹72 -> -72
+¬\$72 -> -72
+¬**72** -> -72
+**¬72** -> -72
+¬72␣500 -> -72500
+x=¬72 -> -72
+10 - 82 = ¬72 -> -72
+$¬\boxed{72}$ -> -72
+\boxed{¬72} -> -72
+It is \boxed{¬\text{US\$}72} -> None
+#### Minus $72 -> -72
+#### &minus;72 -> -72
+It is negative 72 -> None
+#### ¬ 72 -> -72
+#### ¬$␣72 -> -72
+#### ¬USD 72 -> -72
+#### ¬Rs. 72 -> -72
+It is ¬ 72 -> None
+It is ¬₹ 72 -> None
+It is ¬USD 72 -> None
+It is (¬USD 72) -> None
+It is ¬US$72 -> None
+It is ¬<b>72</b> -> None
+It is ¬{72} -> -72
+The total ¬ \boxed{72} -> None
+5¬3 -> None
+5 ¬ 3 -> None
+5 ¬3 -> None
+"""
 
 
-@pytest.mark.parametrize("answer", READS)
-def test_reads(answer):
-    for text in READS[answer]:
-        assert extract(text) == answer, text
+@pytest.mark.parametrize("row", READS.strip().split("\n"))
+def test_reads(row):
+    text, _, number = row.rpartition(" -> ")
+    for lead, space, minus in product(("", "#### "), SPACES, MINUS):
+        spelt = text.replace("|", "\n").replace("␣", space).replace("¬", minus)
+        assert str(extract(lead + spelt)) == number
 
 
-def reward(text, gold="42"):
-    return GSM8K.reward(None, text, Problem("?", gold, f"#### {gold}"))
+def test_answers_are_right_if_the_numbers_are_equal_exactly():
+    item = Item("", "1,800", "")
+    texts = ("2\nso 1800.00", "none", "1800." + "0" * 40 + "1")
+    assert [GSM8K.reward(None, text, item) for text in texts] == [1, 0, 0]
 
 
-NEAR = {  # a gold answer, and what is not it
-    "42": "420 4 -42 \u221242 0.42 ,42 42.0001 4_2 x42 42½ 42.5.1 ...42 ٤٢ 42٣ nan",
-    "12": "1,2",
-    "234": "1,234",
-    "1234": "12,34",
-    "123": "0,123",
-    "42000": "42e3",
-}
-
-
-def test_near_misses_earn_nothing():
-    for gold, texts in NEAR.items():
-        for near in texts.split():
-            assert reward(f"#### {near}", gold) == 0.0, (near, gold)
-
-
-def test_equal_numbers_are_correct_however_they_are_written_and_however_long_they_are():
-    for text, gold in (("18.00", "18"), ("1234", "1,234"), ("0.50", ".5"), ("-0", "0")):
-        assert reward(f"#### {text}", gold) == 1.0
-    assert reward("#### " + "9" * 40 + "1", "9" * 40 + "2") == 0.0
-
-
-def test_long_hostile_texts_are_read_at_once():
-    """In milliseconds. They would take minutes if time grew with the square of the length."""
-    for unit in ("1,", "- ", "{", "#", r"\boxed{", "9", ",000"):
-        assert reward(unit * 100_000 + "é") == 0.0
+def test_time_grows_with_the_length_and_not_with_its_square():
+    units = r"9 1, ,000 1* - # ####1. { {,} 1\, \boxed{ \text m^ $".split() + [" ", "1 ", "- "]
+    seconds = []
+    for length in (10_000, 80_000):  # seconds grow 8 times if linear, 64 times if quadratic
+        start = time.process_time()
+        for unit, lead, end in product(units, ("", "####", "####1"), ("", "1", "é")):
+            extract(lead + unit * (length // len(unit)) + end)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 24 * seconds[0]
 
 
 # ---------------- GSM8K: the problems
 
 ITEMS = [
-    Problem(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
-    Problem(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
+    Item(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
+    Item(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
 ]
 
 
@@ -156,30 +232,30 @@ def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gs
         assert (task.train, task.test) == (ITEMS, ITEMS[:1])
 
 
-def test_what_cannot_be_read_is_named_in_one_line(small_gsm8k):
-    for line in ('{"question": "a"', '{"question": "a", "answer": "1"}'):
-        Path(small_gsm8k, "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
-        with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
-            GSM8K(small_gsm8k)
+@pytest.mark.parametrize("answer", ["1", "#### 42 of 60", "#### x42"])
+def test_a_record_that_cannot_be_graded_is_named_in_one_line(small_gsm8k, answer):
+    line = json.dumps({"question": "a", "answer": answer})
+    Path(small_gsm8k, "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
+    with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
+        GSM8K(small_gsm8k)
 
 
 def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
     task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
     assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
-    plain = [tokenizer.decode(ids) for ids in task.encode(tokenizer, ITEMS)]
-    assert plain == [f"Question: {question}\nAnswer:\n" for question in (ANN, BOB)]
+    plain = tokenizer.decode(task.encode(tokenizer, ITEMS)[1])
+    assert plain == f"Question: {BOB}\nAnswer:\n"
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<ai>{% endif %}"
     )
-    prompts = [tokenizer.decode(ids) for ids in task.encode(tokenizer, ITEMS)]
-    wish = "Reason step by step; end with '#### ' and the number."
-    assert prompts == [f"<user>{question}\n{wish}<eos><ai>" for question in (ANN, BOB)]
+    chat = tokenizer.decode(task.encode(tokenizer, ITEMS)[1])
+    assert chat == f"<user>{BOB}\nReason step by step; end with '#### ' and the number.<ai>"
 
 
 def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
     problem = GSM8K.repair(None, ITEMS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
-    shown = [ANN, "#### 48", "#### 24", "none", "corrected"]
-    places = [problem.prompt.index(text) for text in shown]
-    assert places == sorted(places) and problem.answer == "24"
+    shown = re.findall("Ann has 48|#### 48|#### 24|none|correct", problem.prompt)
+    assert shown == ["Ann has 48", "#### 48", "#### 24", "none", "correct"]
+    assert problem.answer == "24"

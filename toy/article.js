@@ -83,7 +83,7 @@
   // ---------------- push = credit + tax
 
   const answers = [1, 2, 3, 4].map((i) => [`w${i}`, `w of answer ${i}`, 0, 0.6, 0.05, (w) => w.toFixed(2)]);
-  live("identity", "w1=0.2&w2=0.2&w3=0.2&w4=0.2&won=1010", answers, (state, figure) => {
+  live("identity", "w1=0.25&w2=0.2&w3=0.5&w4=0.25&won=1010", answers, (state, figure) => {
     const w = [1, 2, 3, 4].map((i) => Number(state[`w${i}`]));
     const A = [...state.won].map((won) => Number(won) - 0.5);
     const c = w.map((weight, i) => weight * A[i]);
@@ -103,7 +103,7 @@
   // ---------------- the clip: all lines were computed by losses.py
 
   // It goes over the ratios 0.01, 0.03, .., none of them at the edge of a range, where a rounding decides.
-  live("clip", "r=1", [["r", "ratio r of the token", 0.01, 1.99, 0.02, (r) => r.toFixed(2)]], (state, figure) => {
+  live("clip", "r=0.61", [["r", "ratio r of the token", 0.01, 1.99, 0.02, (r) => r.toFixed(2)]], (state, figure) => {
     const k = facts.ratios.indexOf(Number(state.r));
     Object.values(facts.clips).forEach(([win, lose], i) => {
       const panel = figure.querySelectorAll(".panels div")[i], left = win[k] - lose[k];
@@ -156,7 +156,7 @@
   for (const [name, values] of [["all lengths equal", equal], ...facts.worlds]) {
     $("presets").append(Object.assign(make("button", "", name), { value: ofWorld(values) }), " ");
   }
-  live("lengths", `${ofWorld(equal)}&baseline=fixed`, [
+  live("lengths", `${ofWorld(facts.worlds.at(-1)[1])}&baseline=fixed`, [
     ...lengths.map((label, k) => ["abcd"[k], `${label}: tokens`, 1, 40, 1]),
     ["q", "worse way: chance to be right", 0, 0.5, 0.05, (q) => q.toFixed(2)],
   ], (state, figure) => {
@@ -198,7 +198,7 @@
   }
   const SHARES = Array.from({ length: 61 }, (_, k) => 1 / (1 + exp(6.9 - (13.8 * k) / 60)));
 
-  live("crumb", "c=0&q=0.45&p=5&B=8", [
+  live("crumb", "c=0.1&q=0.45&p=5&B=8", [
     ["c", "the crumb, for the format", 0, 0.6, 0.01, (c) => c.toFixed(2)],
     ["q", "rare way: chance of a reward of 1", 0.05, 0.95, 0.05, (q) => q.toFixed(2)],
     ["p", "rare way: share at the start", 1, 99, 1, (p) => `${p} %`],

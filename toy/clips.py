@@ -114,5 +114,5 @@ def picture() -> str:
 
 if __name__ == "__main__":
     path = Path(__file__).with_name("clips.svg")
-    path.write_text(picture())
+    path.write_text(picture(), "utf-8")
     print(path)

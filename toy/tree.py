@@ -220,7 +220,7 @@ def write_page(data: dict, methods: dict[str, Method]) -> str:
 
 def read(name: str) -> str:
     """A file that lies beside this one."""
-    return Path(__file__).with_name(name).read_text()
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def toy_page() -> str:
@@ -246,6 +246,12 @@ def toy_page() -> str:
 
 # ---------------- the article below the tree
 
+# toy/article.png shows the article's tree. After `python -m toy.tree`, this makes it again:
+#     chromium --headless --hide-scrollbars --window-size=1250,1100 --virtual-time-budget=9999 \
+#         --screenshot=toy/article.png tree.html
+#     python -c "from PIL import Image; picture = Image.open('toy/article.png').convert('RGB'); \
+#         picture.crop((0, 394, 1250, 1004)).quantize(256, 1).save('toy/article.png')"
+
 
 def add_article(page: str) -> str:
     """The sections after the tree, with what they take from Python in place of their capitals."""
@@ -264,7 +270,7 @@ def add_article(page: str) -> str:
 
 def run_page(run: Path) -> str:
     """The page of a run: three groups of a saved batch, before and after the step."""
-    flags = json.loads((run / "config.json").read_text())
+    flags = json.loads((run / "config.json").read_text("utf-8"))
     (step, groups), name, methods = run_groups(run), flags["method"], shown_methods(flags["scale"])
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
@@ -297,7 +303,7 @@ def main(argv: list[str] | None = None):
     torch.set_num_threads(1)  # the groups are tiny
     text = run_page(run) if run else toy_page()
     path = (run or Path()) / "tree.html"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     print(f"{path}: open it in a browser")
 
 

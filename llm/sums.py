@@ -1,0 +1,22 @@
+"""The sums task: a real chat model, small enough for a CPU, learns to add numbers below 30."""
+
+from __future__ import annotations
+
+import random
+
+from llm.gsm8k import GSM8K, Item
+
+
+class Sums(GSM8K):
+    """All 784 sums of two numbers from 2 to 29, of which 200 are held out.
+
+    They are asked, read and judged as GSM8K's problems are: the last number counts.
+    """
+
+    wish = ""
+
+    def __init__(self):
+        pairs = [(a, b) for a in range(2, 30) for b in range(2, 30)]
+        random.Random(0).shuffle(pairs)
+        items = [Item(f"What is {a} + {b}?", str(a + b), f"{a} + {b} = {a + b}") for a, b in pairs]
+        self.test, self.train = items[:200], items[200:]
