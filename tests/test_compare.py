@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TINY, metrics
+from conftest import TINY, metrics, run
 
 import train
 from experiments import compare
+from toy.arithmetic import Arithmetic
 from toy.figure import interval
 
 
@@ -19,17 +20,17 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
     (folder / "model").mkdir(parents=True)
     config = train.Config(steps=len(rewards), **flags)
     (folder / "config.json").write_text(json.dumps(asdict(config)))
-    lines = [{"step": 0, "greedy": 0.9, "opener so": 0.5, "opener ok": 0.5, "opener other": 0.0}]
+    lines = [{"step": 0, "greedy": 0.9}]
     for t, reward in enumerate(rewards, 1):
         lines.append({"step": t, "reward": reward, "length": 9, "entropy": 1})
-    lines[-1] |= {"greedy": 0.75, "opener so": 0.75, "opener ok": 0.15, "opener other": 0.1}
+    lines[-1]["greedy"] = 0.75
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def test_what_runs_come_to_by_hand(tmp_path):
     folder = make_run(tmp_path / "r", [1.0] + [0.25] * 10 + [1.0] * 9)
-    expected = dict(reward=0.625, final=0.925, greedy=0.75, jitter=2.25 / 18, drift=0.35)
+    expected = dict(reward=0.625, final=0.925, greedy=0.75, jitter=2.25 / 18)
     expected |= {"Steps(0.8)": 15}  # (0.25 + 4) / 5; not 1, since it takes five steps
     outcomes = compare.compute_outcomes(compare.read_runs([folder]))
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)
@@ -77,10 +78,12 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
 
 def test_the_bench_gives_all_sides_the_same_work(tmp_path, monkeypatch):
     bench = pytest.importorskip("experiments.bench")
-    monkeypatch.setattr(train, "load_task", train.load_task)  # which the bench replaces
-    shape = bench.SHAPES["toy"]._replace(prompts=8, micro_rows=16)
-    bench.write_model(shape, tmp_path)
-    steps = [bench.time_step(side, shape, tmp_path) for side in bench.SIDES]
-    mean = 16 * (1 - (15 / 16) ** 26)  # answers end with chance 1 / 16, or at 26
-    assert [step["tokens"] for step in steps] == pytest.approx([8 * 8 * mean] * 3, rel=0.25)
-    assert min(step["seconds"] for step in steps) > 0.02  # a step, and not the rewards alone
+    start, task = run(tmp_path / "start", "--steps", 0) / "model", Arithmetic()
+    seen = bench.clock(task)
+    monkeypatch.setattr(train, "load_task", lambda _: task)
+    flags = [*TINY, "--model", str(start), "--prompts", "16", *bench.ALWAYS.split()]
+    steps = [bench.time_step(side, flags, task, seen) for side in bench.SIDES]
+    assert len(seen) == 3 * 2 * 16 * 3  # sides, steps, prompts, answers to each
+    lengths = [step["letters"] for step in steps]
+    assert lengths == pytest.approx([lengths[0]] * 3, rel=0.3)
+    assert min(step["seconds"] for step in steps) > 0.005  # a step, and not the rewards alone
