@@ -374,8 +374,8 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
                 gaps.append(check_gap(now.detach() - piece.sampled, step, config.temperature))
         norm = clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
         check_finite(f"step {step}", loss.item(), norm)
-        if len(pushed):  # else nothing is learnt, and momentum alone must not move the weights
-            optimizer.step()
+        # Where nothing is pushed there is no gradient, not even one of 0, so momentum moves nothing.
+        optimizer.step()
 
         # What is logged. clip_share is the share of ratios beyond PPO's usual clip, 1 +- .2.
         far = ((logp - part.old).exp() - 1).abs() > 0.2  # (n, T)
@@ -577,7 +577,7 @@ def diagnose(policy, rollout, updates: list[dict], step, config):
     """A step's metrics: of its answers, and means over its updates. Entropy and KL are in nats."""
     tokens = rollout.mask.sum()
     equal = (rollout.adv == 0).reshape(config.prompts, -1).all(1)  # (prompts,) nothing to learn
-    ended = (torch.isin(rollout.tokens, policy.eos) & rollout.mask).any(1)  # (N,)
+    ended = torch.isin(rollout.tokens, policy.eos).any(1)  # (N,); only they have padding
     metrics = {
         "step": step,
         "reward": rollout.rewards.mean(),

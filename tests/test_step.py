@@ -142,9 +142,9 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
 
 
 def test_two_passes_and_a_reference(start, rows):
-    """What GRPO as in toy/plain.py has not: Lopti's second loss, a KL term's log-probs, and L."""
+    """What GRPO as in toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, a scale."""
     policy, _, reference = copy.deepcopy(start)
-    config, seen = train.Config(**SIZES, minibatches=2, lr=0.01), []
+    config, seen = train.Config(**SIZES, minibatches=2, lr=0.01, scale="mean"), []
 
     def spy(name, batch):
         seen.append((name, batch.max_tokens, batch.logp_ref.sum().item()))
@@ -153,6 +153,8 @@ def test_two_passes_and_a_reference(start, rows):
     passes = (lambda batch: spy("low", batch), lambda batch: spy("high", batch))
     method = replace(losses.bind("grpo", {}), passes=passes)
     rollout = sampled_and_scored(policy, method, config, reference)
+    groups = torch.tensor([row.reward for row in rows]).view(-1, G)
+    assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
     config.max_tokens, optimizer = 9, train.adamw(policy.model, 1.0)
     updates = train.learn(policy, optimizer, rollout, method, 2, config)
     old, ref = (
@@ -193,6 +195,7 @@ def corrections(policy, task, rows, references):
 def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, name, fast):
     """And what it returns becomes the rollout's advantages, of every token."""
     config = train.Config(**SIZES, method=name, repair_references=3 - 2 * fast, micro_rows=5)
+    config.scale = "mean"
     policy, task, given = copy.deepcopy(start[fast]), Letters(), []
     method = losses.bind(name, {"beta": "1"} if name == "nthr" else {})
     spied = replace(method, credit=lambda adv, old: given.append((adv, old)) or adv * 2 + 1)
@@ -229,7 +232,7 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
         expected["scores"], expected["own_scores"] = nthr_scores(**facts, **own)
         assert expected["scores"].any()
     assert more == pytest.approx(log)
-    A = torch.tensor(plain.advantages(rewards, G))
+    A = losses.group_advantages(torch.tensor(rewards), G, "mean")
     torch.testing.assert_close(adv, A[:, None].expand(-1, L), rtol=0, atol=1e-9)
     for key, value in expected.items():
         torch.testing.assert_close(getattr(old, key), value, rtol=0, atol=1e-8)
