@@ -374,7 +374,7 @@ def learn(policy, optimizer, rollout, method, step, config) -> list[dict[str, fl
                 gaps.append(check_gap(now.detach() - piece.sampled, step, config.temperature))
         norm = clip_grad_norm_(policy.model.parameters(), config.grad_clip).item()
         check_finite(f"step {step}", loss.item(), norm)
-        # Where nothing is pushed there is no gradient, not even one of 0, so momentum moves nothing.
+        # If nothing is pushed there is no gradient, not even one of 0, so momentum moves nothing.
         optimizer.step()
 
         # What is logged. clip_share is the share of ratios beyond PPO's usual clip, 1 +- .2.
