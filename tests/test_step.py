@@ -142,7 +142,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
 
 
 def test_two_passes_and_a_reference(start, rows):
-    """What GRPO as in toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, scales."""
+    """What toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, other scales."""
     policy, _, reference = copy.deepcopy(start)
     config, seen = train.Config(**SIZES, minibatches=2, lr=0.01, scale="mean"), []
 
