@@ -147,7 +147,7 @@ def test_two_passes_and_a_reference(start, rows):
     config, seen = train.Config(**SIZES, minibatches=2, lr=0.01, scale="mean"), []
 
     def spy(name, batch):
-        seen.append((name, batch.max_tokens, batch.logp_ref.sum().item()))
+        seen.append((name, batch.max_tokens, batch.logp_ref.sum(), batch.logp_old.sum()))
         return losses.reinforce(batch)
 
     passes = (lambda batch: spy("low", batch), lambda batch: spy("high", batch))
@@ -155,6 +155,7 @@ def test_two_passes_and_a_reference(start, rows):
     rollout = sampled_and_scored(policy, method, config, reference)
     groups = torch.tensor([row.reward for row in rows]).view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
+    rollout.sampled = rollout.sampled - 1e-4 * rollout.mask  # a sampler that rounds, as on a GPU
     config.max_tokens, optimizer = 9, train.adamw(policy.model, 1.0)
     updates = train.learn(policy, optimizer, rollout, method, 2, config)
     old, ref = (
@@ -162,9 +163,11 @@ def test_two_passes_and_a_reference(start, rows):
         for p in (start[0], reference)
     )
     order = torch.randperm(4, generator=train.rng(5, "learn", 2)).view(2, -1).tolist()
-    sums = [float(sum(ref[g * G + i].sum() for g in part for i in range(G))) for part in order]
+    parts = [[g * G + i for g in part for i in range(G)] for part in order]
+    sums = [[float(sum(x[i].sum() for i in part)) for part in parts] for x in (ref, old)]
     assert [x[:2] for x in seen] == [("low", 9), ("low", 9), ("high", 9), ("high", 9)]
-    assert [x[2] for x in seen] == pytest.approx(sums * 2)
+    assert [float(x[2]) for x in seen] == pytest.approx(sums[0] * 2)
+    assert [float(x[3]) for x in seen] == pytest.approx(sums[1] * 2, rel=1e-7)
     log_q = torch.cat(ref) - torch.cat(old)
     kl = train.diagnose(policy, rollout, updates, 2, config)["kl"]
     assert kl == pytest.approx((log_q.exp() - log_q - 1).mean().item()) and kl > 0
@@ -200,6 +203,7 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
     method = losses.bind(name, {"beta": "1"} if name == "nthr" else {})
     spied = replace(method, credit=lambda adv, old: given.append((adv, old)) or adv * 2 + 1)
     rollout = sampled_and_scored(policy, method, config)
+    rollout.sampled = rollout.sampled - 1e-4 * rollout.mask  # a sampler that rounds, as on a GPU
     more = train.reshape_credit(policy, task, rollout, spied, 2, config)
     ((adv, old),) = given
     assert torch.equal(rollout.adv, adv * 2 + 1)
