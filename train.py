@@ -49,6 +49,7 @@ from types import SimpleNamespace
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
@@ -64,6 +65,11 @@ def run(config):
     method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
     encode(policy, task, task.train + task.test, config)  # a bad prompt fails here, not in step 50
+    with own_folder(config):  # of this run, in which nobody else writes
+        train(policy, task, method, config)
+
+
+def train(policy, task, method, config):
     optimizer = adamw(policy.model, config.lr)
     # Where every answer is wrong, all rewards are equal and there is nothing to compare. So a model
     # from scratch first makes some supervised steps. A resumed run begins with what was saved, and
@@ -452,7 +458,7 @@ class Config:
     fast: bool = flag(False, "llm/fast.py's generate and log_probs: the same numbers, sooner")
     track: str = flag("", "send the metrics there, too", choices=("", "trackio", "wandb"))
     out: str = flag("", "the run directory; empty: runs/TASK-METHOD-sSEED-TIME")
-    resume: str = flag("", "a run directory to go on with; takes no other flag")
+    resume: str | None = flag(None, "a run directory to go on with; takes no other flag")
 
 
 # Where the defaults of other tasks differ. Their models are trained already.
@@ -514,17 +520,20 @@ def main(argv: list[str] | None = None):
 
 def parse(argv: list[str] | None = None) -> Config:
     """Flags -> Config. A flag beats the preset of its task, and both beat the toy's defaults."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("train.py is one process, and a launcher has started several; see engines/")
     transformers.logging.set_verbosity_error()  # a run has lines and bars of its own
     transformers.logging.disable_progress_bar()
     usage = "python train.py [--FLAG VALUE ...]"
     parser = transformers.HfArgumentParser(Config, usage=usage, allow_abbrev=False)
     given = parser.parse_args(argv)  # read twice: --task and --resume decide about the defaults
-    if given.resume:
+    if given.resume is not None:
         if given != parser.parse_args(["--resume", given.resume]):
             saved = f"{given.resume}/config.json has them"
             raise UserError(f"--resume takes no other flag; {saved}")
         return Config(**read_config(given.resume))
-    parser.set_defaults(**PRESETS.get(given.task, {}))
+    trained = {"warm_steps": 0} if given.model != "scratch" else {}
+    parser.set_defaults(**trained | PRESETS.get(given.task, {}))
     config = Config(**vars(parser.parse_args(argv)))
     check(config)
     return config
@@ -550,10 +559,6 @@ def check(config):
         raise UserError(f"--track {config.track} is not installed: pip install {config.track}")
     if config.out and Path(config.out).exists():
         raise UserError(f"--out {config.out} exists; choose another, or --resume it")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            "a launcher has started several processes, and train.py is one; see engines/"
-        )
 
 
 def choose_method(config) -> losses.Method:
@@ -642,6 +647,8 @@ def warm_start(policy, task, method, config):
     Where the method corrects wrong answers, 30 % of the demonstrations are corrections, if the task
     has any: a policy that never saw a correction makes none.
     """
+    if not config.warm_steps:
+        return
     model, tokenizer = policy.model, policy.tokenizer
     end = int(policy.eos[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
@@ -651,8 +658,7 @@ def warm_start(policy, task, method, config):
         return list(zip(task.encode(tokenizer, items), ended, strict=True))
 
     plain, corrections = encode_demos(task.train), 0
-    if config.warm_steps:
-        check_prompts(policy, [prompt + demo for prompt, demo in plain], task.train, 0)
+    check_prompts(policy, [prompt + demo for prompt, demo in plain], task.train, 0)
     if method.repair:
         corrections = round(0.3 * config.warm_rows)
         mended = [task.correction(item, config.repair_references) for item in task.train]
@@ -749,6 +755,7 @@ def load_task(config):
         with blame("--task gsm8k"):
             task = GSM8K(config.data or None)
     elif Path(config.task).is_file():
+        sys.path.append(str(Path(config.task).parent))  # for a module that stands beside it
         names = runpy.run_path(config.task)
         if "Task" not in names:
             raise UserError(f"--task {config.task}: the file has no class Task")
@@ -768,7 +775,7 @@ def reward_of(task, text: str, item) -> float:
     reward = task.reward(text, item)
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= torch.finfo(torch.float32).max:  # a nan, too
         about = f"of the answer {text!r} to {item.prompt!r}"
@@ -794,7 +801,7 @@ def check_prompts(policy, rows: list[list[int]], items: list, more: int):
     if not isinstance(rows, list) or len(rows) != len(items):
         kind = type(rows).__name__
         raise UserError(f"the task's encode gave a {kind} for {len(items)} prompts; {wanted}")
-    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     size, pad_id = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id
     if pad_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         pad_id = None  # a prompt may begin or end with it
@@ -843,11 +850,17 @@ def load_policy(config, task, path: str) -> Policy:
         with blame(f"--model {path} ({ways})", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, output_loading_info=True
+                path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
             )
-        if info["missing_keys"]:
-            missing = min(info["missing_keys"])
-            raise UserError(f"--model {path} has no {missing}: it would begin with random weights")
+        for wrong in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+            # Weights that config.json does not know are harmless, unless a layer is left out.
+            keys = [x for x in map(str, info[wrong]) if wrong[0] == "m" or ".layers." in x]
+            if keys:  # the model would have random weights, or half of its layers
+                raise UserError(
+                    f"--model {path}: weights and config.json differ: {wrong} {keys[0]}"
+                )
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise UserError(f"--model {path} has no tokenizer files")
         frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
         if frozen:
             raise UserError(f"--model {path}: {frozen[0]} cannot learn; is the model quantised?")
@@ -885,10 +898,14 @@ def turn_end(tokenizer) -> set[int]:
     if not tokenizer.chat_template:
         return set()
     chat = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "It is 85."}]
-    with blame("the model's chat template", Exception):
-        closing = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("It is 85.")[2]
-    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
-    return set([x for x in ids if x in tokenizer.added_tokens_decoder][:1])
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # it wants other turns than these
+        return set()
+    _, found, closing = text.rpartition("It is 85.")
+    ids = tokenizer(closing if found else "", add_special_tokens=False)["input_ids"]
+    special = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id}
+    return set([x for x in ids if x in special][:1])
 
 
 def try_out(policy, task, path: str, config):
@@ -901,19 +918,19 @@ def try_out(policy, task, path: str, config):
         from llm import fast
 
         policy.sampler, policy.scorer = fast.generate, fast.log_probs
+    prompts = encode(policy, task, [task.train[0], task.train[-1]] * 2, config)
     try:
-        compare(policy, task, config)
+        compare(policy, prompts, config)
     except Exception as error:  # a model of another make fails in classes of its own
         with blame(f"--model {path}: train.py cannot train it", Exception):
-            compare(plain, task, config)
+            compare(plain, prompts, config)
         raise UserError(f"--fast is wrong for this model ({error}); choose --fast false") from error
 
 
 @torch.no_grad()
-def compare(policy, task, config):
+def compare(policy, prompts: Tensor, config):
     """Raises ValueError if the policy's sampler and scorer differ from `log_probs`. On the CPU,
     where fp32 makes the limit sharp."""
-    prompts = encode(policy, task, [task.train[0], task.train[-1]] * 2, config)
     few, gen = min(8, config.max_tokens), rng("try_out")
     tokens, mask, sampled, _ = policy.sampler(policy, prompts, few, config.temperature, gen)
     rollout = SimpleNamespace(prompts=prompts, tokens=tokens, mask=mask)
@@ -957,7 +974,8 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 # the files of a run. All randomness is made anew from (seed, use, step), so weights, optimiser and
 # step are all that a run needs to go on, on a CPU bit for bit, wherever it was killed:
 #
-#     runs/NAME/config.json    flags
+#     runs/NAME/.lock          of the process that writes here
+#               config.json    flags
 #               metrics.jsonl  a line a step
 #               start/         the policy that RL started from
 #               checkpoint.pt  of the last evaluated step: weights, optimiser, metrics
@@ -966,10 +984,8 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def warm_start_or_resume(policy, optimizer, task, method, config) -> int:
-    """The directory of a run, the warm start and the first evaluation; or what --resume goes on
-    from. Returns how many steps are done."""
-    if not config.resume:
-        claim_folder(config)
+    """The warm start and the first evaluation, or what --resume goes on from. Returns how many
+    steps are done."""
     folder = Path(config.out)
     if config.track:
         tracker = importlib.import_module(config.track)
@@ -987,8 +1003,20 @@ def warm_start_or_resume(policy, optimizer, task, method, config) -> int:
     return 0
 
 
+@contextmanager
+def own_folder(config):
+    """The directory of a run, with its flags in it, for as long as this process writes there."""
+    if not config.resume:
+        claim_folder(config)
+    try:
+        with FileLock(Path(config.out, ".lock"), timeout=0):
+            yield
+    except Timeout:
+        raise UserError(f"{config.out}: another process writes there") from None
+
+
 def claim_folder(config):
-    """Make the directory of a run, which no other run has, and write its flags there."""
+    """Make a directory that no other run has."""
     name = (
         f"{Path(config.task).stem}-{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
@@ -998,6 +1026,8 @@ def claim_folder(config):
             Path(config.out).mkdir(parents=True)
         except FileExistsError:  # another run has just claimed it
             continue
+        except OSError as error:
+            raise UserError(f"--out {config.out}: {error.strerror}") from error
         flags = json.dumps(asdict(config), indent=1)
         return write_aside(Path(config.out, "config.json"), flags + "\n")
     raise UserError(f"--out {config.out} exists; choose another, or --resume it")
@@ -1009,7 +1039,7 @@ def read_config(run: str) -> dict:
         saved = json.loads((Path(run) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         saved = {}
-    if set(saved) != {f.name for f in fields(Config)}:
+    if not isinstance(saved, dict) or set(saved) != {f.name for f in fields(Config)}:
         raise UserError(f"--resume {run}: no config.json of this version's runs there")
     return saved | {"resume": run, "out": run}
 
@@ -1093,7 +1123,8 @@ def save(policy, optimizer, step, folder: Path):
 
 def restore(policy, optimizer, folder: Path) -> int:
     """Policy, optimiser and metrics.jsonl as they were after a step, which is returned."""
-    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    with blame(f"--resume {folder}: checkpoint.pt", Exception):
+        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     policy.model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     write_aside(folder / "metrics.jsonl", state["metrics"])

@@ -123,8 +123,11 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monke
         train.main([*TINY, "--steps", "1", "--warm-steps", "0", "--seed", seed])
     assert sorted(os.listdir("runs")) == ["arithmetic-grpo-s3-NOW", "arithmetic-grpo-s3-NOW-2"]
     assert [len(metrics(folder)) for folder in Path("runs").iterdir()] == [2, 2]
+    assert "--resume" in refused(train.main, ["--resume", ""])
+    with train.own_folder(train.Config(out="runs/arithmetic-grpo-s3-NOW", resume="x")):
+        assert "another process" in refused(train.main, ["--resume", "runs/arithmetic-grpo-s3-NOW"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "launcher" in refused(train.main, [])
+    assert "launcher" in refused(train.main, ["--resume", "runs/arithmetic-grpo-s3-NOW"])
 
 
 def test_three_files_are_all_that_the_default_command_needs(tmp_path, monkeypatch):
@@ -274,7 +277,7 @@ layers 1, width 64, warm_steps 700, warm_rows 64, warm_lr 0.006, steps 60, promp
 max_tokens 26, temperature 1.0, repair_references 1, epochs 1, minibatches 4, micro_rows 64,
 lr 0.001, grad_clip 1.0, eval_every 20, eval_items 200, eval_samples 4, seed 0, threads 1,
 task arithmetic, method grpo, model scratch, schedule linear, prefix_baseline False,
-fast False, hyper , scale , data , track , out x, resume
+fast False, hyper , scale , data , track , out x, resume None
 """
 PRESET = """
 task gsm8k, model Qwen/Qwen2.5-0.5B-Instruct, warm_steps 0, steps 200, prompts 16, max_tokens 512,
@@ -312,8 +315,9 @@ def test_an_answer_ends_where_the_chat_template_closes_a_turn(tmp_path):
     """Also that of a base model, whose EOS is another. Text is no such token."""
     tokenizer = Arithmetic().make_tokenizer()
     assert train.turn_end(tokenizer) == set()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#{% endfor %}"
-    assert train.turn_end(tokenizer) == set()
+    for template in ("{{ m.content }}#", "<eos>{{ m.content.upper() }}", "{{ raise }}{{ 1 / 0 }}"):
+        tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
+        assert train.turn_end(tokenizer) == set()
     tokenizer.add_tokens(["<end>"], special_tokens=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<end><eos>{% endfor %}"
     assert train.turn_end(tokenizer) == {len(tokenizer) - 1}
@@ -337,7 +341,7 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     """One whose output layer would be random; and for token scores one that adds a bias in it."""
     path = build("llama", tmp_path)
     AutoModel.from_pretrained(path).save_pretrained(path)  # without its output layer
-    assert "random weights" in refused(load, path)
+    assert "missing_keys lm_head" in refused(load, path)
     for name, what in (("model.safetensors", "header"), ("adapter_config.json", "an adapter")):
         (Path(path) / name).write_text("version https://git-lfs.github.com/spec/v1")
         assert what in refused(load, path)
