@@ -340,9 +340,10 @@ def adv_orthogonal(w: Tensor, adv: Tensor) -> Tensor:
 def dfpo_min(batch: Batch, ratio: Ratio = "geometric", eps: float = float("inf")) -> Tensor:
     """dfpo-min (our reconstruction): a sequence ratio that Min-Replace has made equal in a group.
 
-    J = sg[the group's smallest s] A log pi / L. With eps (ours), tokens whose ratio is outside
-    1 +- eps have no push. DFPO has no clip, and without one this fails if a batch serves many
-    updates: with 16, on our addition task, the reward is 0.240 +- 0.031 below GRPO's (lr 3e-4).
+    J = sg[the group's smallest s] A log pi / L. At ratios of 1 this is reinforce (C11), otherwise
+    reinforce with each group scaled by its smallest s. With eps (ours), tokens whose ratio is
+    outside 1 +- eps have no push. Without it the reward falls 0.240 +- 0.031 below GRPO's if a
+    batch serves 16 updates at a high rate (experiments/README.md).
     Shared token: cancels at any ratio. If only some answers share a token, the pushes on it cancel
     where the advantages of these answers sum to 0 (C9).
     Source: ours, after DFPO Eq. 17 (transform S; log pi, L and the geometric s D).
