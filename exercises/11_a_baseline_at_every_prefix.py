@@ -1,6 +1,6 @@
 # %% [markdown]
 """
-# 11. A baseline at every prefix (15 minutes)
+# 11. A baseline at every prefix (25 minutes)
 
 **Aim:** make the pushes of any loss cancel at shared tokens, and see what that changes on average.
 
