@@ -465,7 +465,7 @@ class Config:
 CHAT = {"warm_steps": 0, "minibatches": 1, "threads": 0, "fast": True}
 SUMS = {
     "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "steps": 20,
+    "steps": 30,
     "prompts": 8,
     "max_tokens": 24,
     "micro_rows": 16,
