@@ -22,7 +22,7 @@ COMMAND = re.compile(r"(?<![\w/.])python (?:train\.py|verify\.py)[^`\n#;)|>]*")
 def commands() -> list[tuple[str, ...]]:
     found = set()
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
-        text = page.read_text().replace("\\\n", " ")
+        text = page.read_text("utf-8").replace("\\\n", " ")
         found |= {tuple(shlex.split(command)[1:]) for command in COMMAND.findall(text)}
     return sorted(x for x in found if "..." not in x and "$s" not in str(x))
 
@@ -33,12 +33,14 @@ def test_every_command_runs(command, tmp_path, monkeypatch, small_gsm8k):
     """As printed, but for sizes. The hub is out of reach, so Qwen becomes a model from scratch."""
     monkeypatch.chdir(tmp_path)
     script, *args = command
-    code = re.search(r"# mine\.py.*?(?=```)", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    code = re.search(r"# mine\.py.*?(?=```)", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
     (tmp_path / "mine.py").write_text(code)
     args = [{"DIR": small_gsm8k, "NAME": "grpo", "ID": "C2"}.get(arg, arg) for arg in args]
     if script == "train.py" and not {"--help", "--resume"} & set(args):
         if "gsm8k" in args and "scratch" not in args:
             args += ["--data", small_gsm8k, "--model", "scratch"]
+        if "sums" in args:
+            args += ["--model", "scratch"]
         for start in [arg for arg in args if arg.endswith("/start")]:
             train.main([*TINY, "--steps", "0", "--out", str(Path(start).parent)])
         train.main([*args, *TINY, "--steps", "2", "--max-tokens", "20"])
