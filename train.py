@@ -64,7 +64,8 @@ import losses
 def run(config):
     method, task = choose_method(config), load_task(config)
     policy = load_policy(config, task, config.model)
-    encode(policy, task, task.train + task.test, config)  # a bad prompt fails here, not in step 50
+    items = task.train + task.test  # so that a bad prompt fails here, and not in step 50
+    check_prompts(policy, task.encode(policy.tokenizer, items), items, config.max_tokens)
     with own_folder(config):  # of this run, in which nobody else writes
         train(policy, task, method, config)
 

@@ -100,7 +100,7 @@ def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> 
 def train_one(folder: Path, flags: list[str]):
     began = (folder / "config.json").exists()
     flags = ["--resume", str(folder)] if began else [*flags, "--out", str(folder)]
-    with open(f"{folder}.log", "a") as log:
+    with open(f"{folder}.log", "a", encoding="utf-8") as log:
         command = [sys.executable, train.__file__, *flags]
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -114,7 +114,7 @@ def is_finished(folder: Path) -> bool:
 
 def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     """A method's name has all flags in which the runs differ."""
-    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
+    configs = [json.loads((folder / "config.json").read_text("utf-8")) for folder in folders]
     flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"])
     differing = [key for key in flags if flags[key].nunique() > 1]
     runs = {}

@@ -155,6 +155,7 @@ item.answer in text | float('nan')                             | 'so !' to '0?' 
 item.answer in text | 1e39                                     | accepted: a finite number that
 item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
 range(9)]           | range(9)]; self.test = []                | test split has no item
+range(9)]           | range(9)]; self.train[7] = Item("1" * 1100, "", "") | the model's context
 """
 
 
