@@ -8,8 +8,8 @@ flag of train.py holds for all runs. Each run is a process of train.py, with a d
 and a log beside it. The same command goes on with what was cut off, and trains nothing twice.
 
 The seeds are --seed and those after it, --seeds of them. --runs trains nothing, and reads runs of
-train.py. --plot draws the mean over seeds, in a band from the lowest seed to the highest. --curves
-says which numbers of metrics.jsonl it draws, and --title what stands above them.
+train.py. --curves names numbers of metrics.jsonl. The table has the last value of each, and --plot
+draws them: the mean over seeds, in a band from the lowest seed to the highest, below --title.
 
 The table has the mean over seeds and half its 95 % interval (Student's t). Below stand the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
@@ -17,10 +17,10 @@ only one of them repairs) and the order of their prompts.
 
     reward        mean over the whole run
     final         mean over its last 10 steps
-    greedy        held-out accuracy of greedy answers, at the end
     Steps(0.8)    first step at which the mean of 5 steps is at least 0.8
     jitter        mean size of the second difference of the reward curve (our definition, because
                   that of DFPO's paper is not public)
+    greedy, ...   the curves at the end; greedy is the held-out accuracy of greedy answers
 
 "none in 1 of 5" stands where one run of five has no such number, because it never got there.
 """
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None):
     if not finished:
         sys.exit("error: there is no finished run to read")
     runs = read_runs(finished)
-    print(make_tables(compute_outcomes(runs)))
+    print(make_tables(compute_outcomes(runs, options.curves)))
     if options.plot:
         draw(runs, options.curves, options.title).savefig(options.plot)
 
@@ -125,18 +125,20 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     return runs
 
 
-def compute_outcomes(runs: dict[tuple[str, int], pd.DataFrame]) -> pd.DataFrame:
+def compute_outcomes(
+    runs: dict[tuple[str, int], pd.DataFrame], curves: list[str] = CURVES
+) -> pd.DataFrame:
     """What each run came to: a row for each method and seed."""
     outcomes = {}
     for run, lines in runs.items():
         reward = lines["reward"]  # step 0 has none
+        ends = {key: lines[key].dropna().iloc[-1] for key in curves if key != "reward"}
         outcomes[run] = {
             "reward": reward.mean(),
             "final": reward.tail(10).mean(),
-            "greedy": lines["greedy"].iloc[-1],
             "Steps(0.8)": reward.index[reward.rolling(5).mean() >= 0.8].min(),  # nan: no step is
             "jitter": reward.diff().diff().abs().mean(),
-        }
+        } | ends
     return pd.DataFrame(outcomes).T
 
 

@@ -30,7 +30,7 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
 
 def test_what_runs_come_to_by_hand(tmp_path):
     folder = make_run(tmp_path / "r", [1.0] + [0.25] * 10 + [1.0] * 9)
-    expected = dict(reward=0.625, final=0.925, greedy=0.75, jitter=2.25 / 18)
+    expected = dict(reward=0.625, final=0.925, jitter=2.25 / 18, greedy=0.75, entropy=1)
     expected |= {"Steps(0.8)": 15}  # (0.25 + 4) / 5; not 1, since it takes five steps
     outcomes = compare.compute_outcomes(compare.read_runs([folder]))
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)

@@ -79,7 +79,7 @@ def press(page: str, presses: list[str], folder: Path, width: int = 1200) -> dic
 
 def sums(shown: dict) -> str:
     """Of each card its first token, its verdict, and the sum, the credit and the tax."""
-    card = r"(\S+)( cancels| no push)? .* pushes \S+ (\S+) credit \S+ (\S+) tax \S+ (\S+)"
+    card = r"(\S+).*?( cancels| no push)? [▲▼●].* pushes \S+ (\S+) credit \S+ (\S+) tax \S+ (\S+)"
     found = [re.fullmatch(card, text) for text in shown["tree"]]
     return ", ".join("{}{} {} {} {}".format(*x.groups("")) for x in found if x)
 
@@ -91,7 +91,9 @@ def read(table: str) -> dict[str, str]:
 # ---------------- the tree
 
 # What is left after each press. A is 0.5 and -0.5 (after "▼4": 0.25 and -0.75), and lengths are 4,
-# 5, 2, 4, or all 4; so the first eleven follow by hand.
+# 5, 2, 4, or all 4; so the first eleven follow by hand. So does "next: 9", a real model's answers:
+# A is 5/8 three times and -3/8 five times, and lengths are 11, but 24 of a wrong one. After the
+# step 4 and 5 are beyond the clip range.
 STORY = """\
 1  | so +0.150 0.000 +0.150, 7+8=15 +0.025 0.000 +0.025
 next: 2 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
@@ -111,7 +113,13 @@ moved 0.6 | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 method dppo | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 method gspo | so +0.158 0.000 +0.158, 7+8=15 +0.092 0.000 +0.092
 baseline on | so cancels 0.000 0.000 0.000, 7+8=15 +0.009 0.000 +0.009
-method dfpo-min | so cancels 0.000 0.000 0.000, 7+8=15 −0.006 0.000 −0.006"""
+method dfpo-min | so cancels 0.000 0.000 0.000, 7+8=15 −0.006 0.000 −0.006
+next: 9 | 2 +0.018 0.000 +0.018, 4 −0.152 −0.152 0.000, <|im_end|> −0.136 −0.136 0.000, 5 +0.170 \
++0.170 0.000
+policy after it | 2 +0.018 0.000 +0.018, 4 no push 0.000 0.000 0.000, <|im_end|> −0.146 −0.146 \
+0.000, 5 no push 0.000 0.000 0.000
+method dr-grpo | 2 cancels 0.000 0.000 0.000, 4 no push 0.000 0.000 0.000, <|im_end|> −0.067 \
+−0.067 0.000, 5 no push 0.000 0.000 0.000"""
 # A group in full: labels, bars as parts of the longest, and numbers.
 GROUPS = """\
 next: 4 | so ▲1 0.306×0.500 [1] +0.153 ▼2 0.209×(−0.500) [−0.68] −0.105 ▲3 0.221×0.500 [0.72] \

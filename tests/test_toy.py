@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import losses
-from toy import crumb, drift, gate, tax
+from toy import crumb, drift, gate, tax, tree
 from toy.worlds import Groups
 
 LONG, SHORT, WORSE = tax.SETTINGS
@@ -98,3 +98,16 @@ def test_as_many_sampled_runs_find_the_rare_way_as_published():
     """Another torch draws the same numbers but may round otherwise."""
     ends = crumb.train_sampled("std")[-1]
     assert (ends > 0.4).sum(1).tolist() == pytest.approx([0, 8, 54], abs=3)
+
+
+def test_what_a_batch_shares_by_hand():
+    """Four answers of 4, 5, 2 and 4 tokens share "so", and two of them "7+8=15"."""
+    group = tree.toy_group("unequal", "1010")
+    batch = {"step": 7, "group_size": 4, "max_tokens": 5, "logp_old": group.old}
+    batch |= {key: getattr(group, key) for key in ("tokens", "mask", "rewards")}
+    found = tree.what_is_shared(batch)
+    # On "so" 0.150 of 0.600 is left, and on "7+8=15" 0.025 of 0.225 (README's pushes).
+    expected = {"step": 7, "shared": 6 / 15, "at place": 8 / 6, "others at": 30 / 9}
+    left = 0.175 / 0.825
+    expected |= {"tax of grpo": left, "tax of dr-grpo": 0, "tax of gspo": left}
+    assert found == pytest.approx(expected, abs=1e-9)

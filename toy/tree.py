@@ -1,10 +1,11 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
     python -m toy.tree                 tree.html: the article, which begins with a toy group
-    python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
+    python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py; it also
+                                       prints how much the answers of its saved batches share
 
 The page is one file, without a network or a library. tree_page.html has the tree, with its story in
-eight steps; article.html and article.js are what follows it. The tree has every method that is one
+nine steps; article.html and article.js are what follows it. The tree has every method that is one
 loss of a batch, without and with a baseline at every prefix. All coefficients c of all its
 settings are computed here, by token_coefficients(loss(batch), logp) on the losses of losses.py. Its
 script draws them, and adds them up at the tokens that several answers share:
@@ -13,7 +14,8 @@ script draws them, and adds them up at the tokens that several answers share:
 
 The toy group answers "37+48=" four times. Its A has the scale "mean" for all methods, so it is
 reward minus the group's mean, as README says. toy/tree.svg, README's picture, is this group under
-REINFORCE and under GRPO. A run's groups have the scale of the run, or of their method.
+REINFORCE and under GRPO. Beside it stands a group of a real model, from sums.json, with the same
+scale. A run's groups have the scale of the run, or of their method.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -77,6 +80,7 @@ class Group:
     old: Tensor  # (G, T) log pi_old
     logp: Tensor  # (S, G, T) log pi of each policy
     max_tokens: int
+    states: list[str]  # S, the names of the policies
 
     def __post_init__(self):
         self.nodes = losses.prefix_nodes(self.tokens, self.mask, len(self.tokens))
@@ -91,7 +95,8 @@ def toy_group(lengths: str, won: str) -> Group:
     tokens, mask = pad([tuple(map(vocabulary.index, row)) for row in texts])
     rewards = torch.tensor([float(digit) for digit in won], dtype=torch.float64)
     old = torch.full(mask.shape, math.log(OLD), dtype=torch.float64)
-    group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L)
+    states = [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD]
+    group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L, states)
     own = (group.nodes[:, None] == group.nodes).sum(1) == 1  # no other answer shares the token
     factor = torch.tensor(FACTOR, dtype=torch.float64).log()[:, None] * own  # (G, T)
     moves = [math.log(float(m)) + s * factor for m in MOVED for s in SPREAD.values()]
@@ -101,18 +106,20 @@ def toy_group(lengths: str, won: str) -> Group:
 
 # ---------------- the groups of a run
 
+STATES = ["before the step", "after it"]
 
-def run_groups(run: Path) -> tuple[int, list[Group]]:
-    """The newest saved step of a run in which answers to a prompt differ in reward, and the groups
-    where they do."""
-    for path in sorted(run.glob("batches/step-*.pt"), reverse=True):
-        batch = torch.load(path, map_location="cpu", weights_only=True)
-        rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
-        groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
-        groups = [group for group in groups if group.rewards.unique().numel() > 1]
-        if groups:
-            return batch["step"], groups
-    sys.exit(f"error: {run} has no batches/step-*.pt with right and wrong answers to one prompt")
+
+def saved_batches(run: Path) -> list[dict]:
+    """The batches that a run has saved, from its last step to its first."""
+    paths = sorted(run.glob("batches/step-*.pt"), reverse=True)
+    return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+
+
+def run_groups(batch: dict) -> list[Group]:
+    """The groups of a saved batch in which rewards differ."""
+    rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
+    groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
+    return [group for group in groups if group.rewards.unique().numel() > 1]
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
@@ -122,7 +129,15 @@ def run_group(batch: dict, k: int, rows: Tensor) -> Group:
     texts = [batch["pieces"][i][: mask[i - rows[0]].sum()] for i in rows.tolist()]
     prompt, rewards = batch["prompts"][k], batch["rewards"][rows].double()
     logp, budget = torch.stack([old, new]), batch["max_tokens"]
-    return Group(prompt, texts, tokens, mask, rewards, old, logp, budget)
+    return Group(prompt, texts, tokens, mask, rewards, old, logp, budget, STATES)
+
+
+def real_group() -> Group:
+    """Eight answers of a real model to one sum: a group of a saved batch, as sums.json."""
+    batch = json.loads(read("sums.json"))
+    for key in ("tokens", "mask", "rewards", "logp_old", "logp"):
+        batch[key] = torch.tensor(batch[key])
+    return run_group(batch, 0, torch.arange(len(batch["tokens"])))
 
 
 # ---------------- what a loss does to a group
@@ -172,6 +187,30 @@ def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     return plain, with_baseline
 
 
+def what_is_shared(batch: dict) -> dict[str, float]:
+    """Of a saved batch, as it was sampled. *Shared* tokens are those that a sibling also has,
+    behind the same prefix; an answer's first token is at place 1."""
+    mask, old, G = batch["mask"], batch["logp_old"].double(), batch["group_size"]
+    nodes = losses.prefix_nodes(batch["tokens"], mask, G)
+    _, node, visitors = nodes[mask].unique(return_inverse=True, return_counts=True)
+    shared = visitors[node] > 1
+    place = mask.cumsum(1)[mask].double()
+    found = {
+        "step": batch["step"],
+        "shared": shared.double().mean().item(),
+        "at place": place[shared].mean().item(),
+        "others at": place[~shared].mean().item(),
+    }
+    for name in ("grpo", "dr-grpo", "gspo"):
+        adv = losses.group_advantages(batch["rewards"].double(), G, METHODS[name].scale)
+        logp = old.clone().requires_grad_()
+        spread = adv[:, None].expand_as(mask)
+        loss = METHODS[name].passes[0](Batch(logp, old, spread, mask, G, batch["max_tokens"]))
+        c = losses.token_coefficients(loss, logp)
+        found[f"tax of {name}"] = losses.learning_tax(c, adv, nodes, mask)
+    return found
+
+
 def sequence_ratios(group: Group) -> Tensor:
     """s_i of every answer under every policy of the group. (S, G)."""
     rows = [Batch(x, group.old, x, group.mask, len(x), group.max_tokens) for x in group.logp]
@@ -193,6 +232,7 @@ def scene(group: Group, methods: dict[str, Method]) -> str:
         "nodes": group.nodes[mask].tolist(),
         "rewards": group.rewards.tolist(),
         "s": brief(sequence_ratios(group)),
+        "states": group.states,
         "losses": table,
     }
     return json.dumps(about)
@@ -203,13 +243,17 @@ def brief(x: Tensor) -> list:
     return x.round(decimals=8).tolist()
 
 
-def control(name: str, label: str, options, kind: str, style: str = "radio") -> dict:
-    """A control. kind: whether it chooses the scene, the loss, or the state, which is a policy."""
-    return {"id": name, "label": label, "options": list(options), "kind": kind, "style": style}
+def control(name: str, label: str, options, kind: str, style: str = "radio", only="") -> dict:
+    """A control. kind: whether it chooses the scene, the loss, or the state, which is a policy.
+
+    only: the choice of *answers* for which there is such a control; empty: it is always there.
+    """
+    about = {"id": name, "label": label, "options": list(options)}
+    return about | {"kind": kind, "style": style, "only": only}
 
 
 def write_page(data: dict, methods: dict[str, Method]) -> str:
-    """The html, with all data packed in it. data: controls, states, scenes and start."""
+    """The html, with all data packed in it. data: controls, scenes and start."""
     method = control("method", "method", methods, "loss", "select")
     baseline = control("baseline", "baseline at every prefix", ("off", "on"), "loss")
     data["controls"] = [method, baseline, *data["controls"]]
@@ -224,21 +268,26 @@ def read(name: str) -> str:
 
 
 def toy_page() -> str:
-    """The page of the toy group: all methods, lengths, winners and moves of the policy."""
+    """The page of the toy group, with all methods, lengths, winners and moves of the policy, and of
+    the real model's group."""
     methods = toy_methods()
     winners = ["".join(digits) for digits in itertools.product("10", repeat=G)]
     keys = itertools.product(ANSWERS, winners)
+    made_up, real = "made up", "SmolLM2-135M"
     start = {"method": "reinforce", "baseline": "off", "lengths": "unequal", "won": "1010"}
+    start |= {"answers": made_up, "moved": "1", "spread": "none", "policy": STATES[0]}
+    scenes = {f"{made_up}/{n}/{won}": scene(toy_group(n, won), methods) for n, won in keys}
     data = {
         "digits": 3,
-        "start": start | {"moved": "1", "spread": "none"},
-        "states": [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD],
-        "scenes": {f"{n}/{won}": scene(toy_group(n, won), methods) for n, won in keys},
+        "start": start,
+        "scenes": scenes | {real: scene(real_group(), methods)},
         "controls": [
-            control("lengths", "lengths of the answers", ANSWERS, "scene"),
-            control("won", "who won", winners, "scene", "leaves"),
-            control("moved", "ratio r of the tokens", MOVED, "state"),
-            control("spread", "spread of the answers' own ratios", SPREAD, "state"),
+            control("answers", "answers", (made_up, real), "scene"),
+            control("lengths", "lengths of the answers", ANSWERS, "scene", only=made_up),
+            control("won", "who won", winners, "scene", "leaves", only=made_up),
+            control("moved", "ratio r of the tokens", MOVED, "state", only=made_up),
+            control("spread", "spread of the answers' own ratios", SPREAD, "state", only=made_up),
+            control("policy", "policy", STATES, "state", only=real),
         ],
     }
     return add_article(write_page(data, methods))
@@ -268,10 +317,15 @@ def add_article(page: str) -> str:
     return page.replace("<!-- ARTICLE -->", text, 1).replace("// SCRIPT", read("article.js"), 1)
 
 
-def run_page(run: Path) -> str:
-    """The page of a run: three groups of a saved batch, before and after the step."""
+def run_page(run: Path, batches: list[dict]) -> str:
+    """The page of a run: three groups of the newest saved batch in which rewards differ, before and
+    after the step."""
     flags = json.loads((run / "config.json").read_text("utf-8"))
-    (step, groups), name, methods = run_groups(run), flags["method"], shown_methods(flags["scale"])
+    name, methods = flags["method"], shown_methods(flags["scale"])
+    mixed = [(batch["step"], groups) for batch in batches if (groups := run_groups(batch))]
+    if not mixed:
+        sys.exit(f"error: in no batches/step-*.pt of {run} do the rewards of one prompt differ")
+    step, groups = mixed[0]
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " Where a card has several tokens, the pushes are those on the first."
@@ -284,14 +338,13 @@ def run_page(run: Path) -> str:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"
     scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
-    states = ["before the step", "after it"]
-    start = {"group": next(iter(scenes)), "method": name, "policy": states[0]}
+    start = {"group": next(iter(scenes)), "method": name, "policy": STATES[0]}
     start |= {"baseline": "on" if flags["prefix_baseline"] else "off"}
     controls = [
         control("group", "group", scenes, "scene", "select"),
-        control("policy", "policy", states, "state"),
+        control("policy", "policy", STATES, "state"),
     ]
-    data = {"digits": 4, "lead": lead, "start": start, "states": states, "scenes": scenes}
+    data = {"digits": 4, "lead": lead, "start": start, "scenes": scenes}
     return write_page(data | {"controls": controls}, methods)
 
 
@@ -301,7 +354,11 @@ def main(argv: list[str] | None = None):
     parser.add_argument("run", nargs="?", type=Path, help="a run folder of train.py")
     run = parser.parse_args(argv).run
     torch.set_num_threads(1)  # the groups are tiny
-    text = run_page(run) if run else toy_page()
+    batches = saved_batches(run) if run else []
+    if batches:
+        table = pd.DataFrame(map(what_is_shared, reversed(batches)))
+        print(table.to_string(index=False, float_format="%.3f"))
+    text = run_page(run, batches) if run else toy_page()
     path = (run or Path()) / "tree.html"
     path.write_text(text, "utf-8")
     print(f"{path}: open it in a browser")
