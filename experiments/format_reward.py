@@ -1,12 +1,12 @@
-"""A task with a bonus for the format: sums, and 0.1 for an answer that is a sentence.
+"""Sums, with a bonus of 0.1 for an answer that begins with a word, as if it were to explain first.
 
-    python train.py --task experiments/format_reward.py --model DIR ...
+    python -m experiments.compare --task experiments/format_reward.py --model DIR --curves right words ...
 
-It asks whether the crumb of toy/crumb.py shows in a real model. A right answer earns 1, whether it
-is a sentence or not, and a sentence earns 0.1, whether it is right or not.
+It asks whether the crumb of toy/crumb.py shows in a real model. Before RL most answers begin with a
+word, and hardly any of them is right. The answers that go straight to the equation are right more
+often. The bonus is added whether the answer is right or not.
 """
 
-import re
 from statistics import fmean
 
 from llm.sums import Sums
@@ -14,13 +14,12 @@ from llm.sums import Sums
 
 class Task(Sums):
     def reward(self, text, item):
-        return super().reward(text, item) + 0.1 * is_sentence(text)
+        return super().reward(text, item) + 0.1 * begins_with_a_word(text)
 
     def shares(self, items, texts):
         right = [super(Task, self).reward(*pair) for pair in zip(texts, items, strict=True)]
-        return {"right": fmean(right), "sentences": fmean(map(is_sentence, texts))}
+        return {"right": fmean(right), "words": fmean(map(begins_with_a_word, texts))}
 
 
-def is_sentence(text: str) -> bool:
-    """It begins with a capital letter and a word, and ends with a full stop."""
-    return bool(re.fullmatch(r"[A-Z][a-z]* .*\.", text.strip(), re.DOTALL))
+def begins_with_a_word(text: str) -> bool:
+    return text.lstrip()[:1].isalpha()
