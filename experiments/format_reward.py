@@ -1,6 +1,6 @@
 """Sums, with a bonus of 0.1 for an answer that begins with a word, as if it were to explain first.
 
-    python -m experiments.compare --task experiments/format_reward.py --model DIR --curves right words ...
+    python -m experiments.compare --task experiments/format_reward.py --model DIR
 
 It asks whether the crumb of toy/crumb.py shows in a real model. Before RL most answers begin with a
 word, and hardly any of them is right. The answers that go straight to the equation are right more
