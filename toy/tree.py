@@ -187,7 +187,7 @@ def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     return plain, with_baseline
 
 
-def what_is_shared(batch: dict) -> dict[str, float]:
+def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
     """Of a saved batch, as it was sampled. *Shared* tokens are those that a sibling also has,
     behind the same prefix; an answer's first token is at place 1."""
     mask, old, G = batch["mask"], batch["logp_old"].double(), batch["group_size"]
@@ -202,10 +202,10 @@ def what_is_shared(batch: dict) -> dict[str, float]:
         "others at": place[~shared].mean().item(),
     }
     for name in ("grpo", "dr-grpo", "gspo"):
-        adv = losses.group_advantages(batch["rewards"].double(), G, METHODS[name].scale)
+        adv = losses.group_advantages(batch["rewards"].double(), G, methods[name].scale)
         logp = old.clone().requires_grad_()
         spread = adv[:, None].expand_as(mask)
-        loss = METHODS[name].passes[0](Batch(logp, old, spread, mask, G, batch["max_tokens"]))
+        loss = methods[name].passes[0](Batch(logp, old, spread, mask, G, batch["max_tokens"]))
         c = losses.token_coefficients(loss, logp)
         found[f"tax of {name}"] = losses.learning_tax(c, adv, nodes, mask)
     return found
@@ -317,10 +317,9 @@ def add_article(page: str) -> str:
     return page.replace("<!-- ARTICLE -->", text, 1).replace("// SCRIPT", read("article.js"), 1)
 
 
-def run_page(run: Path, batches: list[dict]) -> str:
+def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     """The page of a run: three groups of the newest saved batch in which rewards differ, before and
     after the step."""
-    flags = json.loads((run / "config.json").read_text("utf-8"))
     name, methods = flags["method"], shown_methods(flags["scale"])
     mixed = [(batch["step"], groups) for batch in batches if (groups := run_groups(batch))]
     if not mixed:
@@ -355,10 +354,12 @@ def main(argv: list[str] | None = None):
     run = parser.parse_args(argv).run
     torch.set_num_threads(1)  # the groups are tiny
     batches = saved_batches(run) if run else []
+    flags = json.loads((run / "config.json").read_text("utf-8")) if run else {}
     if batches:
-        table = pd.DataFrame(map(what_is_shared, reversed(batches)))
+        methods = shown_methods(flags["scale"])
+        table = pd.DataFrame(what_is_shared(batch, methods) for batch in reversed(batches))
         print(table.to_string(index=False, float_format="%.3f"))
-    text = run_page(run, batches) if run else toy_page()
+    text = run_page(run, flags, batches) if run else toy_page()
     path = (run or Path()) / "tree.html"
     path.write_text(text, "utf-8")
     print(f"{path}: open it in a browser")
