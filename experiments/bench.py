@@ -131,7 +131,9 @@ def main(argv: list[str] | None = None):
     with tempfile.TemporaryDirectory() as folder:
         if config.model == "scratch":  # what it is after its warm start
             train.main([*flags, "--steps", "0", "--out", f"{folder}/run"])
-            flags += ["--model", f"{folder}/run/model"]
+            flags += ["--model", f"{folder}/run/model"]  # at the sizes of the scratch model
+            for size in ("prompts", "max_tokens", "micro_rows"):
+                flags += [f"--{size}", str(getattr(config, size))]
         flags += ALWAYS.split()
         for number, side in itertools.product(range(options.rounds), SIDES):
             row = time_step(side, flags, task, seen)

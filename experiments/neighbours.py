@@ -55,7 +55,7 @@ def step(policy, task, answers, method: Method, config, number: int = 1) -> tupl
     the random draws of a credit rule.
     """
     trial = replace(policy, model=copy.deepcopy(policy.model))
-    train.score(policy, None, answers, method, config)
+    train.assess(policy, None, answers, method, config)
     if method.credit:
         train.reshape_credit(policy, task, answers, method, number, config)
     optimizer = train.adamw(trial.model, config.lr)
@@ -129,7 +129,7 @@ def measure_tokens(policy, task, answers, config) -> dict[tuple[str, str], float
     Of each quarter: its share of the tokens, and the norm of its gradient (all tokens: 1). Of each
     order: the share of the tokens with p > .75 that moves the way their A points.
     """
-    found, quarter = {}, (4 * answers.sampled.exp()).long().clamp(max=3)  # (N, T) 0 to 3
+    found, quarter = {}, (4 * answers.logp_sampled.exp()).long().clamp(max=3)  # (N, T) 0 to 3
     _, whole = step(policy, task, answers, Method((token_grpo,)), config)
     for q, name in enumerate(QUARTERS):
         chosen = quarter == q

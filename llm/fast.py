@@ -55,7 +55,7 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
         for t in range(max_tokens):
             logp = (output_logits(model, hidden) / (temperature or 1.0)).log_softmax(-1)
             token = logp.argmax(-1)
-            if temperature:  # as train.draw
+            if temperature:  # as train.sample_token
                 cdf = logp.double().exp().cumsum(-1)
                 number = uniform[alive, t, None] * cdf[:, -1:]
                 token = torch.searchsorted(cdf, number, right=True).squeeze(1)
@@ -88,7 +88,7 @@ def log_probs(policy, rollout, temperature: float) -> Tensor:
     model, mask = policy.model, rollout.mask
     logp = torch.zeros(mask.shape, device=mask.device)
     with autocast(policy):
-        prompts = read_prompts(model, rollout.prompts)
+        prompts = read_prompts(model, rollout.prompt_ids)
         for bucket in length_buckets(mask):
             seen, tokens = mask[bucket], rollout.tokens[bucket]  # (n, T)
             width = max(1, int(seen.sum(1).max()))

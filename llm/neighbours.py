@@ -31,7 +31,7 @@ def reshape_credit(policy, task, rollout, method, config, ask_again, gen) -> dic
     old = OldPolicy(
         tokens=rollout.tokens,
         mask=rollout.mask,
-        logp=rollout.old,
+        logp=rollout.logp_old,
         rewards=rewards,
         group_size=config.group_size,
         gen=gen,
@@ -120,15 +120,15 @@ def hidden_states(policy, answers, config) -> Tensor:
     """The last hidden states, which predict the tokens of the answers, in fp32. (N, T, d)."""
     model, parts = policy.model, []
     device = answers.tokens.device
-    ids = torch.cat([answers.prompts.clamp(min=0), answers.tokens], 1)  # (N, P + T)
-    attention = torch.cat([answers.prompts >= 0, answers.mask], 1).long()
+    ids = torch.cat([answers.prompt_ids.clamp(min=0), answers.tokens], 1)  # (N, P + T)
+    attention = torch.cat([answers.prompt_ids >= 0, answers.mask], 1).long()
     position = (attention.cumsum(1) - 1).clamp(min=0)
     for rows in torch.arange(len(ids), device=device).split(config.micro_rows):
         with policy.autocast():
             out = model.base_model(
                 ids[rows], attention_mask=attention[rows], position_ids=position[rows]
             )
-        first = answers.prompts.shape[1] - 1  # the last token of the prompt
+        first = answers.prompt_ids.shape[1] - 1  # the last token of the prompt
         parts.append(out.last_hidden_state[:, first:-1].float())
     return torch.cat(parts)
 

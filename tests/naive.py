@@ -1,6 +1,34 @@
-"""To whoever changes a credit rule of llm/neighbours.py: its edit distance, as plainly."""
+"""Two things that toy/plain.py has no need of, as plainly: train.py's sampler, an edit distance.
+
+The sampler takes the same random numbers as train.py, so that it can draw the same answers. The
+edit distance is that of llm/neighbours.py.
+"""
 
 from functools import cache
+
+import torch
+
+
+@torch.no_grad()
+def rollout(policy, prompts: list, max_tokens: int, temperature: float, gen) -> list[list[int]]:
+    """An answer to each prompt, to its end token or max_tokens; a temperature of 0 is greedy."""
+    if temperature:
+        uniform = torch.rand(len(prompts), max_tokens, generator=gen, dtype=torch.float64)
+    answers = []
+    for i, prompt in enumerate(prompts):
+        answer = []
+        while len(answer) < max_tokens and not (answer and answer[-1] in policy.eos):
+            logits = policy.model(torch.tensor([prompt + answer])).logits[0, -1]
+            if temperature:
+                # The first id whose cumulative probability exceeds the random number. Every id
+                # before it has at most that number, so counting those gives the id.
+                cumulative = (logits / temperature).double().softmax(-1).cumsum(-1)
+                number = uniform[i, len(answer)] * cumulative[-1]
+                answer.append(int((cumulative <= number).sum()))
+            else:
+                answer.append(int(logits.argmax()))
+        answers.append(answer)
+    return answers
 
 
 def kept(a, b):

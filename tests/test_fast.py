@@ -4,12 +4,12 @@ Whatever makes llm/fast.py quick or small changes nothing: shared prompts, rows 
 that grows in place, buckets, chunks. In float64: test_step.py.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import Letters, build, load, refused
+from naive import rollout
 
 import train
 from llm import fast
@@ -36,15 +36,15 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
     monkeypatch.setitem(fast.CHUNK, "cpu", 1)
     path, made = build(family, tmp_path, **FAMILIES[family]), []
     policies, prompts = [load(path), load(path, fast=True)], PROMPTS * 3
-    expected = plain.rollout(policies[0], prompts, 24, 1.5, train.rng(1))
+    expected = rollout(policies[0], prompts, 24, 1.5, train.rng(1))
     pairs = zip(prompts, expected, strict=True)
     logp = torch.cat([plain.log_probs(policies[0], *pair, 1.5) for pair in pairs])
     for policy in policies:
         answers = answer(policy, prompts, 24, 1.5, train.rng(1))
         rows = zip(answers.tokens, answers.mask, strict=True)
         assert [y[mask].tolist() for y, mask in rows] == expected
-        scored = policy.scorer(policy, answers, 1.5)
-        for found in (answers.sampled, scored):
+        scored = policy.log_probs(policy, answers, 1.5)
+        for found in (answers.logp_sampled, scored):
             torch.testing.assert_close(found[answers.mask], logp, rtol=1e-4, atol=1e-4)
         weight = torch.randn(scored.shape, generator=train.rng("weight"))
         grads = torch.autograd.grad((weight * scored).sum(), policy.model.parameters())
@@ -60,7 +60,7 @@ def test_a_draw_is_exact_in_a_large_vocabulary(monkeypatch):
     tokens = torch.arange(5000, 150_000, 5000)
     cdf = logp[0].double().exp().cumsum(0)
     uniform = (cdf[tokens - 1] / cdf[-1] + 1e-11)[:, None]
-    assert torch.equal(train.draw(logp.expand(len(tokens), -1), uniform), tokens)
+    assert torch.equal(train.sample_token(logp.expand(len(tokens), -1), uniform), tokens)
     monkeypatch.setattr(fast, "output_logits", lambda _, hidden: logp.expand(len(hidden), -1))
     monkeypatch.setattr(torch, "rand", lambda *_, **__: uniform)
     answers = answer(quick, [[5]] * len(tokens), 1, 1.0, train.rng(0))
@@ -78,10 +78,9 @@ WRONG = [  # a function, and what it returns of what it found
 
 
 @pytest.mark.parametrize("name, wrong", WRONG)
-def test_the_check_sees_what_differs(scratch, monkeypatch, name, wrong):
-    config = train.Config(fast=True)
-    train.try_out(replace(scratch), Letters(), "scratch", config)
+def test_the_check_sees_what_differs(monkeypatch, name, wrong):
+    config = train.Config(fast=True, width=16)
+    train.load_policy(config, Letters(), "scratch")
     real = getattr(fast, name)
     monkeypatch.setattr(fast, name, lambda *args: wrong(real(*args)))
-    said = refused(train.try_out, replace(scratch), Letters(), "scratch", config)
-    assert "choose --fast false" in said
+    assert "choose --fast false" in refused(train.load_policy, config, Letters(), "scratch")

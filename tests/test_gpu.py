@@ -33,10 +33,10 @@ def test_log_probs_and_gradients_are_fp32_where_the_model_computes_in_bf16(fast)
     layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
     config = train.Config(group_size=3, max_tokens=6)
     rollout = train.sample(policy, task, task.train[:2], 1, config)
-    logp = policy.scorer(policy, rollout, 1.0)
+    logp = policy.log_probs(policy, rollout, 1.0)
     logp.sum().backward()
     grad = layer.weight.grad
     # In fast.py a weight is used twice, and autocast's own cache would add its gradients in bf16.
     assert not (fast and torch.equal(grad, grad.bfloat16().float()))
     assert dtypes == {torch.bfloat16}
-    assert {x.dtype for x in (rollout.sampled, logp, grad)} == {torch.float32}
+    assert {x.dtype for x in (rollout.logp_sampled, logp, grad)} == {torch.float32}

@@ -43,7 +43,7 @@ def test_only_questions_with_right_and_wrong_answers_count(monkeypatch):
 def test_lopti_by_hand(monkeypatch):
     p = torch.tensor([[0.1, 0.2, 0.8, 0.9], [0.3, 0.76, 0.9, 0.99]])
     adv = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, 0.0, 0.0]])
-    answers = SimpleNamespace(sampled=p.log(), adv=adv, mask=p < 0.95)
+    answers = SimpleNamespace(logp_sampled=p.log(), adv=adv, mask=p < 0.95)
     lopti = losses.METHODS["lopti"].passes
     directions = {lopti: -1, lopti[::-1]: 0}
 

@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel
 
 import train
+from llm import loading
 from llm.gsm8k import GSM8K, Item
 from llm.neighbours import add_scores
 from toy import plain
@@ -59,16 +60,16 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 
 def test_a_credit_rule_acts_between_scoring_and_learning(tmp_path, monkeypatch):
     calls = []
-    for name in ("score", "reshape_credit", "learn"):
+    for name in ("assess", "reshape_credit", "learn"):
         real = getattr(train, name)
         monkeypatch.setattr(train, name, lambda *a, f=real, n=name: calls.append(n) or f(*a))
     run(tmp_path / "run", "--method", "advantage-reweighting", "--steps", 2)
-    assert calls == ["score", "reshape_credit", "learn"] * 2
+    assert calls == ["assess", "reshape_credit", "learn"] * 2
 
 
 def test_a_kl_term_compares_with_the_start_policy(tmp_path, monkeypatch):
-    references, real = [], train.score
-    monkeypatch.setattr(train, "score", lambda *args: references.append(args[1]) or real(*args))
+    references, real = [], train.assess
+    monkeypatch.setattr(train, "assess", lambda *args: references.append(args[1]) or real(*args))
     folder = run(tmp_path / "run", "--hyper", "kl=0.1")
     start, end = (weights_of(load(folder / name)) for name in ("start", "model"))
     assert not torch.equal(start, end)
@@ -169,8 +170,8 @@ def test_a_mistake_in_a_task_of_ones_own_is_one_line(tmp_path, line):
 
 
 def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
-    first = {"greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
-    bad = {"greedy": 0.4, "greedy_se": 0.03, "sampled": 0.6, "truncated": 0.3}
+    first = {"step": 0, "greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
+    bad = {"step": 9, "greedy": 0.4, "greedy_se": 0.03, "sampled": 0.6, "truncated": 0.3}
     fine = bad | {"greedy": 0.42, "truncated": 0.2}  # within two standard errors, of .042
     for last, wrong in ((bad, True), (fine, False)):
         (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}")
@@ -178,6 +179,54 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
         said = capsys.readouterr().out
         assert f"greedy 0.500 -> {last['greedy']:.3f}, sampled 0.500 -> 0.600" in said
         assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
+
+
+# ---------------- going on
+
+
+def test_a_run_that_has_ended_goes_on_with_more_steps_and_another_rate(tmp_path, capsys):
+    """Its first steps stay. The linear schedule is that of a run with the new steps."""
+    folder = run(tmp_path / "run")
+    before, more = metrics(folder), ["--resume", str(folder), "--steps"]
+    train.main([*more, "6", "--lr", "0.002", "--eval-every", "5"])
+    assert "after step 4 of 6, at a learning rate of 0.00067" in capsys.readouterr().out
+    lines = metrics(folder)
+    assert lines[:5] == before and ["greedy" in line for line in lines[4:]] == [True] * 3
+    assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
+    assert "already made 6" in refused(train.main, [*more, "5"])
+    config = json.loads((folder / "config.json").read_text())
+    assert config == asdict(train.parse([*TINY, "--lr", "0.002"])) | {
+        "out": str(folder),
+        "steps": 6,
+        "eval_every": 5,
+    }
+
+
+def test_the_best_policy_is_kept_and_one_group_of_every_step(tmp_path, monkeypatch, capsys):
+    """The best evaluation is that with the highest greedy reward, and then sampled reward."""
+    scores, real = iter([(5, 5), (4, 9), (6, 1), (6, 2), (6, 2), (5, 5)]), train.evaluate
+
+    def evaluate(*args):
+        return real(*args) | dict(zip(("greedy", "sampled"), next(scores), strict=True))
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    whole = run(tmp_path / "whole", *"--steps 5 --eval-every 1 --schedule constant".split())
+    assert capsys.readouterr().out.endswith(f"best at step 3: {whole}/model-best\n")
+    monkeypatch.setattr(train, "evaluate", real)
+    three = run(tmp_path / "three", *"--steps 3 --schedule constant".split())
+    best, third, last = (
+        weights_of(load(x)) for x in (whole / "model-best", three / "model", whole / "model")
+    )
+    assert best.equal(third) and not best.equal(last)
+
+    steps = (whole / "samples.txt").read_text().split("=== step ")[1:]
+    items = train.prompt_batches(Arithmetic(), train.Config(prompts=4, steps=5))
+    for number, (text, batch) in enumerate(zip(steps, items[:5], strict=True), 1):
+        title, *answers = text.strip("\n").split("\n")
+        assert title == f"{number}: {batch[0].prompt} ({batch[0].answer})" and len(answers) == 3
+        for answer in answers:
+            reward, _, said = answer.partition("] ")
+            assert float(reward.strip("[").partition(",")[0]) == said.count("1") % 2
 
 
 # ---------------- kills
@@ -208,7 +257,8 @@ def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
 
 MOMENTS = [  # a call of a function, and how many of six steps are left
     (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-    (os, "replace", 3, 5),  # a checkpoint that has not got its name
+    (os, "replace", 5, 5),  # a checkpoint that has not got its name
+    (train, "keep_best", 2, 4),  # a checkpoint of the best policy, which is not in model-best/ yet
 ]
 
 
@@ -216,7 +266,7 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
     """And ends as the undisturbed run, bit for bit."""
     asked, real = [], train.sample
     monkeypatch.setattr(train, "sample", lambda *args: asked.append(args[2:4]) or real(*args))
-    flags = "--steps 6 --eval-every 1 --eval-items 2 --seed 3".split()
+    flags = "--steps 6 --eval-every 1 --eval-items 2 --seed 7".split()
     whole = run(tmp_path / "whole", *flags)
     every = asked.copy()
     assert every[0][0] != every[1][0]  # their prompts
@@ -229,16 +279,17 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
         train.main(["--resume", str(folder)])
         assert asked == every[6 - left :], moment
         assert metrics(folder) == metrics(whole) and weights(folder) == weights(whole)
+        assert (folder / "samples.txt").read_text() == (whole / "samples.txt").read_text()
+    assert len(weights(whole)) == 3  # start, model-best, model
 
 
 def test_weights_that_are_not_finite_spoil_no_checkpoint(tmp_path):
-    policy = load("scratch", layers=1, width=16)
-    optimizer = train.adamw(policy.model, 0.1)
-    (tmp_path / "metrics.jsonl").write_text("")
-    train.save(policy, optimizer, 1, tmp_path)
+    folder = run(tmp_path / "run", "--steps", 1)
+    policy, config = load("scratch", layers=1, width=16), train.Config(out=str(folder))
+    optimizer, best = train.adamw(policy.model, 0.1), weights(folder)
     next(policy.model.parameters()).data[0, 0] = torch.inf
-    assert "step 2" in refused(train.save, policy, optimizer, 2, tmp_path)
-    assert train.restore(policy, optimizer, tmp_path) == 1
+    assert "step 2" in refused(train.save, policy, optimizer, None, 2, config)
+    assert train.restore(policy, optimizer, config) == 1 and weights(folder) == best
 
 
 # ---------------- flags and mistakes
@@ -254,11 +305,11 @@ MISTAKES = """
 --data /no/such/dir: needs --task gsm8k
 --out taken: --out taken exists
 --resume nowhere: no config.json
---resume nowhere --lr 1: no other flag
+--resume nowhere --lr 1: no config.json
+--resume nowhere --group-size 4: keeps the run's --group-size; it takes --steps, --lr,
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
---hyper eps_low=-1: a number, at least 0
---hyper kl_ratio=2: must be true or false
---hyper ratio=sum --method dfpo-min: must be geometric or product
+--hyper eps_low=-1: not a number of at least 0
+--hyper eps_low=x: could not convert
 """
 
 
@@ -292,6 +343,13 @@ eval_items 100, eval_samples 2, threads 0, fast True
 """
 
 
+# Any other model than scratch, whatever the task.
+PRETRAINED = """
+model some/model, warm_steps 0, prompts 8, max_tokens 256, minibatches 1, lr 3e-06, eval_items 100,
+eval_samples 1, micro_rows 8, threads 0, fast True
+"""
+
+
 def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
     def read(text):
         return dict(line.strip().partition(" ")[::2] for line in text.split(","))
@@ -300,6 +358,7 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
         return {k: str(x) for k, x in asdict(train.parse(f"--out x {flags}".split())).items()}
 
     assert parsed("") == read(DEFAULTS)
+    assert parsed("--model some/model") == read(DEFAULTS) | read(PRETRAINED)
     assert parsed("--task gsm8k") == read(DEFAULTS) | read(PRESET)
     assert parsed("--task sums") == read(DEFAULTS) | read(SUMS)
     given = read("lr 1.0, fast False, micro_rows 3, prefix_baseline True")
@@ -327,13 +386,13 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path, c
 def test_an_answer_ends_where_the_chat_template_closes_a_turn(tmp_path):
     """Also that of a base model, whose EOS is another. Text is no such token."""
     tokenizer = Arithmetic().make_tokenizer()
-    assert train.turn_end(tokenizer) == set()
+    assert loading.turn_end(tokenizer) == set()
     for template in ("{{ m.content }}#", "<eos>{{ m.content.upper() }}", "{{ raise }}{{ 1 / 0 }}"):
         tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
-        assert train.turn_end(tokenizer) == set()
+        assert loading.turn_end(tokenizer) == set()
     tokenizer.add_tokens(["<end>"], special_tokens=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<end><eos>{% endfor %}"
-    assert train.turn_end(tokenizer) == {len(tokenizer) - 1}
+    assert loading.turn_end(tokenizer) == {len(tokenizer) - 1}
     path = build("qwen2", tmp_path, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(path)
     assert load(path).eos.tolist() == [1, 2, 3, len(tokenizer) - 1]

@@ -1,9 +1,9 @@
 """To whoever changes train.py: a step, an evaluation and a warm start give the naive numbers.
 
-toy/plain.py, naive.py and this file are the trainer a second time, one answer at a time, without
-cache, padding or batches, in float64, so that "equal" means equal. That each loss is its formula is
-claim M1. The last section is what no twin sees: no step learns from a wrong batch, or from a number
-that is not finite.
+toy/plain.py, toy/plain_baseline.py, naive.py and this file are the trainer a second time, one
+answer at a time, without cache, padding or batches, in float64, so that "equal" means equal. That
+each loss is its formula is claim M1. The last section is what no twin sees: no step learns from a
+wrong batch, or from a number that is not finite.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 import losses
 import train
 from llm.neighbours import nthr_scores
-from toy import plain
+from toy import plain, plain_baseline
 from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
@@ -44,7 +44,7 @@ def start():
 def ask(policy, task, items, temperature, gen):
     """The naive answer to each item, a row each."""
     prompts, rows = task.encode(policy.tokenizer, items), []
-    answers = plain.rollout(policy, prompts, L, temperature, gen)
+    answers = naive.rollout(policy, prompts, L, temperature, gen)
     for item, prompt, answer in zip(items, prompts, answers, strict=True):
         row = SimpleNamespace(item=item, prompt=prompt, answer=answer, repaired=False)
         row.kept = [False] * len(answer)
@@ -73,7 +73,7 @@ def padded(values: list) -> torch.Tensor:
 def sampled_and_scored(policy, method, config, reference=None) -> train.Rollout:
     task = Letters()
     rollout = train.sample(policy, task, task.train, 2, config)
-    train.score(policy, reference, rollout, method, config)
+    train.assess(policy, reference, rollout, method, config)
     return rollout
 
 
@@ -90,7 +90,7 @@ STEPS = [
 
 @pytest.mark.parametrize("flags", STEPS, ids=str)
 def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypatch, flags):
-    """toy/plain.py, from the sampled answers to the weights; and what is logged on the way."""
+    """From the sampled answers to the weights; and what is logged on the way."""
     config = train.Config(**SIZES, lr=0.05, grad_clip=0.51, **flags)
     ours, theirs = copy.deepcopy(start[config.fast]), copy.deepcopy(start[0])
     rollout = sampled_and_scored(ours, losses.bind("grpo", {}), config)
@@ -98,25 +98,30 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     updates = train.learn(ours, optimizer, rollout, losses.bind("grpo", {}), 2, config)
     metrics = train.diagnose(ours, rollout, updates, 2, config)
 
-    ratios, norms, far, slope = [], [], [], plain.slope
-
-    def end_of_update(parameters, _):
-        norms.append(clip_grad_norm_(parameters, 0.51).item())
-        far.append(fmean(abs(r - 1) > 0.2 for r in ratios))
-        ratios.clear()
-
-    monkeypatch.setattr(plain.log_probs, "__defaults__", (TEMPERATURE,))
-    monkeypatch.setattr(plain, "slope", lambda A, r: ratios.append(r) or slope(A, r))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", end_of_update)
     gen, orders = train.rng(5, "learn", 2), []
     for _ in range(config.epochs):
         orders += torch.randperm(4, generator=gen).view(config.minibatches, -1).tolist()
     lr = 0.05 * (2 / 3 if config.schedule == "linear" else 1)
-    copies, entropy = copy.deepcopy(rows), 0.0
-    for row in copies:
+    entropy, read, norms, far, log_probs = 0.0, [], [], [], plain.log_probs
+    for row in rows:
         full = plain.all_log_probs(theirs, row.prompt, row.answer, TEMPERATURE).detach()  # (T_i, V)
         entropy -= float((full.exp() * full).sum())
-    plain.learn(theirs, adam(theirs.model, lr), copies, orders, config.prefix_baseline, G)
+
+    def read_at_temperature(*args):  # first the old log-probs of all rows, then update by update
+        read.append(log_probs(*args, TEMPERATURE))
+        return read[-1]
+
+    def end_of_update(parameters, _):
+        part = [g * G + i for g in orders[len(norms)] for i in range(G)]
+        ratios = torch.cat(read[-len(part) :]) - torch.cat([read[i] for i in part])
+        far.append(((ratios.exp() - 1).abs() > 0.2).double().mean().item())
+        norms.append(clip_grad_norm_(parameters, 0.51).item())
+        return norms[-1]
+
+    monkeypatch.setattr(plain, "log_probs", read_at_temperature)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", end_of_update)
+    learn = plain_baseline.learn if config.prefix_baseline else plain.learn
+    learn(theirs, adam(theirs.model, lr), [rows[i : i + G] for i in range(0, 16, G)], orders)
 
     assert not torch.equal(weights_of(ours), weights_of(start[0]))
     torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-9)
@@ -125,6 +130,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     assert metrics == pytest.approx(
         {
             "step": 2,
+            "lr": lr,
             "generated": tokens,
             "reward": fmean(rewards),
             "length": tokens / len(rows),
@@ -141,6 +147,20 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
         assert min(norms) < 0.51 < max(norms) and metrics["clip_share"]  # clipped, but not always
 
 
+def test_the_plain_algorithm_runs(capsys):
+    plain.main(warm_steps=2, steps=1)
+    assert "step  1: reward 0." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("A", [1.5, -0.5, 0.0])
+def test_a_push_is_the_slope_that_autograd_finds(A):
+    old = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0]).log().neg()
+    logp = torch.zeros(7, requires_grad=True)
+    r = (logp - old).exp()
+    torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean().backward()
+    torch.testing.assert_close(plain.push(r.detach(), A), logp.grad)
+
+
 def test_two_passes_and_a_reference(start, rows):
     """What toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, other scales."""
     policy, _, reference = copy.deepcopy(start)
@@ -155,7 +175,7 @@ def test_two_passes_and_a_reference(start, rows):
     rollout = sampled_and_scored(policy, method, config, reference)
     groups = torch.tensor([row.reward for row in rows]).view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
-    rollout.sampled = rollout.sampled - 1e-4 * rollout.mask  # a sampler that rounds, as on a GPU
+    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
     config.max_tokens, optimizer = 9, train.adamw(policy.model, 1.0)
     updates = train.learn(policy, optimizer, rollout, method, 2, config)
     old, ref = (
@@ -203,7 +223,7 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
     method = losses.bind(name, {"beta": "1"} if name == "nthr" else {})
     spied = replace(method, credit=lambda adv, old: given.append((adv, old)) or adv * 2 + 1)
     rollout = sampled_and_scored(policy, method, config)
-    rollout.sampled = rollout.sampled - 1e-4 * rollout.mask  # a sampler that rounds, as on a GPU
+    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
     more = train.reshape_credit(policy, task, rollout, spied, 2, config)
     ((adv, old),) = given
     assert torch.equal(rollout.adv, adv * 2 + 1)
@@ -325,7 +345,7 @@ def prepared():
 
 
 def step(policy, rollout, method, config):
-    train.score(policy, None, rollout, method, config)
+    train.assess(policy, None, rollout, method, config)
     return train.learn(policy, train.adamw(policy.model, 0.01), rollout, method, 1, config)
 
 
@@ -351,8 +371,8 @@ def test_a_sampler_that_is_not_the_scorer_stops(prepared, gap, temperature):
     """A single token decides. The limit is 0.001, and 0.02 at a temperature of 0.05."""
     policy, rollout, _, config = prepared
     config.temperature, config.minibatches = temperature, 1
-    rollout.sampled = train.log_probs(policy, rollout, temperature).detach()
-    rollout.sampled[0, 0] -= gap
+    rollout.logp_sampled = train.log_probs(policy, rollout, temperature).detach()
+    rollout.logp_sampled[0, 0] -= gap
     config.epochs = 2  # else the sampler's numbers are all that there is
     if (gap, temperature) == (0.01, 0.05):
         assert len(step(*prepared)) == 2
