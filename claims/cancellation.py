@@ -1,12 +1,12 @@
 """C2 to C11: the design condition. When do the gradients of a shared token cancel?
 
-Everything is about the token coefficients c_{i,t} = -N dLoss/dlogp_{i,t}. These losses reach the
+Everything is about the push on a token, c_{i,t} = -N dLoss/dlogp_{i,t}. These losses reach the
 policy through the log-probs of the taken tokens only (an entropy bonus would not), so by the chain
 rule
 
   -grad Loss = (1/N) sum_{i,t} c_{i,t} grad log pi(a_{i,t}|h_{i,t}).
 
-A token that several answers share has one prefix and one grad log pi, so its coefficients add up.
+A token that several answers share has one prefix and one grad log pi, so its pushes add up.
 If the sum over the group is 0, a token that all answers share learns nothing. It says nothing about
 the reward, so it ought to learn nothing.
 """
@@ -42,7 +42,7 @@ def c2(name, draws, evidence):
 
     Source: DFPO Eq. 2, the design condition (S)
 
-    Measured: the sum of the coefficients off-policy, with centred advantages, and with others,
+    Measured: the sum of the pushes off-policy, with centred advantages, and with others,
     where it must not vanish.
     """
     hyper = {} if name == "reinforce" else UNCLIPPED
@@ -81,7 +81,7 @@ def c6(name, draws, evidence):
 
     Source: DFPO (words P, formula D)
 
-    Measured: the sum of the coefficients at ratios inside and outside the range. Of grpo each A is
+    Measured: the sum of the pushes at ratios inside and outside the range. Of grpo each A is
     divided by its T_i (C8).
     """
     hyper = losses.defaults(getattr(losses, name))
@@ -186,7 +186,7 @@ def c11(name, draws, evidence):
 
     Source: DFPO Eq. 17 and Eq. 18 (D)
 
-    Measured: each coefficient on-policy against A_i / L. "left": the mean difference once the
+    Measured: each push on-policy against A_i / L. "left": the mean difference once the
     ratios differ.
     """
     for draw, spread in itertools.product(draws, (0.0, 0.6)):

@@ -68,8 +68,6 @@ def factor(G: int, p: float, scale: str) -> float:
     """K(p) of C29a: what being right is worth if answers are right with chance p."""
     if scale == "mean":
         return 1 - 1 / G
-    if scale == "maxrl":
-        return sum((1 - p) ** k for k in range(G - 1))
     K = 0.0
     for m in range(1, G):  # right answers in the group
         divisor = math.sqrt(m * (G - m) / G / (G - 1)) + 1e-4

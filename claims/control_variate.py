@@ -36,7 +36,7 @@ def toys_of(draws: list[Draw]) -> list[Toy]:
 
 # ---------------- C22: a baseline at every prefix moves no expected update
 
-# With a fixed baseline the coefficient of an answer is made of that answer alone, or it is not.
+# With a fixed baseline an answer's pushes are made of that answer alone, or it is not.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo")
 OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a constant here
 
@@ -50,7 +50,7 @@ def c22(name, draws, evidence):
     GiGPO 2505.10978; Leave-Two-Out 2606.06080), here after the clip. We know of no text that says
     that cancelling is that (D, ours)
 
-    Measured: the sums, for a loss with random coefficients on random trees off-policy; and that the
+    Measured: the sums, for a loss with random pushes on random trees off-policy; and that the
     loss keeps its value.
     """
     for draw in draws:

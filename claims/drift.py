@@ -45,11 +45,11 @@ def c13(name, draws, evidence):
     "reinforce",
     "dfpo_min",
     "dfpo_orthogonal",
-    only_if="the coefficients cancel where the answers part",
+    only_if="the pushes cancel where the answers part",
 )
 def c14(name, draws, evidence):
     """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if no third one
-    takes their tokens and the coefficients cancel there: equal norms are not needed.
+    takes their tokens and the pushes cancel there: equal norms are not needed.
 
     Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
 

@@ -202,7 +202,7 @@ def shares(name: str, batch: losses.Batch) -> Tensor:
 
 
 def formula(name: str, batch: losses.Batch, **hyper) -> tuple[float, Tensor]:
-    """The value of a loss and its coefficients c = -N dLoss/dlogp, (N, T), 0 on padding.
+    """The value of a loss and its pushes c = -N dLoss/dlogp, (N, T), 0 on padding.
 
     By two loops over plain numbers. Hyperparameters that are not given are losses.py's. Raises
     ValueError for a loss that has no formula.
@@ -224,11 +224,11 @@ def formula(name: str, batch: losses.Batch, **hyper) -> tuple[float, Tensor]:
 
 @claim("M1", every_loss)
 def m1(name, draws, evidence):
-    """Each loss, and every one of its token coefficients, is what the paper's formula gives.
+    """Each loss, and the push on every token, is what the paper's formula gives.
 
     Source: each method's paper (P; DFPO and grpo-symmetric S)
 
-    Measured: value and coefficients against two loops over plain numbers, on-policy and off-policy,
+    Measured: value and pushes against two loops over plain numbers, on-policy and off-policy,
     at several hyperparameters, with advantages that differ from token to token. A float
     hyperparameter of a loss of your own gets a second value.
     """
@@ -247,7 +247,7 @@ def m1(name, draws, evidence):
         batch = draw.batch(spread, adv=adv)
         loss = loss_fn(batch, **hyper)
         value, c = formula(name, batch, **hyper)
-        evidence.equal(c, pushes_of(loss, batch), what="a token's coefficient")
+        evidence.equal(c, pushes_of(loss, batch), what="the push on a token")
         evidence.equal(value, loss, what="the loss's value")
 
 
@@ -258,7 +258,7 @@ def m2(name, draws, evidence):
 
     Source: pitfalls of public implementations (D)
 
-    Measured: value and coefficients of two batches: one with all positions masked, which hold
+    Measured: value and pushes of two batches: one with all positions masked, which hold
     garbage, and one with all advantages 0 at ratios that are not 1.
     """
     for draw in draws:
@@ -273,13 +273,13 @@ def m2(name, draws, evidence):
 
 @claim("M3", "group_advantages")
 def m3(name, draws, evidence):
-    """Advantages are centred per group; "std" divides by the unbiased deviation + 1e-4, "batch" by
-    that of all rewards, "maxrl" by the mean; equal rewards give exactly 0.
+    """Advantages are centred per group; "std" divides by the unbiased std + 1e-4, "batch" by that
+    of all rewards; equal rewards give exactly 0.
 
-    Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P); TRL's "batch" (P), MaxRL (S)
+    Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P); TRL's "batch" (P)
 
-    Measured: all four scales against Python's statistics, on random rewards, some of them below 0,
-    and a group of three decimals that are equal.
+    Measured: all three scales against Python's statistics, on random rewards, some of them below 0,
+    and a group of equal rewards of one decimal.
     """
     for draw in draws:
         rewards = 0.7 + draw.size * draw.randn(draw.N + draw.G)  # nearly equal in wide trees
@@ -287,10 +287,10 @@ def m3(name, draws, evidence):
         for scale in losses.SCALES:
             predicted = []
             for R in rewards.view(-1, draw.G).tolist():
-                divisors = {"mean": 1, "std": stdev(R) + 1e-4, "maxrl": fmean(R)}
+                divisors = {"mean": 1, "std": stdev(R) + 1e-4}
                 divisors["batch"] = stdev(rewards.tolist()) + 1e-4
-                equal = min(R) == max(R) or (scale == "maxrl" and min(R) < 0)
+                equal = min(R) == max(R)
                 predicted += [0 if equal else (x - fmean(R)) / divisors[scale] for x in R]
             measured = losses.group_advantages(rewards, draw.G, scale)
-            evidence.equal(predicted, measured)
+            evidence.equal(predicted, measured, what=f"advantages with the scale {scale}")
             evidence.equal(False, measured[: draw.G].any())

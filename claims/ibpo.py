@@ -55,7 +55,7 @@ def i3(name, draws, evidence):
 
     Source: IBPO (S); by sign (D)
 
-    Measured: each coefficient of grpo under the rule, for all three readings, off-policy, where
+    Measured: each push of grpo under the rule, for all three readings, off-policy, where
     none, some and all answers are repaired, against M1's twin with the mask written out.
     """
     for k, draw in enumerate(draws):

@@ -44,7 +44,7 @@ def a4(name, draws, evidence):
 
     Source: AR/Lopti (P)
 
-    Measured: each pass's coefficients against M1's twin of the joint loss on its part of the
+    Measured: the pushes of each pass against M1's twin of the joint loss on its part of the
     tokens, on-policy and off-policy, at two eta; one token lies exactly at eta.
     """
     for draw, spread, eta in itertools.product(draws, (0.0, 0.9), (0.5, 0.3)):

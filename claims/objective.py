@@ -26,19 +26,18 @@ def c29a(name, draws, evidence):
     climbs the integral of K. K is what being right is worth, E[A(right) - A(wrong)] over the
     siblings.
 
-    Source: what a group's update ascends (D). The frame: 2510.13651, 2510.23049 (S, abstracts).
-    maxrl: 2602.02710 (S)
+    Source: what a group's update ascends (D). The frame: 2510.13651, 2510.23049 (S, abstracts)
 
-    Measured: the push on two noisy ways, G = 2 to 6 and 8, with three scales. The table has the
-    formula's K.
+    Measured: the push on two noisy ways, G = 2 to 6 and 8, with and without the std. The table has
+    the formula's K.
     """
-    for (k, draw), scale in itertools.product(enumerate(draws[:6]), ("mean", "std", "maxrl")):
+    for (k, draw), scale in itertools.product(enumerate(draws[:6]), ("mean", "std")):
         q, share = tuple(draw.randn(2).sigmoid().tolist()), float(draw.randn(1).sigmoid())
         world = binary_world((2, 3, 4, 5, 6, 8)[k], q, share)
         p = share * q[0] + (1 - share) * q[1]
         predicted = factor(world.G, p, scale) * share * (1 - share) * (q[0] - q[1])
         evidence.equal(predicted, measure_push("reinforce", world, scale)[0])
-    for scale in ("mean", "std", "maxrl"):
+    for scale in ("mean", "std"):
         evidence.rows.append([f"K, {scale}", *(factor(8, p, scale) for p in CHANCES)])
     evidence.rows.append(["groups without a signal", *(p**8 + (1 - p) ** 8 for p in CHANCES)])
 
@@ -54,7 +53,7 @@ def compare(x: float, others: tuple[float, ...], scale: str) -> float:
     if max(group) == min(group):
         return 0.0
     mean = fmean(group)
-    return (x - mean) / {"mean": 1.0, "std": stdev(group) + EPS, "maxrl": mean}[scale]
+    return (x - mean) / {"mean": 1.0, "std": stdev(group) + EPS}[scale]
 
 
 def cycle(levels: list[float], S: tuple[float, ...], scale: str) -> float:
@@ -86,10 +85,10 @@ def c29c(name, draws, evidence):
     Source: what a group's update ascends (D; we know of no other text that says so of the std).
     2510.13651 and, for G = 2, 2502.18548 (S, abstracts)
 
-    Measured: the curl of the expected update on three ways, for G = 2 to 4 and three scales: 0 for
-    the mean scale alone. "left": the curl over (G-1) pi_1 pi_2 pi_3 for the others.
+    Measured: the curl of the expected update on three ways, for G = 2 to 4: 0 with the mean scale.
+    "left": the curl over (G-1) pi_1 pi_2 pi_3 with the std.
     """
-    scales = ("mean", "std", "maxrl")
+    scales = ("mean", "std")
     for scale, (k, draw) in itertools.product(scales, enumerate(draws[:3])):
         G, levels = 2 + k, sorted(draw.randn(3).sigmoid().tolist())
         pi = draw.randn(3).softmax(0).tolist()

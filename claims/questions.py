@@ -23,8 +23,8 @@ def q1(name, draws, evidence):
 
     Source: questions of users (D)
 
-    Measured: on-policy, the value, and each coefficient with a narrow and with a wide clip range
-    against M1's twin without one. "left": how much the coefficients change with the range once the
+    Measured: on-policy, the value, and each push with a narrow and with a wide clip range
+    against M1's twin without one. "left": how much the pushes change with the range once the
     ratios differ.
     """
     narrow, wide = ({"eps_low": eps, "eps_high": eps} for eps in (1e-3, 0.5))

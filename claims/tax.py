@@ -25,7 +25,7 @@ def c15(name, draws, evidence):
 
     Source: learning tax (D); TEMPO (2509.18314) had the tree's nodes and this credit before
 
-    Measured: learning_tax against a loop over nodes for random coefficients ("left": its value);
+    Measured: learning_tax against a loop over nodes for random pushes ("left": its value);
     prefix_nodes against a dictionary of prefixes.
     """
     for draw in draws:

@@ -23,7 +23,7 @@ import torch
 
 from claims.evidence import DRAWS, Draw
 from engines.shipped import trl_rows, verl_rows
-from losses import Batch, token_coefficients
+from losses import Batch, token_pushes
 from toy.policy import Policy
 
 
@@ -78,7 +78,7 @@ def left_over(loss: Callable, column: Column) -> list[float]:
     """|sum c| / sum |c| at each shared token of the column; 0 where no answer pushes."""
     left = []
     for draw, b in batches(column):
-        c = draw.at_shared(token_coefficients(loss(b), b.logp))  # (K, G)
+        c = draw.at_shared(token_pushes(loss(b), b.logp))  # (K, G)
         far = draw.at_shared(b.logp - b.logp_old)[:, 0].detach().abs().exp()  # (K,)
         mixed = draw.at_shared(b.adv).any(1)
         counts = mixed & (far >= column.least) & (far <= column.most + 1e-12)

@@ -52,7 +52,7 @@ def trl_trainer(kind: str, settings: tuple[tuple[str, object], ...]):
         use_cpu=True,
         bf16=False,
         num_iterations=2,  # so that there are old log-probs
-        # RLOO's KL is a part of the reward, so it moves no coefficient at a shared token. With
+        # RLOO's KL is a part of the reward, so it changes no push on a shared token. With
         # beta, a trainer would load its model once more, from a path that ours does not have.
         **dict(settings) | {"beta": 0.0},
     )

@@ -3,7 +3,7 @@
 A loss of losses.py is a function of the (N, T) log-probs of a whole optimiser batch. TRL calls its
 loss once for each micro-batch of each process, on shuffled rows, so that groups are torn. Here the
 rows stay in order. At the first micro-step of an optimiser step, the log-probs of all its
-micro-batches and processes are gathered, and the loss is taken once. Its token coefficients are
+micro-batches and processes are gathered, and the loss is taken once. The pushes on its tokens are
 then carried through the model piece by piece, as train.py's update does. So value and gradient are
 those of losses.py for any number of processes and accumulation steps.
 
@@ -30,7 +30,7 @@ from losses import (
     group_advantages,
     prefix_baseline,
     prefix_nodes,
-    token_coefficients,
+    token_pushes,
 )
 
 
@@ -118,15 +118,15 @@ class Trainer(GRPOTrainer):
         if micro_step == 0:
             scored = zip((logp.detach(), entropy), *others, strict=True)
             self.value, c = self._loss(*map(torch.cat, scored), window)
-            self.coefficients = c.split(len(logp))
-        surrogate = -(self.coefficients[micro_step] * logp).sum()
+            self.pushes = c.split(len(logp))
+        surrogate = -(self.pushes[micro_step] * logp).sum()
         # TRL adds micro-steps up, and averages over processes.
         return self.value / size + surrogate - surrogate.detach()
 
     def _loss(self, logp: Tensor, entropy: Tensor, window: list[dict]) -> tuple[Tensor, Tensor]:
-        """The loss of the optimiser batch, and the coefficients of this process's rows.
+        """The loss of the optimiser batch, and the pushes on this process's rows.
 
-        The coefficients are scaled so that an average over processes is the gradient. The entropy
+        The pushes are scaled so that an average over processes is the gradient. The entropy
         is logged, in the mean over the batch's tokens.
         """
 
@@ -148,7 +148,7 @@ class Trainer(GRPOTrainer):
         loss = self.method.passes[iteration % len(self.method.passes)](batch)
         if self.prefix_baseline:
             loss = prefix_baseline(loss, batch, prefix_nodes(tokens, mask, G))
-        c = token_coefficients(loss, leaf)
+        c = token_pushes(loss, leaf)
         own = of_this_process(self, c, len(logp))[:, : logp.shape[1]]
         return loss.detach(), own * self.accelerator.num_processes / len(c)
 

@@ -27,7 +27,7 @@ To try it on two answers of one token, with the ratios 1.5 and 0.5:
     from exercises.questions import start_alike
     print(grpo_symmetric(start_alike([1.5, 0.5], [1, -1])))
 
-**Hint:** `from losses import budget_mean, token_ratio` works here, but try without.
+**Hint:** `from losses import divide_by_constant, token_ratio` works here, but try without.
 
 **Grade it:** `make exercise N=4`
 """

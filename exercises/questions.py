@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import losses
-from losses import Batch, token_coefficients
+from losses import Batch, token_pushes
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def start_alike(ratio, advantages: list, lengths: list | None = None, budget: in
 
 def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:
     """The push c on the first token of every answer. (G,)"""
-    return token_coefficients(loss(batch, **options), batch.logp)[:, 0]
+    return token_pushes(loss(batch, **options), batch.logp)[:, 0]
 
 
 # ---------------- 2. and 3. the cancellation by hand, the gate
@@ -135,7 +135,7 @@ def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high)
     loss = function(batch, eps_low, eps_high)
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
-    return loss, token_coefficients(loss, batch.logp)
+    return loss, token_pushes(loss, batch.logp)
 
 
 # ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
@@ -217,7 +217,7 @@ def prefix_baseline(c: list[float]) -> list[float]:
     """One prefix, at which all answers take a token, and an empty answer beside them."""
     batch = start_alike(1.0, [*c, 0.0], [1] * len(c) + [0])
     loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
-    return token_coefficients(loss, batch.logp)[:-1, 0].tolist()
+    return token_pushes(loss, batch.logp)[:-1, 0].tolist()
 
 
 def expect_without_baseline(pi: list[float], c: list[float]) -> tuple[Tensor, float]:

@@ -120,11 +120,6 @@ def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0, "weight": 0.6}
 
 
-def test_each_method_says_its_formula_and_whether_it_cancels():
-    bound = [bind(name, {}) for name in METHODS]
-    assert all(method.formula and method.cancels for method in bound)
-
-
 # ---------------- what would go unnoticed, and is refused. Other hyperparameters: test_run.py
 
 X, MASK = torch.zeros(4, 3), torch.ones(4, 3) > 0

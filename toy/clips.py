@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from losses import METHODS, Batch, token_coefficients
+from losses import METHODS, Batch, token_pushes
 
 NAMES = "reinforce grpo grpo-symmetric cispo dapo gspo dppo symmetric-trust sapo".split()
 OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability ask for it
@@ -36,7 +36,7 @@ def weights() -> dict[str, list[list[float]]]:
     for name in NAMES:
         logp = (old + ratio.log()).requires_grad_()
         batch = Batch(logp, old, adv, torch.ones_like(adv, dtype=torch.bool), 2, max_tokens=1)
-        weight = token_coefficients(METHODS[name].passes[0](batch), logp) / adv
+        weight = token_pushes(METHODS[name].passes[0](batch), logp) / adv
         table[name] = weight.view(-1, 2).T.round(decimals=6).tolist()
     return table
 

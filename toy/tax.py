@@ -110,7 +110,7 @@ def start_batch(row: Row, groups: Groups, logits: Tensor) -> tuple[Batch, Tensor
 def compute_push(
     row: Row, batch: Batch, nodes: Tensor, weights: Tensor, forward: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a row's J by the weights, and the token coefficients, (N, T).
+    """The gradient of a row's J by the weights, and the pushes, (N, T).
 
     forward: weights -> log pi of the batch's tokens, (N, T).
     """
@@ -119,7 +119,7 @@ def compute_push(
     loss = row.loss(batch)
     if row.prefix_baseline:
         loss = losses.prefix_baseline(loss, batch, nodes)
-    c = losses.token_coefficients(loss, batch.logp)
+    c = losses.token_pushes(loss, batch.logp)
     return torch.autograd.grad(batch.logp, weights, c / len(c))[0], c
 
 

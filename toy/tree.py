@@ -6,8 +6,8 @@
 
 The page is one file, without a network or a library. tree_page.html has the tree, with its story in
 nine steps; article.html and article.js are what follows it. The tree has every method that is one
-loss of a batch, without and with a baseline at every prefix. All coefficients c of all its
-settings are computed here, by token_coefficients(loss(batch), logp) on the losses of losses.py. Its
+loss of a batch, without and with a baseline at every prefix. All pushes c of all its
+settings are computed here, by token_pushes(loss(batch), logp) on the losses of losses.py. Its
 script draws them, and adds them up at the tokens that several answers share:
 
     sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
@@ -168,7 +168,7 @@ def advantages(group: Group, method: Method) -> Tensor:
     return losses.group_advantages(group.rewards, len(group.rewards), method.scale)
 
 
-def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
+def pushes(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     """c of every token under every policy, without a baseline at every prefix and with it.
 
     The S groups are one batch, in which averages over all tokens are what they are for one group.
@@ -182,7 +182,7 @@ def coefficients(group: Group, method: Method) -> tuple[Tensor, Tensor]:
     loss = method.passes[0](batch)
     nodes = losses.prefix_nodes(group.tokens.repeat(S, 1), mask, G)
     both = (loss, losses.prefix_baseline(loss, batch, nodes))
-    pair = (losses.token_coefficients(x, logp) for x in both)
+    pair = (losses.token_pushes(x, logp) for x in both)
     plain, with_baseline = (c.view(S, G, T) for c in pair)
     return plain, with_baseline
 
@@ -206,7 +206,7 @@ def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
         logp = old.clone().requires_grad_()
         spread = adv[:, None].expand_as(mask)
         loss = methods[name].passes[0](Batch(logp, old, spread, mask, G, batch["max_tokens"]))
-        c = losses.token_coefficients(loss, logp)
+        c = losses.token_pushes(loss, logp)
         found[f"tax of {name}"] = losses.learning_tax(c, adv, nodes, mask)
     return found
 
@@ -224,7 +224,7 @@ def scene(group: Group, methods: dict[str, Method]) -> str:
     """What the page knows of a group. Tokens stand one after the other, answer by answer."""
     mask, table = group.mask, {}
     for name, method in methods.items():
-        off, on = (brief(c[:, mask]) for c in coefficients(group, method))
+        off, on = (brief(c[:, mask]) for c in pushes(group, method))
         table[name] = {"A": brief(advantages(group, method)), "off": off, "on": on}
     about = {
         "prompt": group.prompt,
@@ -257,7 +257,10 @@ def write_page(data: dict, methods: dict[str, Method]) -> str:
     method = control("method", "method", methods, "loss", "select")
     baseline = control("baseline", "baseline at every prefix", ("off", "on"), "loss")
     data["controls"] = [method, baseline, *data["controls"]]
-    data["methods"] = {name: f"J = {m.formula}" for name, m in methods.items()}
+    data["methods"] = {
+        name: "J = " + "; then ".join(losses.line_of(loss, "J = ") for loss in method.passes)
+        for name, method in methods.items()
+    }
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()
     return read("tree_page.html").replace("DATA", packed, 1)
 
