@@ -155,12 +155,9 @@ class GSM8K(BaseTask):
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
-        if tokenizer.chat_template is None:
+        if not tokenizer.chat_template:
             return self.encode_texts(tokenizer, [item.plain() for item in items])
-        chats = [[{"role": "user", "content": item.prompt + self.wish}] for item in items]
-        # return_dict is spelt out because its default differs between transformers 4 and 5
-        options = {"add_generation_prompt": True, "return_dict": True}
-        return tokenizer.apply_chat_template(chats, **options)["input_ids"]
+        return self.encode_chats(tokenizer, [item.prompt + self.wish for item in items])
 
     def repair(self, item: Item, answer: str, siblings: list[str]) -> Item:
         """The problem of correcting an answer, given siblings' answers, in plain language."""

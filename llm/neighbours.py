@@ -25,7 +25,7 @@ def reshape_credit(policy, task, rollout, method, config, ask_again, gen) -> dic
         earned = method.repair(rewards, facts["repaired"])
         A = group_advantages(earned, config.group_size, config.scale or method.scale)  # (N,)
         rollout.adv = A[:, None].expand_as(rollout.mask)
-        wrong = (rewards == 0).sum().clamp(min=1)
+        wrong = (rewards != 1).sum().clamp(min=1)
         metrics["repair_rate"] = (facts["repaired"].sum() / wrong).item()
         metrics["generated"] = int(rollout.mask.sum()) + sampled  # tokens, corrections included
     old = OldPolicy(
@@ -145,7 +145,7 @@ def correct(answers, task, config, ask, eos: Tensor) -> tuple[dict[str, Tensor],
     (N, T)), and how many tokens were sampled.
     """
     rewards, G, problems = answers.rewards, config.group_size, []
-    wrong = (rewards == 0).nonzero().flatten()
+    wrong = (rewards != 1).nonzero().flatten()
     for i in wrong.tolist():
         siblings = [i - i % G + (i + k) % G for k in range(1, G)]
         siblings.sort(key=lambda j: rewards[j].item() != 1)

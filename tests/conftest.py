@@ -33,8 +33,12 @@ def run(folder: Path, *args) -> Path:
 
 def metrics(folder: Path) -> list[dict]:
     """metrics.jsonl without what differs between equal runs."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [timeless(json.loads(line)) for line in lines]
+
+
+def timeless(line: dict) -> dict:
+    return {key: x for key, x in line.items() if not key.endswith("seconds")}
 
 
 def refused(function, *args) -> str:

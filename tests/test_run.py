@@ -5,19 +5,17 @@ LONG=1 adds the default run.
 
 import copy
 import io
-import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, build, load, metrics, refused, run, weights_of
+from conftest import TINY, build, load, metrics, refused, run, timeless, weights_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel
 
@@ -36,13 +34,12 @@ pytestmark = pytest.mark.usefixtures("easy")
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     """Lines, both models, and a batch with its log-probs before and after the step."""
-    flags = "--steps 1 --temperature 0.7 --epochs 2"
-    folder = run(tmp_path / "run", *flags.split())
+    folder = run(tmp_path / "run", "--steps", 1, "--epochs", 2)
     config, task = train.Config(**json.loads((folder / "config.json").read_text())), Arithmetic()
     start, after = load(folder / "start"), load(folder / "model")
     first, last = metrics(folder)
-    assert first == {"step": 0} | train.evaluate(start, task, config)
-    assert last == last | {"step": 1} | train.evaluate(after, task, config)
+    assert first == {"step": 0} | timeless(train.evaluate(start, task, config))
+    assert last == last | {"step": 1} | timeless(train.evaluate(after, task, config))
     assert f"greedy {first['greedy']:.3f} -> {last['greedy']:.3f}" in capsys.readouterr().out
 
     saved = torch.load(*folder.glob("batches/*"), weights_only=True)
@@ -54,11 +51,11 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
         text = "".join(saved["pieces"][i][: len(answer)]).removesuffix("<eos>")
         assert saved["rewards"][i] == task.reward(text, None)
         for name, policy in (("logp_old", start), ("logp", after)):
-            logp = plain.log_probs(policy, prompt, answer, 0.7).detach()
+            logp = plain.log_probs(policy, prompt, answer).detach()
             torch.testing.assert_close(saved[name][i][seen], logp, rtol=1e-4, atol=1e-5)
 
 
-def test_a_credit_rule_acts_between_scoring_and_learning(tmp_path, monkeypatch):
+def test_a_credit_rule_acts_between_assessing_and_learning(tmp_path, monkeypatch):
     calls = []
     for name in ("assess", "reshape_credit", "learn"):
         real = getattr(train, name)
@@ -77,13 +74,6 @@ def test_a_kl_term_compares_with_the_start_policy(tmp_path, monkeypatch):
         assert torch.equal(weights_of(reference), start)
 
 
-@pytest.mark.parametrize("options", ["--model scratch --hyper kl=0.1", "--method ibpo"])
-def test_gsm8k_trains_from_local_files(tmp_path, small_gsm8k, qwen_path, options):
-    """A model from scratch, and one whose generation config holds a sampler."""
-    flags = f"--model {qwen_path} --task gsm8k --data {small_gsm8k} --threads 1 --max-tokens 20"
-    assert len(metrics(run(tmp_path / "run", *flags.split(), *options.split()))) == 5
-
-
 OWN_TASK = """
 from toy.arithmetic import BaseTask, Item
 
@@ -95,11 +85,16 @@ class Task(BaseTask):
 """
 
 
-def test_a_task_of_ones_own_is_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_TASK)
+def test_a_task_of_ones_own_is_a_file(tmp_path, capsys):
+    """The run keeps a copy, and says if the file has changed since."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(OWN_TASK)
     flags = "--warm-steps 150 --warm-lr 0.01 --max-tokens 8 --steps 3 --task".split()
-    folder = run(tmp_path / "run", *flags, tmp_path / "mine.py")
-    assert metrics(folder)[-1]["sampled"] > 0.5
+    folder = run(tmp_path / "run", *flags, mine)
+    assert metrics(folder)[-1]["sampled"] > 0.5 and (folder / "task.py").read_text() == OWN_TASK
+    mine.write_text(OWN_TASK.replace("in text", "not in text"))
+    train.main(["--resume", str(folder)])
+    assert f"{mine} has changed since" in capsys.readouterr().out
 
 
 def test_a_console_that_lacks_a_letter_and_a_windows_that_renames_onto_no_file(
@@ -117,6 +112,16 @@ def test_a_console_that_lacks_a_letter_and_a_windows_that_renames_onto_no_file(
     assert rb"\uff1f" in console.buffer.getvalue()
 
 
+def test_a_run_outlives_its_terminal(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # both are put back after the test
+    assert len(metrics(run(tmp_path / "run"))) == 5
+
+
 def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train.time, "strftime", lambda _: "NOW")
@@ -124,7 +129,6 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monke
         train.main([*TINY, "--steps", "1", "--warm-steps", "0", "--seed", seed])
     assert sorted(os.listdir("runs")) == ["arithmetic-grpo-s3-NOW", "arithmetic-grpo-s3-NOW-2"]
     assert [len(metrics(folder)) for folder in Path("runs").iterdir()] == [2, 2]
-    assert "--resume" in refused(train.main, ["--resume", ""])
     with train.own_folder(train.Config(out="runs/arithmetic-grpo-s3-NOW", resume="x")):
         assert "another process" in refused(train.main, ["--resume", "runs/arithmetic-grpo-s3-NOW"])
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -149,57 +153,6 @@ def test_the_default_run_learns_to_add(tmp_path, monkeypatch):
     train.main(["--out", str(tmp_path / "run")])
     lines = metrics(tmp_path / "run")
     assert lines[0]["greedy"] < 0.3 and lines[-1]["greedy"] > 0.95
-
-
-OWN_MISTAKES = """
-item.answer in text | float('nan')                             | 'so !' to '0?' is nan; accepted
-item.answer in text | 1e39                                     | accepted: a finite number that
-item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
-range(9)]           | range(9)]; self.test = []                | test split has no item
-range(9)]           | range(9)]; self.train[7] = Item("1" * 1100, "", "") | the model's context
-"""
-
-
-@pytest.mark.parametrize("line", OWN_MISTAKES.strip().splitlines())
-def test_a_mistake_in_a_task_of_ones_own_is_one_line(tmp_path, line):
-    """Its reward is tried before a run, and a sampled answer's when it comes."""
-    old, new, said = (part.strip() for part in line.split("|"))
-    (tmp_path / "mine.py").write_text(OWN_TASK.replace(old, new))
-    assert said in refused(run, tmp_path / "run", "--task", tmp_path / "mine.py")
-    assert (tmp_path / "run").exists() == ("demo" in new)
-
-
-def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
-    first = {"step": 0, "greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
-    bad = {"step": 9, "greedy": 0.4, "greedy_se": 0.03, "sampled": 0.6, "truncated": 0.3}
-    fine = bad | {"greedy": 0.42, "truncated": 0.2}  # within two standard errors, of .042
-    for last, wrong in ((bad, True), (fine, False)):
-        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}")
-        train.summarize(tmp_path)
-        said = capsys.readouterr().out
-        assert f"greedy 0.500 -> {last['greedy']:.3f}, sampled 0.500 -> 0.600" in said
-        assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
-
-
-# ---------------- going on
-
-
-def test_a_run_that_has_ended_goes_on_with_more_steps_and_another_rate(tmp_path, capsys):
-    """Its first steps stay. The linear schedule is that of a run with the new steps."""
-    folder = run(tmp_path / "run")
-    before, more = metrics(folder), ["--resume", str(folder), "--steps"]
-    train.main([*more, "6", "--lr", "0.002", "--eval-every", "5"])
-    assert "after step 4 of 6, at a learning rate of 0.00067" in capsys.readouterr().out
-    lines = metrics(folder)
-    assert lines[:5] == before and ["greedy" in line for line in lines[4:]] == [True] * 3
-    assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
-    assert "already made 6" in refused(train.main, [*more, "5"])
-    config = json.loads((folder / "config.json").read_text())
-    assert config == asdict(train.parse([*TINY, "--lr", "0.002"])) | {
-        "out": str(folder),
-        "steps": 6,
-        "eval_every": 5,
-    }
 
 
 def test_the_best_policy_is_kept_and_one_group_of_every_step(tmp_path, monkeypatch, capsys):
@@ -229,67 +182,154 @@ def test_the_best_policy_is_kept_and_one_group_of_every_step(tmp_path, monkeypat
             assert float(reward.strip("[").partition(",")[0]) == said.count("1") % 2
 
 
-# ---------------- kills
+def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
+    first = {"step": 0, "greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
+    bad = {"step": 9, "greedy": 0.4, "greedy_se": 0.03, "sampled": 0.6, "truncated": 0.3}
+    fine = bad | {"greedy": 0.42, "truncated": 0.2}  # within two standard errors, of .042
+    steps = [{"step": 1, "generated": 30, "seconds": 2.0}, {"step": 2, "generated": 10}]
+    steps[1]["seconds"] = 3.0
+    for last, wrong in ((bad, True), (fine, False)):
+        lines = map(json.dumps, (first, *steps, last))
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+        train.summarize(tmp_path)
+        said = capsys.readouterr().out
+        assert f"greedy 0.500 -> {last['greedy']:.3f}, sampled 0.500 -> 0.600, 8 tokens a" in said
+        assert f"changed by {last['greedy'] - 0.5:+.3f} (standard error 0.042)" in said
+        assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
 
 
-def weights(folder: Path) -> list[bytes]:
-    return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
+def test_costs_are_said_before_they_are_spent(tmp_path, capsys, scratch):
+    """9 steps of 30 s and 4 evaluations (steps 3, 6, 9 and 10) of 15 s are 5.5 minutes. A
+    checkpoint is three times as large as a model, and two models stay beside it."""
+    line = {"step": 0, "greedy": 0, "eval_seconds": 15}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    config = train.Config(out=str(tmp_path), steps=10, eval_every=3, warm_steps=0)
+    weights = [SimpleNamespace(numel=lambda: 100_000_000)]
+    large = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights))
+    train.announce_costs(large, {"seconds": 30.0}, config)
+    said = capsys.readouterr().out
+    assert said.startswith("about 6 minutes to go") and said.endswith("writes 2.0 GB\n")
+    config.steps = 2
+    train.announce_costs(scratch, {"seconds": 1.0}, config)
+    assert not capsys.readouterr().out
 
 
-def run_and_kill(folder: Path, flags: list, module, name: str, n: int):
-    """In a forked process, which is killed when it calls a function for the n-th time."""
-    real, calls = getattr(module, name), itertools.count(1)
+# ---------------- resuming
 
-    def die(*args, **options):
-        if next(calls) == n:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
 
-    child = os.fork()
-    if not child:
-        try:
-            setattr(module, name, die)
-            run(folder, *flags)
-        finally:
-            os._exit(4)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+def test_a_run_that_has_ended_resumes_with_more_steps_and_another_rate(tmp_path, capsys):
+    """Its first steps stay. The linear schedule is that of a run with the new steps."""
+    folder = run(tmp_path / "run")
+    before, more = metrics(folder), ["--resume", str(folder), "--steps"]
+    train.main([*more, "6", "--lr", "0.002", "--eval-every", "5"])
+    assert "after step 4 of 6, at a learning rate of 0.00067" in capsys.readouterr().out
+    lines = metrics(folder)
+    assert lines[:5] == before and ["greedy" in line for line in lines[4:]] == [True] * 3
+    assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
+    assert "already made 6" in refused(train.main, [*more, "5"])
+    config = json.loads((folder / "config.json").read_text())
+    changed = {"steps": 6, "lr": 0.002, "eval_every": 5}
+    assert config.items() >= changed.items() and config["prompts"] == 4
+    assert config["resumed"] == [{"after_step": 4} | changed]
+
+
+class Killed(BaseException):
+    """What no `except Exception` sees, as it would not see a kill."""
 
 
 MOMENTS = [  # a call of a function, and how many of six steps are left
-    (train, "save", 1, 6),  # two lines of metrics and no checkpoint: it begins anew
-    (os, "replace", 5, 5),  # a checkpoint that has not got its name
-    (train, "keep_best", 2, 4),  # a checkpoint of the best policy, which is not in model-best/ yet
+    ("describe_group", 1, 6),  # a line of metrics and no checkpoint: the run begins anew
+    ("save_rollout", 2, 5),  # the second step is only in metrics.jsonl
+    ("keep_best", 2, 4),  # a checkpoint of the best policy, which is not in model-best/ yet
 ]
 
 
-def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
+def test_a_killed_run_resumes_with_what_is_left(tmp_path, monkeypatch):
     """And ends as the undisturbed run, bit for bit."""
-    asked, real = [], train.sample
-    monkeypatch.setattr(train, "sample", lambda *args: asked.append(args[2:4]) or real(*args))
+    asked, sample = [], train.sample
+    monkeypatch.setattr(train, "sample", lambda *args: asked.append(args[2:4]) or sample(*args))
     flags = "--steps 6 --eval-every 1 --eval-items 2 --seed 7".split()
     whole = run(tmp_path / "whole", *flags)
     every = asked.copy()
     assert every[0][0] != every[1][0]  # their prompts
-    for *moment, left in MOMENTS:
-        folder = tmp_path / f"{moment[1]}{left}"
-        run_and_kill(folder, flags, *moment)
-        if (folder / "metrics.jsonl").exists():  # the write of a line may be cut off, too
-            (folder / "metrics.jsonl").open("a").write('{"step": 9, "torn')
+    for name, call, left in MOMENTS:
+        folder, real, calls = tmp_path / name, getattr(train, name), []
+
+        def die(*args, real=real, calls=calls, call=call):
+            calls.append(1)
+            if len(calls) == call:
+                raise Killed
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, name, die)
+            with pytest.raises(Killed):
+                run(folder, *flags)
+        (folder / "metrics.jsonl").open("a").write('{"step": 9, "torn')  # a line cut off, too
         asked.clear()
         train.main(["--resume", str(folder)])
-        assert asked == every[6 - left :], moment
-        assert metrics(folder) == metrics(whole) and weights(folder) == weights(whole)
+        assert asked == every[6 - left :], name
+        assert metrics(folder) == metrics(whole) and models_of(folder) == models_of(whole)
         assert (folder / "samples.txt").read_text() == (whole / "samples.txt").read_text()
-    assert len(weights(whole)) == 3  # start, model-best, model
+    assert len(models_of(whole)) == 3  # start, model-best, model
+
+
+def models_of(folder: Path) -> list[bytes]:
+    return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
 
 
 def test_weights_that_are_not_finite_spoil_no_checkpoint(tmp_path):
     folder = run(tmp_path / "run", "--steps", 1)
-    policy, config = load("scratch", layers=1, width=16), train.Config(out=str(folder))
-    optimizer, best = train.adamw(policy.model, 0.1), weights(folder)
+    policy, config = load("scratch", layers=1, width=16), train.Config(out=str(folder), steps=1)
+    optimizer, best = train.adamw(policy.model, 0.1), models_of(folder)
     next(policy.model.parameters()).data[0, 0] = torch.inf
-    assert "step 2" in refused(train.save, policy, optimizer, None, 2, config)
-    assert train.restore(policy, optimizer, config) == 1 and weights(folder) == best
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "describe_group", lambda *_: "")
+        line = {"step": 2, "greedy": 1.0}
+        assert "step 2" in refused(train.save, policy, optimizer, True, line, config)
+    assert train.restore(policy, optimizer, config) == 1 and models_of(folder) == best
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_leaves_no_half_file(tmp_path, monkeypatch):
+    def fail(state, part):
+        Path(part).write_text("half")
+        raise RuntimeError("[enforce fail] unexpected pos\nand more")
+
+    folder, real = run(tmp_path / "run", "--steps", 2), torch.save
+    before = (folder / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(torch, "save", fail)
+    said = refused(train.main, ["--resume", str(folder), "--steps", "4"])
+    assert "unexpected pos); nothing is there" in said and "step-000004.pt" in said
+    monkeypatch.setattr(torch, "save", lambda *x: real(*x) if "batches" in str(x[1]) else fail(*x))
+    said = refused(train.main, ["--resume", str(folder), "--steps", "4"])
+    assert "checkpoint.pt could not be written" in said and "the one before is intact" in said
+    assert (folder / "checkpoint.pt").read_bytes() == before and not [*folder.rglob("*.part")]
+
+
+def test_a_tracker_has_one_run_and_its_failure_is_not_the_runs(tmp_path, monkeypatch, capsys):
+    """A run that is resumed is the same one. The tracker gets no `step` among the numbers."""
+    opened, logged = [], []
+
+    def init(**options):
+        opened.append((options["name"], options["id"], options["resume"]))
+
+    def log(numbers, step):
+        logged.append(numbers)
+        raise ConnectionError("no network\nand more")
+
+    wandb = SimpleNamespace(init=init, log=log, __spec__=True)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda _: True)
+    folder = run(tmp_path / "run", "--track", "wandb")
+    train.main(["--resume", str(folder), "--steps", "5"])
+    (name, id_, fresh), again = opened
+    assert name == id_ and fresh == "never" and again == (name, name, "allow")
+    assert len(logged) == 6 and all("lr" in x or "greedy" in x for x in logged)
+    assert not any("step" in x or "examples" in x for x in logged)
+    assert "--track wandb: no network; metrics.jsonl has" in capsys.readouterr().out
+    wandb.init = lambda **_: 1 / 0
+    assert "--track wandb: " in refused(run, tmp_path / "other", "--track", "wandb")
+    assert not (tmp_path / "other").exists() and folder.exists()
 
 
 # ---------------- flags and mistakes
@@ -305,11 +345,12 @@ MISTAKES = """
 --data /no/such/dir: needs --task gsm8k
 --out taken: --out taken exists
 --resume nowhere: no config.json
---resume nowhere --lr 1: no config.json
 --resume nowhere --group-size 4: keeps the run's --group-size; it takes --steps, --lr,
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
---hyper eps_low=-1: not a number of at least 0
---hyper eps_low=x: could not convert
+--hyper eps_low=-1: accepted: a number of at least 0
+--hyper kl=true: kl=true: accepted: a number
+--hyper kl_ratio=2: accepted: true, false
+--method dfpo-min --hyper ratio=sum: accepted: geometric, product
 """
 
 
@@ -324,46 +365,70 @@ def test_a_mistake_is_one_line_before_anything_is_trained(line, tmp_path, monkey
     assert os.listdir() == ["taken"]
 
 
-# What READMEs say of the toy, of GSM8K and of sums hangs on these.
-DEFAULTS = """
-layers 1, width 64, warm_steps 700, warm_rows 64, warm_lr 0.006, steps 60, prompts 32, group_size 8,
-max_tokens 26, temperature 1.0, repair_references 1, epochs 1, minibatches 4, micro_rows 64,
-lr 0.001, grad_clip 1.0, eval_every 20, eval_items 200, eval_samples 4, seed 0, threads 1,
-task arithmetic, method grpo, model scratch, schedule linear, prefix_baseline False,
-fast False, hyper , scale , data , track , out x, resume None
-"""
-PRESET = """
-task gsm8k, model Qwen/Qwen2.5-0.5B-Instruct, warm_steps 0, steps 200, prompts 16, max_tokens 512,
-minibatches 1, micro_rows 4, lr 1e-06, eval_samples 1, threads 0, fast True
-"""
-SUMS = """
-task sums, model HuggingFaceTB/SmolLM2-135M-Instruct, warm_steps 0, steps 30, prompts 8,
-max_tokens 24, minibatches 1, micro_rows 16, lr 1e-05, schedule constant, eval_every 10,
-eval_items 100, eval_samples 2, threads 0, fast True
+OWN_MISTAKES = """
+item.answer in text | float('nan')                             | 'so !' to '0?' is nan; accepted
+item.answer in text | 1e39                                     | accepted: a finite number that
+item.answer in text | "1"                                      | is '1'; accepted: a finite number
+item.answer in text | None if text != item.demo else 0         | is None; accepted: a finite number
+range(9)]           | range(9)]; self.test = []                | test split has no item
+range(9)]           | range(9)]; self.train[7] = Item("1" * 1100, "", "") | the model's context
+"so !"              | ""                                       | no item has a demonstration
+(BaseTask):         | (__import__("llm.chat").chat.ChatTask):  | two or more different texts
+def __init__(self): | def init(self):                          | train split has no item
 """
 
 
-# Any other model than scratch, whatever the task.
-PRETRAINED = """
-model some/model, warm_steps 0, prompts 8, max_tokens 256, minibatches 1, lr 3e-06, eval_items 100,
-eval_samples 1, micro_rows 8, threads 0, fast True
-"""
+@pytest.mark.parametrize("line", OWN_MISTAKES.strip().splitlines())
+def test_a_mistake_in_a_task_of_ones_own_is_one_line(line, tmp_path):
+    """Its reward is tried before a run, and a sampled answer's when it comes."""
+    old, new, said = (part.strip() for part in line.split("|"))
+    source = OWN_TASK.replace(old, new)
+    if "ChatTask" in new:
+        source = source.partition("    def __init__")[0] + "    prompts = ['one', 'one']"
+    (tmp_path / "mine.py").write_text(source)
+    assert said in refused(run, tmp_path / "run", "--task", tmp_path / "mine.py")
 
 
-def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
-    def read(text):
-        return dict(line.strip().partition(" ")[::2] for line in text.split(","))
+@pytest.mark.parametrize("line", ["r/lr: -1", "r/steps: 4.5", "r/method: 'gppo'", "r/prompts: 5"])
+def test_an_edited_config_is_checked_like_flags(line, tmp_path):
+    folder = run(tmp_path / "r")
+    config = json.loads((folder / "config.json").read_text())
+    name, _, value = line.removeprefix("r/").partition(": ")
+    (folder / "config.json").write_text(json.dumps(config | {name: eval(value)}))
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(folder)])
 
-    def parsed(flags):
-        return {k: str(x) for k, x in asdict(train.parse(f"--out x {flags}".split())).items()}
 
-    assert parsed("") == read(DEFAULTS)
-    assert parsed("--model some/model") == read(DEFAULTS) | read(PRETRAINED)
-    assert parsed("--task gsm8k") == read(DEFAULTS) | read(PRESET)
-    assert parsed("--task sums") == read(DEFAULTS) | read(SUMS)
-    given = read("lr 1.0, fast False, micro_rows 3, prefix_baseline True")
-    flags = "--lr 1 --fast false --micro-rows 3 --prefix-baseline --task gsm8k"
-    assert parsed(flags) == read(DEFAULTS) | read(PRESET) | given
+def test_settings_follow_the_model_then_the_task_then_the_flags(tmp_path, qwen_path, capsys):
+    def parsed(flags, *names):
+        config = train.parse(f"--out x {flags}".split())
+        return [getattr(config, name) for name in names]
+
+    names = ("lr", "max_tokens", "minibatches", "warm_steps", "threads", "fast")
+    toy, chat = [1e-3, 26, 4, 700, 1, False], [3e-6, 256, 1, 0, 0, True]
+    assert parsed("", *names) == toy
+    assert parsed("--model some/model", *names) == chat
+    assert parsed("--task mine.py --model some/model", *names) == chat
+    assert parsed("--task gsm8k", *names) == [1e-6, 512, *chat[2:]]
+    assert parsed("--task sums", *names) == [1e-5, 24, *chat[2:]]
+    assert parsed("--task sums --lr 1 --fast false", *names) == [1.0, 24, 1, 0, 0, False]
+    assert parsed("--task sums --model scratch", *names) == [1e-3, 24, *toy[2:]]
+    flags = ["--model", qwen_path, "--steps", 1, "--threads", 1]
+    run(tmp_path / "high", *flags, "--lr", 2e-4)
+    assert "--lr 0.0002 is high for a pretrained model" in capsys.readouterr().out
+    run(tmp_path / "low", *flags)
+    assert "is high" not in capsys.readouterr().out
+
+
+def test_all_cores_are_those_that_the_process_may_use(tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setattr(train.torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(train.torch, "set_num_threads", used.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    monkeypatch.setattr(train, "run", lambda config: None)
+    for threads in ("0", "7"):
+        train.main(["--threads", threads])
+    assert used == [2, 7]
 
 
 # ---------------- which models are taken
@@ -372,15 +437,29 @@ def test_a_flag_beats_the_preset_and_the_preset_the_defaults():
 def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path, capsys):
     path = build("qwen2", tmp_path, torch.bfloat16)
     once = load(path, model=path)
-    assert (
-        capsys.readouterr().out
-        == f"--model {path} has no chat template, so prompts are plain text\n"
-    )
+    assert "has no chat template, so prompts are plain text" in capsys.readouterr().out
     train.write_model(once, tmp_path / "saved")
     for policy in (once, load(tmp_path / "saved")):
         assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}
         assert policy.eos.tolist() == [1, 2, 3]  # of the tokenizer, and of the generation config
         assert not policy.model.training
+
+
+def test_a_prompt_is_a_users_message_where_there_is_a_chat_template(tmp_path, capsys):
+    """And a template that refuses such a chat is one line."""
+    path, task = build("qwen2", tmp_path), Arithmetic()
+    tokenizer = task.make_tokenizer()
+    template = "{% for m in messages %}#{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}so{% endif %}"
+    tokenizer.save_pretrained(path)
+    policy = load(path, model=path)
+    assert "user's message in the model's chat template" in capsys.readouterr().out
+    items = task.test[:2]
+    expected = [tokenizer(f"#{item.prompt}so")["input_ids"] for item in items]
+    assert task.encode(policy.tokenizer, items) == expected
+    tokenizer.chat_template = "{{ raise_exception('system first') }}"
+    tokenizer.save_pretrained(path)
+    assert "refuses a user's message: system first" in refused(load, path)
 
 
 def test_an_answer_ends_where_the_chat_template_closes_a_turn(tmp_path):
@@ -421,3 +500,16 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="bias"):
         add_scores(None, policy, None, train.Config())
+
+
+def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k, qwen_path):
+    """So is llm/five_words.py; and GSM8K trains from local files, whatever sampler a model has."""
+    flags = f"--model {qwen_path} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
+    folder = run(tmp_path / "five", *flags, "--task", "llm/five_words.py")
+    assert len(metrics(folder)) == 2
+    task = train.load_task(train.parse(["--task", "llm/five_words.py"]))
+    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 0, "": 0}
+    assert {text: task.reward(text, task.train[0]) for text in said} == said
+    assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
+    gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
+    assert len(metrics(run(tmp_path / "gsm8k", *flags, *gsm8k))) == 2

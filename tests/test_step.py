@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from conftest import Letters, float64, load, random_policy, refused, weights_of
+from conftest import Letters, float64, load, random_policy, refused, timeless, weights_of
 from torch.nn.utils import clip_grad_norm_
 
 import losses
@@ -26,6 +26,21 @@ from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
 SIZES = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, seed=5, steps=3)
+
+
+class Tempered(torch.nn.Module):
+    """A model whose logits are divided by the temperature, because toy/plain.py has none."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.model(ids).logits / TEMPERATURE)
+
+
+def tempered(policy):
+    return replace(policy, model=Tempered(policy.model))
 
 
 def adam(model, lr):
@@ -70,9 +85,8 @@ def padded(values: list) -> torch.Tensor:
     return torch.stack([torch.cat([x, x.new_zeros(L - len(x), *x.shape[1:])]) for x in made])
 
 
-def sampled_and_scored(policy, method, config, reference=None) -> train.Rollout:
-    task = Letters()
-    rollout = train.sample(policy, task, task.train, 2, config)
+def sampled_and_assessed(policy, method, config, reference=None) -> train.Rollout:
+    rollout = train.sample(policy, Letters(), Letters().train, 2, config)
     train.assess(policy, reference, rollout, method, config)
     return rollout
 
@@ -81,10 +95,9 @@ def sampled_and_scored(policy, method, config, reference=None) -> train.Rollout:
 
 
 STEPS = [
-    dict(minibatches=4, epochs=3),  # of 4 updates some push nothing
     dict(minibatches=2, epochs=3, prefix_baseline=True, micro_rows=5),
-    dict(minibatches=2, epochs=2, fast=True, schedule="constant"),
-    dict(minibatches=1, epochs=1, micro_rows=3),  # learnt from once, and not scored apart
+    dict(minibatches=4, epochs=2, fast=True, schedule="constant"),  # some updates push nothing
+    dict(minibatches=1, epochs=1, micro_rows=3),  # learned from once, and not read apart
 ]
 
 
@@ -92,8 +105,8 @@ STEPS = [
 def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypatch, flags):
     """From the sampled answers to the weights; and what is logged on the way."""
     config = train.Config(**SIZES, lr=0.05, grad_clip=0.51, **flags)
-    ours, theirs = copy.deepcopy(start[config.fast]), copy.deepcopy(start[0])
-    rollout = sampled_and_scored(ours, losses.bind("grpo", {}), config)
+    ours, theirs = copy.deepcopy(start[config.fast]), tempered(copy.deepcopy(start[0]))
+    rollout = sampled_and_assessed(ours, losses.bind("grpo", {}), config)
     optimizer = train.adamw(ours.model, 9.0)  # a step sets its own learning rate
     updates = train.learn(ours, optimizer, rollout, losses.bind("grpo", {}), 2, config)
     metrics = train.diagnose(ours, rollout, updates, 2, config)
@@ -104,11 +117,12 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     lr = 0.05 * (2 / 3 if config.schedule == "linear" else 1)
     entropy, read, norms, far, log_probs = 0.0, [], [], [], plain.log_probs
     for row in rows:
-        full = plain.all_log_probs(theirs, row.prompt, row.answer, TEMPERATURE).detach()  # (T_i, V)
-        entropy -= float((full.exp() * full).sum())
+        logits = theirs.model(torch.tensor([row.prompt + row.answer])).logits.detach()
+        logp = logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)  # (T_i, V)
+        entropy -= float((logp.exp() * logp).sum())
 
-    def read_at_temperature(*args):  # first the old log-probs of all rows, then update by update
-        read.append(log_probs(*args, TEMPERATURE))
+    def noted(*args):  # first the old log-probs of all rows, then update by update
+        read.append(log_probs(*args))
         return read[-1]
 
     def end_of_update(parameters, _):
@@ -118,15 +132,13 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
         norms.append(clip_grad_norm_(parameters, 0.51).item())
         return norms[-1]
 
-    monkeypatch.setattr(plain, "log_probs", read_at_temperature)
+    monkeypatch.setattr(plain, "log_probs", noted)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", end_of_update)
     learn = plain_baseline.learn if config.prefix_baseline else plain.learn
     learn(theirs, adam(theirs.model, lr), [rows[i : i + G] for i in range(0, 16, G)], orders)
 
-    assert not torch.equal(weights_of(ours), weights_of(start[0]))
-    torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-9)
     tokens, rewards = sum(len(row.answer) for row in rows), [row.reward for row in rows]
-    assert metrics.pop("max_logp_gap") < 1e-9 and math.isfinite(metrics.pop("loss"))
+    assert 0 <= metrics.pop("max_logp_gap") < 1e-9 and math.isfinite(metrics.pop("loss"))
     assert metrics == pytest.approx(
         {
             "step": 2,
@@ -143,13 +155,21 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
         rel=1e-7,
     )
     assert 0.5 < metrics["truncated"] < 1 and 0 < metrics["equal_groups"] < 1
-    if flags == STEPS[0]:
+    if config.epochs > 1:
         assert min(norms) < 0.51 < max(norms) and metrics["clip_share"]  # clipped, but not always
+    assert not torch.equal(weights_of(ours), weights_of(start[0]))
+    torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-9)
 
 
-def test_the_plain_algorithm_runs(capsys):
-    plain.main(warm_steps=2, steps=1)
-    assert "step  1: reward 0." in capsys.readouterr().out
+def test_the_plain_algorithm_learns(capsys, monkeypatch):
+    """To begin with "so", which a third of the demonstrations do; and answers learn to end."""
+    for name, value in dict(PROMPTS=2, UPDATES=2, TOKENS=10).items():
+        monkeypatch.setattr(plain, name, value)
+    monkeypatch.setattr(Arithmetic, "reward", lambda _, text, item: float(text.startswith("so")))
+    plain.main(seed=0, warm_steps=25, steps=20)
+    said = capsys.readouterr().out
+    first, _, last = (float(line.split()[3]) for line in said.replace(":", "").splitlines())
+    assert first < 0.6 and last > 0.8 and "<eos>" in said
 
 
 @pytest.mark.parametrize("A", [1.5, -0.5, 0.0])
@@ -163,32 +183,35 @@ def test_a_push_is_the_slope_that_autograd_finds(A):
 
 def test_two_passes_and_a_reference(start, rows):
     """What toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, other scales."""
-    policy, _, reference = copy.deepcopy(start)
-    config, seen = train.Config(**SIZES, minibatches=2, lr=0.01, scale="mean"), []
+    policy, reference = copy.deepcopy(start[0]), start[2]
+    config, seen = train.Config(**SIZES, minibatches=1, lr=0.01, scale="mean"), []
 
     def spy(name, batch):
-        seen.append((name, batch.max_tokens, batch.logp_ref.sum(), batch.logp_old.sum()))
+        seen.append((name, batch.max_tokens, batch.logp_ref, batch.logp_old))
         return losses.reinforce(batch)
 
     passes = (lambda batch: spy("low", batch), lambda batch: spy("high", batch))
     method = replace(losses.bind("grpo", {}), passes=passes)
-    rollout = sampled_and_scored(policy, method, config, reference)
+    rollout = train.sample(policy, Letters(), Letters().train, 2, config)
+    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
+    train.assess(policy, None, rollout, method, config)
+    assert rollout.logp_old is not rollout.logp_sampled  # two passes are two updates
+    train.assess(policy, reference, rollout, method, config)
     groups = torch.tensor([row.reward for row in rows]).view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
-    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
     config.max_tokens, optimizer = 9, train.adamw(policy.model, 1.0)
     updates = train.learn(policy, optimizer, rollout, method, 2, config)
+    assert [x[:2] for x in seen] == [("low", 9), ("high", 9)]
     old, ref = (
-        [plain.log_probs(p, row.prompt, row.answer, TEMPERATURE).detach() for row in rows]
+        padded([plain.log_probs(tempered(p), row.prompt, row.answer).detach() for row in rows])
         for p in (start[0], reference)
     )
-    order = torch.randperm(4, generator=train.rng(5, "learn", 2)).view(2, -1).tolist()
-    parts = [[g * G + i for g in part for i in range(G)] for part in order]
-    sums = [[float(sum(x[i].sum() for i in part)) for part in parts] for x in (ref, old)]
-    assert [x[:2] for x in seen] == [("low", 9), ("low", 9), ("high", 9), ("high", 9)]
-    assert [float(x[2]) for x in seen] == pytest.approx(sums[0] * 2)
-    assert [float(x[3]) for x in seen] == pytest.approx(sums[1] * 2, rel=1e-7)
-    log_q = torch.cat(ref) - torch.cat(old)
+    order = torch.randperm(4, generator=train.rng(5, "learn", 2))
+    order = torch.arange(16).view(4, G)[order].flatten()
+    for _, _, logp_ref, logp_old in seen:
+        torch.testing.assert_close(logp_ref, ref[order], rtol=0, atol=1e-9)
+        torch.testing.assert_close(logp_old, old[order], rtol=0, atol=1e-9)
+    log_q = (ref - old)[rollout.mask]
     kl = train.diagnose(policy, rollout, updates, 2, config)["kl"]
     assert kl == pytest.approx((log_q.exp() - log_q - 1).mean().item()) and kl > 0
 
@@ -198,7 +221,7 @@ def test_two_passes_and_a_reference(start, rows):
 
 def corrections(policy, task, rows, references):
     """The second rollout of ibpo, of which the number of tokens is returned."""
-    wrong, problems = [row for row in rows if row.reward == 0], []
+    wrong, problems = [row for row in rows if row.reward != 1], []
     for row in wrong:
         place = rows.index(row)
         first = place - place % G
@@ -214,15 +237,14 @@ def corrections(policy, task, rows, references):
     return sum(len(x.answer) for x in fixed)
 
 
-@pytest.mark.parametrize("name, fast", [("ibpo", False), ("ibpo", True), ("nthr", True)])
+@pytest.mark.parametrize("name, fast", [("ibpo", False), ("nthr", True)])
 def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, name, fast):
     """And what it returns becomes the rollout's advantages, of every token."""
-    config = train.Config(**SIZES, method=name, repair_references=3 - 2 * fast, micro_rows=5)
-    config.scale = "mean"
+    config = train.Config(**SIZES, method=name, repair_references=3, micro_rows=5, scale="mean")
     policy, task, given = copy.deepcopy(start[fast]), Letters(), []
     method = losses.bind(name, {"beta": "1"} if name == "nthr" else {})
     spied = replace(method, credit=lambda adv, old: given.append((adv, old)) or adv * 2 + 1)
-    rollout = sampled_and_scored(policy, method, config)
+    rollout = sampled_and_assessed(policy, method, config)
     rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
     more = train.reshape_credit(policy, task, rollout, spied, 2, config)
     ((adv, old),) = given
@@ -235,13 +257,13 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
     rewards, log = [row.reward for row in rows], {}
     facts = dict(tokens=padded([row.answer for row in rows]), group_size=G)
     facts["mask"] = padded([[True] * len(row.answer) for row in rows])
-    logps = [plain.log_probs(policy, row.prompt, row.answer, TEMPERATURE) for row in rows]
+    logps = [plain.log_probs(tempered(policy), row.prompt, row.answer) for row in rows]
     facts |= dict(logp=padded(logps).detach(), rewards=torch.tensor(rewards))
     expected = dict(facts)
     if name == "ibpo":
-        tokens = sum(len(row.answer) for row in rows)
+        tokens, wrong = sum(len(row.answer) for row in rows), sum(x != 1 for x in rewards)
         log["generated"] = tokens + corrections(policy, task, rows, config.repair_references)
-        log["repair_rate"] = sum(row.repaired for row in rows) / rewards.count(0)
+        log["repair_rate"] = sum(row.repaired for row in rows) / wrong
         rewards = [row.reward + 0.3 * row.repaired for row in rows]
         expected["repaired"] = torch.tensor([row.repaired for row in rows])
         expected["kept_mask"] = padded([row.kept for row in rows])
@@ -269,37 +291,36 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
 ENDS = torch.tensor([9, 1, 5])
 
 
-@pytest.mark.parametrize("eval_items, k", [(5, 3), (2, 9)])
-def test_evaluation_is_the_naive_one(start, eval_items, k):
+def test_evaluation_is_the_naive_one(start):
     """On the first held-out items, in batches of as many rows as a rollout has."""
     task, policy = Letters(), replace(start[0], eos=ENDS)
     task.shares = lambda items, texts: {"shares": [*zip(items, texts, strict=True)]}
-    config = train.Config(eval_items=eval_items, eval_samples=k, seed=1, max_tokens=L)
+    config = train.Config(eval_items=4, eval_samples=3, seed=1, max_tokens=L)
     config.temperature, config.prompts, config.group_size = 0.8, 2, 4
-    metrics = train.evaluate(policy, task, config)
-    items, gen = task.test[:eval_items], train.rng(1, "evaluate")
+    metrics = timeless(train.evaluate(policy, task, config))
+    items, gen = task.test[:4], train.rng(1, "evaluate")
     greedy = [row.reward for row in ask(policy, task, items, 0.0, gen)]
-    sampled = ask(policy, task, [item for item in items for _ in range(k)], 0.8, gen)
+    sampled = ask(policy, task, [item for item in items for _ in range(3)], 0.8, gen)
     rewards = [row.reward for row in sampled]
-    lines = [f"{row.item.prompt} -> {row.text}  [{row.reward:g}]" for row in sampled[::k]]
-    assert metrics.pop("greedy_se") == pytest.approx(
-        torch.tensor(greedy).std(correction=0) / len(greedy) ** 0.5
+    lines = [f"{row.item.prompt} -> {row.text}  [{row.reward:g}]" for row in sampled[::3]]
+    assert metrics.pop("examples") == lines[:3]
+    assert metrics.pop("shares") == [(row.item, row.text) for row in sampled]
+    assert metrics == pytest.approx(
+        {
+            "greedy": fmean(greedy),
+            "greedy_se": torch.tensor(greedy).std(correction=0).item() / 2,
+            "sampled": fmean(rewards),
+            "pass@3": fmean(1 in rewards[i : i + 3] for i in range(0, 12, 3)),
+        }
     )
-    assert metrics == {
-        "greedy": pytest.approx(fmean(greedy)),
-        "sampled": pytest.approx(fmean(rewards)),
-        f"pass@{k}": fmean(1 in rewards[i : i + k] for i in range(0, len(rewards), k)),
-        "shares": [(row.item, row.text) for row in sampled],
-        "examples": lines[:3],
-    }
     assert 0 < metrics["sampled"] < 1
 
 
-def test_the_warm_start_is_the_naive_one(start):
+def test_the_warm_start_is_the_naive_one(start, tmp_path):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
     sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
-    config, task = train.Config(temperature=0.7, grad_clip=0.3, **sizes), Arithmetic()
+    config, task = train.Config(grad_clip=0.3, out=str(tmp_path), **sizes), Arithmetic()
     task.train = task.train[:20]
     ours, theirs = (replace(copy.deepcopy(start[0]), eos=ENDS) for _ in range(2))
     train.warm_start(ours, task, losses.bind("ibpo", {}), config)
@@ -366,16 +387,21 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change(prepared, b
     assert stops(prepared)
 
 
-@pytest.mark.parametrize("gap, temperature", [(0.01, 1), (math.nan, 1), (0.03, 0.05), (0.01, 0.05)])
+GAPS = [(0.01, 1), (-0.01, 1), (math.nan, 1), (0.03, 0.05), (0.01, 0.05)]
+
+
+@pytest.mark.parametrize("gap, temperature", GAPS)
 def test_a_sampler_that_is_not_the_scorer_stops(prepared, gap, temperature):
     """A single token decides. The limit is 0.001, and 0.02 at a temperature of 0.05."""
-    policy, rollout, _, config = prepared
+    policy, rollout, method, config = prepared
     config.temperature, config.minibatches = temperature, 1
     rollout.logp_sampled = train.log_probs(policy, rollout, temperature).detach()
     rollout.logp_sampled[0, 0] -= gap
     config.epochs = 2  # else the sampler's numbers are all that there is
     if (gap, temperature) == (0.01, 0.05):
-        assert len(step(*prepared)) == 2
+        updates = step(*prepared)
+        logged = train.diagnose(policy, rollout, updates, 1, config)["max_logp_gap"]
+        assert logged == pytest.approx(gap, rel=1e-3)  # of the first update, where weights are old
     else:
         assert stops(prepared)
 
@@ -386,7 +412,7 @@ def test_a_pass_has_micro_rows_answers_and_only_such_as_are_pushed(prepared):
     config.minibatches, config.epochs, sizes = 1, 2, []
     policy.model.register_forward_hook(lambda *args: sizes.append(len(args[2].logits)))
     step(*prepared)
-    assert sizes[:5] == [5, 5, 2, 5, 1] and max(sizes) == 5  # scored, then learnt from
+    assert sizes[:5] == [5, 5, 2, 5, 1] and max(sizes) == 5  # read, then learned from
 
 
 def test_a_prompt_and_its_answer_must_fit_the_context(prepared):

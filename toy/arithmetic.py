@@ -62,7 +62,8 @@ class BaseTask:
     """What train.py asks of a task. Yours is a class Task that extends this one.
 
     It sets `train` and `test`, lists of Items or of something with the same three fields, and has a
-    reward. The rest is for tasks whose prompts are plain text.
+    reward. An evaluation takes the first items of `test`, so they should be in a random order. For
+    a chat model llm/chat.py has a shorter way.
     """
 
     train: list[Item]
@@ -72,11 +73,24 @@ class BaseTask:
         """Any finite number; 1 means right. Of the answer without its end-of-text token."""
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
-        """Prompt token ids of each item."""
-        return self.encode_texts(tokenizer, [item.prompt for item in items])
+        """Prompt token ids of each item: a user's message, if the model has a chat template."""
+        texts = [item.prompt for item in items]
+        if tokenizer.chat_template:
+            return self.encode_chats(tokenizer, texts)
+        return self.encode_texts(tokenizer, texts)
+
+    def encode_chats(self, tokenizer, texts: list[str]) -> list[list[int]]:
+        """The ids of chats in which a user has said a text, and the model is to answer."""
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        # return_dict is spelt out because its default differs between transformers 4 and 5
+        options = {"add_generation_prompt": True, "return_dict": True}
+        try:
+            return tokenizer.apply_chat_template(chats, **options)["input_ids"]
+        except Exception as error:  # a template may want other turns, or not be valid
+            raise ValueError(f"the chat template refuses a user's message: {error}") from error
 
     def encode_texts(self, tokenizer, texts: list[str]) -> list[list[int]]:
-        """The ids of texts that an answer goes on from: with what the tokenizer puts before a text,
+        """The ids of texts that an answer continues: with what the tokenizer puts before a text,
         such as BOS, and without what it puts behind."""
         whole = tokenizer(texts)["input_ids"]
         bare = tokenizer(texts, add_special_tokens=False)["input_ids"]

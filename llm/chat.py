@@ -1,0 +1,34 @@
+"""A task of your own for a chat model: prompts and a reward. llm/five_words.py is an example."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from toy.arithmetic import BaseTask, Item
+
+
+class ChatTask(BaseTask):
+    """A task with `prompts`, each what a user says, and `reward`.
+
+        class Task(ChatTask):
+            prompts = ["Name a colour.", "Name an animal."]
+
+            def reward(self, text, item):
+                return float(len(text.split()) == 1)
+
+    A prompt may also be a pair of what the user says and an answer, which the reward finds as
+    item.answer. One prompt of five, chosen at random, is held out for evaluation. Raises ValueError
+    if fewer than two prompts are different.
+    """
+
+    prompts: Sequence[str | tuple[str, str]] = ()
+
+    def __init__(self):
+        pairs = [(x, "") if isinstance(x, str) else x for x in self.prompts]
+        items = [Item(prompt, answer, "") for prompt, answer in dict(pairs).items()]
+        if len(items) < 2:
+            raise ValueError("a ChatTask needs `prompts`, a list of two or more different texts")
+        random.Random(0).shuffle(items)
+        held_out = max(1, len(items) // 5)
+        self.test, self.train = items[:held_out], items[held_out:]
