@@ -119,7 +119,8 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     steps, policy = Record(trainer).steps, load_policy(Config(), Arithmetic(), path)
     trainer.train()
     config, logged = trainer.args, trainer.state.log_history
-    kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
+    is_times_ratio = str(config.use_bias_correction_kl).lower()
+    kl = {"kl": config.beta, "kl_ratio": is_times_ratio} if config.beta else {}
     rule = bind(method, (hyper or {}) | kl)
     scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
