@@ -18,7 +18,6 @@ from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
@@ -68,9 +67,6 @@ class Trainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
-        # Transformers generates in step on all processes if it knows that the model is sharded.
-        # accelerate does not tell it. A process whose answers end first would then go on alone.
-        self.model._is_fsdp_managed_module = isinstance(self.model, FSDPModule)
         rows = super()._generate_and_score_completions(inputs)
         if "tool_mask" in rows or "pixel_values" in rows:
             raise ValueError("tools and images are not supported: no loss here knows of them")
@@ -110,8 +106,8 @@ class Trainer(GRPOTrainer):
         if micro_step == 0:
             start = self._step % self.args.steps_per_generation
             window = self._buffered_inputs[start : start + size]
-            # The others go first: between a forward pass with gradient and its backward, FSDP
-            # allows no other forward pass.
+            # The others go first: between a forward pass with gradient and its backward, a sharded
+            # model should see no other forward pass.
             with torch.no_grad():
                 others = [self._score(model, x) for x in window[1:]]
         logp, entropy = self._score(model, inputs)
