@@ -2,8 +2,8 @@
 if nothing is set.
 
 defaults.json is their one home: a row for each trainer, and for each setting what it is and the
-lines of source that say so. "checked" is "ran" where the audit has called that version, and "read"
-where its source was only read. `python -m engines.defaults` prints the README's table, and the same
+lines of source that say so. "checked" is "ran" where our tests call that version, and "read" where
+its source was only read. `python -m engines.defaults` prints the README's table, and the same
 table of the sources.
 """
 

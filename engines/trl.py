@@ -18,7 +18,6 @@ from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
@@ -68,9 +67,6 @@ class Trainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
-        # Transformers generates in step on all processes if it knows that the model is sharded.
-        # accelerate does not tell it. A process whose answers end first would then go on alone.
-        self.model._is_fsdp_managed_module = isinstance(self.model, FSDPModule)
         rows = super()._generate_and_score_completions(inputs)
         if "tool_mask" in rows or "pixel_values" in rows:
             raise ValueError("tools and images are not supported: no loss here knows of them")
@@ -110,8 +106,8 @@ class Trainer(GRPOTrainer):
         if micro_step == 0:
             start = self._step % self.args.steps_per_generation
             window = self._buffered_inputs[start : start + size]
-            # The others go first: between a forward pass with gradient and its backward, FSDP
-            # allows no other forward pass.
+            # The others go first: between a forward pass with gradient and its backward, a sharded
+            # model should see no other forward pass.
             with torch.no_grad():
                 others = [self._score(model, x) for x in window[1:]]
         logp, entropy = self._score(model, inputs)
@@ -216,7 +212,7 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if config.beta:
         if "kl" not in method.hyper:
             raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
-        kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
+        kl = {"kl": config.beta, "kl_ratio": str(config.use_bias_correction_kl).lower()}
         method = bind(name, hyper | kl)
     elif method.hyper.get("kl"):  # TRL would load no reference
         raise ValueError("--hyper kl: the KL term is --beta's here")
