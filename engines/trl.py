@@ -212,7 +212,7 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if config.beta:
         if "kl" not in method.hyper:
             raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
-        kl = {"kl": config.beta, "kl_ratio": str(config.use_bias_correction_kl).lower()}
+        kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
         method = bind(name, hyper | kl)
     elif method.hyper.get("kl"):  # TRL would load no reference
         raise ValueError("--hyper kl: the KL term is --beta's here")

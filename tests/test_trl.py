@@ -112,8 +112,7 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     steps, policy = Record(trainer).steps, load_policy(Config(), Arithmetic(), path)
     trainer.train()
     config, logged = trainer.args, trainer.state.log_history
-    is_times_ratio = str(config.use_bias_correction_kl).lower()
-    kl = {"kl": config.beta, "kl_ratio": is_times_ratio} if config.beta else {}
+    kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
     rule = bind(method, (hyper or {}) | kl)
     scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
