@@ -4,9 +4,7 @@ known exactly.
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
     python verify.py --explain C14      what a claim says, and its proof from claims/PROOFS.md
-    python verify.py --explain gspo     questions about a method, and the claims that speak of it
     python verify.py --explain Eq. 17   the claims that speak of an equation
-    python verify.py --explain loss     questions people ask about that word, and claims
     python verify.py --explain symbols  what the letters mean
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
@@ -24,26 +22,20 @@ Exit code 0: every verdict is the expected one, and every function of METHODS is
 from __future__ import annotations
 
 import argparse
-import math
 import re
-import string
 import sys
 import textwrap
-from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 import losses
-from claims import CLAIMS, Claim, Evidence, examine, objective, random_draws
+from claims import CLAIMS, Claim, Evidence, examine, random_draws
 from claims.audit import REGIMES
 from claims.evidence import TOLERANCE
 
-CLAIMS_FOLDER = Path(__file__).parent / "claims"
-BY_ID = defaultdict(list)  # by ids in small letters; c22 means C22, C22b and C22c
-for claim in CLAIMS:
-    for id_ in {claim.id, claim.id.rstrip(string.ascii_lowercase)}:
-        BY_ID[id_.lower()].append(claim)
+PROOFS = Path(__file__).parent / "claims" / "PROOFS.md"
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
         "What is left at a token that the whole group shares, |sum c| / sum |c|, if the group is "
@@ -64,25 +56,19 @@ TABLES = {  # claims with a table of their own: title, head
         "the noise with it over without, if weights lie in [m, M]",
         ["M/m", "most", "G = 4", "G = 8"],
     ),
-    "C29a": (
-        "Rewards 0 and 1, G = 8: the expected update is K(p) grad p, and without a signal a group "
-        "teaches nothing",
-        ["", *(f"p = {p}" for p in objective.CHANCES)],
-    ),
 }
-
-
-def functions_of(name: str) -> list[str]:
-    """The names of a method's functions; none if there is no such method."""
-    method = losses.METHODS.get(name, losses.Method(()))
-    return [function.__name__ for function in losses.functions(method)]
 
 
 def unspoken() -> list[str]:
     """The functions of METHODS that no claim speaks of, each with its method."""
     spoken = {name for claim in CLAIMS for name in claim.names}
-    pairs = [(name, called) for name in losses.METHODS for called in functions_of(name)]
-    return [f"{name}: no claim checks {called}" for name, called in pairs if called not in spoken]
+    return [
+        f"{name}: no claim checks {function.__name__}. A loss needs a row in FORMULAS of "
+        "claims/formulas.py"
+        for name, method in losses.METHODS.items()
+        for function in losses.functions(method)
+        if function.__name__ not in spoken
+    ]
 
 
 # ---------------- printing
@@ -101,16 +87,17 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
     for claim in claims:
         own = [result for result in results if result.claim == claim.id]
         worst = max(own, key=lambda result: result.error)
-        left = [result.mean_left for result in own if result.left]
-        mean_left = sum(left) / len(left) if left else math.nan
         verdict = "HOLDS ONLY IF" if claim.condition else "HOLDS"
         if any(result.message for result in own):
             verdict = "WRONG"
         numbers = f"{worst.pair[0]:11.4g}{worst.pair[1]:11.4g}{worst.error:9.1g}"
-        print(f"\n{claim.id:6}{verdict:17}{numbers}" + (f"{mean_left:9.2g}" if left else ""))
-        lines = [f"Holds only if: {claim.condition}."] if claim.condition else []
-        lines += [claim.text[1], f"Of {', '.join(result.function for result in own)}."]
-        for line in (claim.text[0], *lines):
+        left = [result.mean_left for result in own if result.left]
+        if left or claim.condition:  # a claim with a condition has to record what is left
+            numbers += f"{fmean(left):9.2g}"
+        print(f"\n{claim.id:6}{verdict:17}{numbers}")
+        statement, source, _ = claim.text
+        of = f"Of {', '.join(result.function for result in own)}."
+        for line in (statement, *condition_of(claim), source, of):
             print(wrap(f"      {line}", indent=6))
     for id_, (title, head) in TABLES.items():
         rows = [row for result in results if result.claim == id_ for row in result.rows]
@@ -137,61 +124,54 @@ def show_table(lines: list[list]) -> None:
 # ---------------- explanations
 
 
-def sections(page: str, level: str) -> dict[str, str]:
-    """The sections of a page, whose path begins in claims/, by their titles; level: ## or ###."""
-    _, *parts = (CLAIMS_FOLDER / page).read_text("utf-8").split(f"\n{level} ")
-    pairs = (part.partition("\n## ")[0].partition("\n") for part in parts)
-    return {title: text.strip() for title, _, text in pairs}
+def condition_of(claim: Claim) -> list[str]:
+    """A line, or none."""
+    return [f"Holds only if: {claim.condition}."] if claim.condition else []
 
 
 def proofs() -> dict[str, str]:
-    return sections("PROOFS.md", "##")
+    """The sections of PROOFS.md by their titles."""
+    _, *sections = PROOFS.read_text("utf-8").split("\n## ")
+    pairs = (section.partition("\n") for section in sections)
+    return {title: text.strip() for title, _, text in pairs}
 
 
 def prove(claim: Claim) -> str:
     """Source, what is measured, and the proof, which begins with the statement."""
-    condition = [f"Holds only if: {claim.condition}."] if claim.condition else []
-    lines = [claim.id, *condition, *claim.text[1:]]
+    lines = [claim.id, *condition_of(claim), *claim.text[1:]]
     return "\n".join(wrap(line, indent=4) for line in lines) + f"\n\n{proofs()[claim.id]}"
-
-
-def look_up(word: str) -> list[str]:
-    """The questions with this word in their title, or else in their answer; then the claims that
-    name it, or a function of the method of that name."""
-    pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
-    asked = sections("../TROUBLESHOOTING.md", "###")
-    found = [title for title in asked if pattern.search(title)]
-    found = found or [title for title in asked if pattern.search(asked[title])]
-    names = {word.replace("-", "_"), *functions_of(word)}
-    named = [
-        wrap(f"{claim.id:6}{claim.text[0]}", indent=6)
-        for claim in CLAIMS
-        if names & {*claim.names} or pattern.search(" ".join(claim.text[:2]))
-    ]
-    if named:
-        named = ["Claims; python verify.py --explain ID prints the proof of one:", *named]
-    return [f"{title}\n\n{asked[title]}" for title in found] + named
 
 
 # ---------------- the command line
 
 
 def select(ids: list[str]) -> list[Claim]:
-    """The claims of these ids. Exits with an error for an unknown one."""
+    """The claims of these ids; c22 means C22, C22b and C22c. Exits with an error for an unknown
+    one."""
+    chosen = []
     for id_ in ids:
-        if id_.lower() not in BY_ID:
+        found = [x for x in CLAIMS if id_.lower() in (x.id.lower(), x.id.lower().rstrip("abc"))]
+        if not found:
             accepted = " ".join(claim.id for claim in CLAIMS)
             sys.exit(f"error: there is no claim {id_}; accepted: {accepted}")
-    return list(dict.fromkeys(claim for id_ in ids for claim in BY_ID[id_.lower()]))
+        chosen += found
+    return list(dict.fromkeys(chosen))
 
 
 def explain(words: list[str]) -> str:
-    """The proofs of these ids, the notation, or what there is about a word."""
-    word = " ".join(words)
-    if word.lower() == "symbols":
+    """The proofs of these ids, the claims that speak of an equation (Eq. 17), or the notation."""
+    text = " ".join(words)
+    if text == "symbols":
         return proofs()["Notation"]
-    found = [] if words[0].lower() in BY_ID else look_up(word)
-    return "\n\n".join(found or map(prove, select(words)))
+    if not text.startswith("Eq. "):
+        return "\n\n".join(map(prove, select(words)))
+    equation = re.compile(rf"{re.escape(text)}\b")
+    found = [
+        wrap(f"{claim.id:6}{claim.text[0]}", indent=6)
+        for claim in CLAIMS
+        if equation.search(" ".join(claim.text[:2]))  # statement and source
+    ]
+    return "\n".join(found) or "No claim speaks of it. PAPERS.md goes through all equations."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -200,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", metavar="ID", help="these claims: C9 C16")
-    add("--explain", nargs="+", metavar="ID", help="print proofs; or a method, Eq. 17, symbols")
+    add("--explain", nargs="+", metavar="ID", help="print proofs; or Eq. 17, or symbols")
     options = parser.parse_args(argv)
     if options.explain:
         print(explain(options.explain))

@@ -8,9 +8,9 @@
     control_variate.py  C22..C28   a baseline at every prefix
     objective.py        C29, C30   what an update ascends, and the crumb
     audit.py            AUDIT      all methods, four regimes
-    nthr.py             M6, N4     negative gradients
-    low_probability.py  A2, A4     Advantage Reweighting and Lopti
-    ibpo.py             I1, I3     comparing and correcting
+    neighbours.py       M6, N4     NTHR: negative gradients
+                        A2, A4     AR/Lopti: low-probability tokens
+                        I1, I3     IBPO: comparing and correcting
     questions.py        Q1, Q4     what people ask about the numbers of a run
 
 PROOFS.md has their proofs, and what the letters mean. evidence.py says what a claim is, draws the
@@ -24,9 +24,7 @@ from claims import (
     control_variate,
     drift,
     formulas,
-    ibpo,
-    low_probability,
-    nthr,
+    neighbours,
     objective,
     questions,
     tax,
@@ -44,9 +42,7 @@ THEMES = (
     control_variate,
     objective,
     audit,
-    nthr,
-    low_probability,
-    ibpo,
+    neighbours,
     questions,
 )
 CLAIMS = [x for theme in THEMES for x in vars(theme).values() if isinstance(x, Claim)]

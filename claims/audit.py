@@ -6,15 +6,14 @@ import itertools
 
 import losses
 from claims.evidence import NOTICEABLE, claim, pushes_of
-from claims.formulas import every_loss, fitting
+from claims.formulas import FORMULAS, fitting
 
-REGIMES = (
-    "on-policy, equal T_i",
-    "on-policy, unequal T_i",
-    "off-policy, inside the clip",
-    "off-policy, outside it",
-)
-SETTINGS = ((0, 0, True), (0, 0, False), (0.15, 0, True), (0.3, 0.35, True))
+REGIMES = {  # spread and offset of the ratios, and whether lengths are equal
+    "on-policy, equal T_i": (0, 0, True),
+    "on-policy, unequal T_i": (0, 0, False),
+    "off-policy, inside the clip": (0.15, 0, True),
+    "off-policy, outside it": (0.3, 0.35, True),
+}
 AUDIT = {  # what is left, regime by regime: 0 nothing, x something
     "reinforce": "0000",
     "grpo": "0x0x",
@@ -36,7 +35,7 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
 }
 
 
-@claim("AUDIT", every_loss)
+@claim("AUDIT", *FORMULAS)
 def audit(name, draws, evidence):
     """What each method leaves at a token that the whole group shares, in four regimes.
 
@@ -47,13 +46,15 @@ def audit(name, draws, evidence):
     """
     loss = getattr(losses, name)
     cells = []
-    for regime, what in itertools.zip_longest(SETTINGS, AUDIT.get(name, "")):
-        spread, offset, equal_lengths = regime
+    regimes = itertools.zip_longest(REGIMES.values(), AUDIT.get(name, ""))
+    for (spread, offset, equal_lengths), what in regimes:
         left = []
         for draw in draws:
             if draw.equal_lengths == equal_lengths:
                 batch = draw.batch(spread, offset)
-                left += draw.left_shared(pushes_of(loss(batch, **fitting(loss)), batch))
+                c = draw.at_shared(pushes_of(loss(batch, **fitting(loss)), batch))  # (K, G)
+                size = c.abs().sum(1)
+                left += (c.sum(1).abs() / size)[size > 0].tolist()
         cells.append(sum(left) / max(1, len(left)))
         if what == "0":
             evidence.equal([0] * len(left), left)

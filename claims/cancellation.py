@@ -22,8 +22,6 @@ import losses
 from claims.evidence import Draw, claim, pushes_of
 from claims.formulas import DFPO, UNCLIPPED, shares
 
-FACTORISED = ("reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
-
 
 def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, Tensor]:
     """At the K tokens that a whole group shares: their ratio, each A_i times a token's share of
@@ -35,7 +33,7 @@ def push_shared(name, draw, spread, adv=None, **hyper) -> tuple[Tensor, Tensor, 
     return rho, draw.at_shared(adv * shares(name, batch)), draw.at_shared(c).sum(1)
 
 
-@claim("C2", *FACTORISED)
+@claim("C2", "reinforce", "grpo_symmetric", "dr_grpo", "dapo", "cispo")
 def c2(name, draws, evidence):
     """Token-factorised and unclipped, a fully shared token gets rho sum_i A_i: 0 for every ratio
     rho.
@@ -63,7 +61,8 @@ def c4(name, draws, evidence):
     Measured: both sums, and the values of the geometric ratio.
     """
     for draw in draws:
-        geometric, product = (draw.sequence_ratios(0.6, kind) for kind in ("geometric", "product"))
+        log_s = draw.log_ratio(0.6).sum(1)  # 0 on padding
+        geometric, product = (log_s / torch.tensor(draw.T)).exp(), log_s.exp()
         if name == "gspo":
             _, A, measured = push_shared(name, draw, 0.6, **UNCLIPPED)
             evidence.equal((draw.at_shared(geometric) * A).sum(1), measured)

@@ -19,12 +19,10 @@ from torch import Tensor
 
 import losses
 from claims.evidence import Draw, ascent, claim
-from claims.formulas import DFPO, average_of
+from claims.formulas import DFPO, average_of, fitting
 from toy.worlds import Outcome, World
 
 # ---------------- C18: what a tax costs
-
-OWN_WEIGHT = ("grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 
 
 def random_worlds(draws: list[Draw], binary: bool) -> Iterator[World]:
@@ -77,7 +75,12 @@ def factor(G: int, p: float, scale: str) -> float:
 
 @claim(
     "C18",
-    *OWN_WEIGHT,
+    "grpo",
+    "gspo",
+    "reinforce",
+    "grpo_symmetric",
+    "dr_grpo",
+    *DFPO,
     only_if="on-policy; w depends on its own answer alone; A is R minus the group's mean, or R is "
     "0 or 1",
 )
@@ -112,13 +115,6 @@ def binary_world(G: int, q: tuple[float, float], share: float) -> World:
     return World(G, outcomes, [share, 1 - share])
 
 
-def off_policy_batch(world: World, logits: Tensor, scale: str) -> losses.Batch:
-    """Groups of the old policy, which has the world's shares, where the ways have these logits by
-    now. All answers have one token."""
-    old = world.expected_batch(world.logits(), scale)
-    return replace(old, logp=logits.log_softmax(0)[world.way][:, None])
-
-
 @claim(
     "C19",
     *MIN,
@@ -137,7 +133,6 @@ def c19(name, draws, evidence):
     credit.
     """
     loss_fn = getattr(losses, name)
-    hyper = {"eps_low": 0.2, "eps_high": 0.2} if name == "gspo" else {}
     for k, draw in enumerate(draws[::2]):
         up, down = draw.randn(2).sigmoid().tolist()
         p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
@@ -149,5 +144,6 @@ def c19(name, draws, evidence):
         for scale in ("mean", "std"):
             push = predicted * new * (1 - new) * factor(world.G, b, scale)
             logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
-            loss = loss_fn(off_policy_batch(world, logits, scale), **hyper)
-            evidence.equal([push, -push], ascent(loss, logits))
+            old = world.expected_batch(world.logits(), scale)  # groups of the old policy
+            batch = replace(old, logp=logits.log_softmax(0)[world.way][:, None])
+            evidence.equal([push, -push], ascent(loss_fn(batch, **fitting(loss_fn)), logits))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,12 +26,10 @@ from claims.evidence import TOLERANCE, Draw, ascent, claim, pushes_of
 from claims.formulas import DFPO, UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
 
-toy_of = cache(Toy)  # one toy for all methods
-
 
 def toys_of(draws: list[Draw]) -> list[Toy]:
     """Some toys, in groups of 2, 3 and 4."""
-    return [toy_of(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
+    return [Toy(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
 
 
 # ---------------- C22: a baseline at every prefix moves no expected update
@@ -114,7 +112,7 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
         P = sum(q for _, q in visits)
         w_over_r = sum(q / len(y) for y, q in visits) / P
         r = toy.policy.probs(h) / sampler.probs(h)
-        scores = [r[a] * toy.policy.grad_log_prob(h, a) for a in range(len(r))]
+        scores = [x * toy.policy.grad_log_prob(h, a) for a, x in enumerate(r)]
         earned = sum(q * rewards[y] * scores[y[t]] for y, q in visits) / P
         total += P / G * (1 - (1 - P) ** (G - 1)) * w_over_r * earned
     return total
@@ -148,10 +146,9 @@ def c22c(name, draws, evidence):
 # ---------------- C27: what a baseline at every prefix does to the noise
 
 
-def outcomes_of(ways: int, ends: tuple[Tensor, ...]) -> list[Outcome]:
+def outcomes_of(ways: int, *ends) -> list[Outcome]:
     """Each way ends alike: with these chances at these rewards and lengths."""
-    ends = [*zip(*(x.tolist() for x in ends), strict=True)]
-    return [Outcome(way, *end) for way in range(ways) for end in ends]
+    return [Outcome(way, *end) for way in range(ways) for end in zip(*ends, strict=True)]
 
 
 def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Tensor) -> Tensor:
@@ -193,7 +190,7 @@ def c27(name, draws, evidence):
         chance, A = draw.randn(2).softmax(0), draw.randn(2)
         T = torch.randint(1, 9, (2,), generator=draw.generator)
         t = (chance @ (A / T)) ** 2 / (chance @ (A / T) ** 2)
-        law, outcomes = (1 - t) * n / (n - 1), outcomes_of(3, (chance, A, T))
+        law, outcomes = (1 - t) * n / (n - 1), outcomes_of(3, chance, A, T)
         evidence.equal(law, compare_noise(outcomes, n, *logits))
         earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
         evidence.record_left(compare_noise(earning, n, *logits) - law)
@@ -203,9 +200,11 @@ def c27(name, draws, evidence):
         ("an even choice; right .95, .85", 0.5, 0.95, 0.85),
         ("a good way, taken with .1; right .9, else .1", 0.1, 0.9, 0.1),
     ):
-        ends = [(way, *end) for way, q in enumerate(right) for end in ((q, 0.5), (1 - q, -0.5))]
+        outcomes = []
+        for way, q in enumerate(right):
+            outcomes += [Outcome(way, q, 0.5, 1), Outcome(way, 1 - q, -0.5, 1)]
         logits = torch.tensor([share, 1 - share], dtype=torch.float64).log()
-        measured = compare_noise([Outcome(*end, 1) for end in ends], 4, logits, logits)
+        measured = compare_noise(outcomes, 4, logits, logits)
         t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
         evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
 
@@ -230,9 +229,9 @@ def c28(name, draws, evidence):
     weight M, else wrong with m. "left": how t changes with b.
     """
 
-    def measure_t(n: int, *ends: Tensor) -> float:
+    def measure_t(n: int, *ends) -> float:
         even = torch.zeros(2, dtype=torch.float64)
-        return 1 - float(compare_noise(outcomes_of(2, ends), n, even, even)) * (n - 1) / n
+        return 1 - float(compare_noise(outcomes_of(2, *ends), n, even, even)) * (n - 1) / n
 
     for j, draw in enumerate(draws[::2]):
         n, chance, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
@@ -242,10 +241,9 @@ def c28(name, draws, evidence):
         evidence.equal(True, t <= most + TOLERANCE, what="whether t is within the bound")
         evidence.record_left(measure_t(n, chance, A - 1, T) - t)
     for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
-        T = torch.tensor([short, long], dtype=torch.float64)  # of right and of wrong answers
-        q, most = T.flip(0) / T.sum(), ((long - short) / (long + short)) ** 2
-        A = q.flip(0) * q.new_tensor([1, -1])  # rewards 1 and 0 minus the chance to be right
-        ts = [measure_t(G, q, A, T.long()) for G in (4, 8)]
+        q = long / (short + long)  # the chance to be right, and then short
+        most = ((long - short) / (long + short)) ** 2
+        ts = [measure_t(G, (q, 1 - q), (1 - q, -q), (short, long)) for G in (4, 8)]
         evidence.equal([most, most], ts, what="t where the bound is sharp")
         noise = [(1 - t) * G / (G - 1) for t, G in zip(ts, (4, 8), strict=True)]
         evidence.rows.append([f"{long / short:g}", most, *noise])

@@ -23,6 +23,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -42,16 +43,8 @@ NOTICEABLE = 1e-6  # what a dropped condition must leave, on average over the dr
 class Claim:
     id: str
     check: Callable  # (name of the function it speaks of, draws, evidence) -> None
-    functions: tuple[str | Callable, ...]  # names, or a function that finds them
+    names: tuple[str, ...]  # the functions of losses.py that it speaks of
     condition: str = ""  # under which alone it holds, if there is one
-
-    @property
-    def names(self) -> list[str]:
-        """The functions that the claim speaks of, without repetitions."""
-        found = []
-        for function in self.functions:
-            found += function() if callable(function) else [function]
-        return list(dict.fromkeys(found))
 
     @property
     def text(self) -> list[str]:
@@ -60,9 +53,9 @@ class Claim:
         return [" ".join(paragraph.split()) for paragraph in paragraphs]
 
 
-def claim(id_: str, *functions: str | Callable, only_if: str = ""):
+def claim(id_: str, *names: str, only_if: str = ""):
     """Turn a check into a claim about these functions: it holds, or it holds only_if."""
-    return lambda check: Claim(id_, check, functions, only_if)
+    return lambda check: Claim(id_, check, names, only_if)
 
 
 class Evidence:
@@ -95,7 +88,7 @@ class Evidence:
 
     @property
     def mean_left(self) -> float:
-        return sum(self.left) / len(self.left) if self.left else math.nan
+        return fmean(self.left) if self.left else math.nan
 
 
 def examine(claim: Claim, function: str, draws: list[Draw]) -> Evidence:
@@ -265,17 +258,6 @@ class Draw:
     def at_shared(self, x: Tensor) -> Tensor:
         """x at the K tokens that a whole group shares. (N,) or (N, T) -> (K, G)."""
         return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
-
-    def left_shared(self, c: Tensor) -> list[float]:
-        """|sum c| / sum |c| at the tokens that a whole group shares, if it has any c there."""
-        c = self.at_shared(c)
-        size = c.abs().sum(1)
-        return (c.sum(1).abs() / size)[size > 0].tolist()
-
-    def sequence_ratios(self, spread: float, kind: str = "geometric") -> Tensor:
-        """s_i of every answer. (N,)."""
-        log_s = self.log_ratio(spread).sum(1)  # 0 on padding
-        return (log_s / torch.tensor(self.T) if kind == "geometric" else log_s).exp()
 
 
 def random_draws(seed: int, count: int = DRAWS) -> list[Draw]:

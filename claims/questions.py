@@ -13,10 +13,10 @@ import losses
 from claims.evidence import ascent, claim, pushes_of
 from claims.formulas import UNCLIPPED, formula, shares
 
-SURROGATES = ("grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo")
 
-
-@claim("Q1", *SURROGATES, only_if="the ratios are exactly 1")
+@claim(
+    "Q1", "grpo", "gspo", "dr_grpo", "grpo_symmetric", "dapo", only_if="the ratios are exactly 1"
+)
 def q1(name, draws, evidence):
     """In the first update of a batch the value of grpo and gspo is 0, whatever was sampled, and no
     clip acts. The gradient is not 0.

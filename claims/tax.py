@@ -12,7 +12,7 @@ import torch
 
 import losses
 from claims.evidence import TOLERANCE, ascent, claim
-from claims.formulas import average_of, every_loss, fitting
+from claims.formulas import FORMULAS, average_of, fitting
 from toy.worlds import Toy
 
 # ---------------- C15: the tax is a covariance
@@ -32,8 +32,8 @@ def c15(name, draws, evidence):
         if name == "prefix_nodes":
             nodes = losses.prefix_nodes(draw.tokens, draw.mask, draw.G)
             together = [x[draw.mask][:, None] == x[draw.mask] for x in (draw.nodes, nodes)]
-            evidence.equal(*together)
-            evidence.equal(~draw.mask, nodes == -1)
+            evidence.equal(*together, what="whether two tokens share a node")
+            evidence.equal(~draw.mask, nodes == -1, what="whether it is padding")
             continue
         c = draw.fill(draw.randn(*draw.mask.shape))
         taxes = sizes = 0.0
@@ -45,14 +45,15 @@ def c15(name, draws, evidence):
                 taxes += ((w - w.mean()) * A).sum().abs()
                 sizes += (w * A).abs().sum()
         whole = taxes / sizes if sizes else 0
-        evidence.equal(whole, losses.learning_tax(c, draw.adv, draw.nodes, draw.mask))
+        measured = losses.learning_tax(c, draw.adv, draw.nodes, draw.mask)
+        evidence.equal(whole, measured, what="the tax share")
         evidence.record_left(whole)
 
 
 # ---------------- C16: the price
 
 
-@claim("C16", "sequence_ratio", every_loss, only_if="on-policy, or the weight is the plain product")
+@claim("C16", "sequence_ratio", *FORMULAS, only_if="on-policy, or the weight is the plain product")
 def c16(name, draws, evidence):
     """Off-policy a weight for each answer is unbiased if it is the answer's own plain product; most
     methods here are biased. On-policy each of them ascends in these toys.

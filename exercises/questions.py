@@ -352,7 +352,7 @@ EXERCISES = {
         "In the example GRPO's loss is 0, and its sum of c is 0.108. Dr. GRPO's loss is 0.5/L, and "
         "its sum of c is 0. The value of a loss does not say what is learned. Only where all "
         "rewards of a group are equal, each A is 0 (exercise 1), and nothing is learned from it.",
-        "python verify.py --explain loss",
+        "python verify.py --explain Q1",
         (
             Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), draw_answers),
             Question(
