@@ -13,7 +13,7 @@ before the others.
 
 IBPO, second-hand throughout (S): for each wrong answer y_i the same policy is asked to correct it.
 A correction that succeeds says two things: that y_i was a near miss, and which of its tokens were
-to blame. The near miss earns a bonus phi_i = rho 1[R_i = 0 and the correction is right]. The shaped
+to blame. The near miss earns a bonus phi_i = rho 1[R_i != 1 and the correction is right]. The shaped
 reward is R'_i = R_i + l phi_i, with rho = 0.5 (`bonus`) and l = 0.6 (`weight`). How rho and l
 combine is not known for certain; here they multiply. A'_i is the group advantage of the shaped
 rewards. The correction is aligned with y_i (Levenshtein): tokens that it left as they were are
@@ -210,7 +210,7 @@ def i1(name, draws, evidence):
     answers are half right. "left": how far it rises where it does, relative to Var(R).
     """
     R = torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=torch.float64)
-    repaired = torch.tensor([True, True, False, True])  # only a wrong answer gets the bonus
+    repaired = torch.tensor([True, True, False, False])  # a right answer gets no bonus
     chances, rates = (0.05, 0.1, 0.15, 0.3, 0.5, 0.9), (0.05, 0.2, 0.8)
     for p, q, (bonus, weight) in itertools.product(chances, rates, ((0.5, 0.6), (0.2, 0.7))):
         shaped = losses.shaped_rewards(R, repaired, bonus, weight)

@@ -1,6 +1,6 @@
 """A chat model learns to answer in exactly five words: a task of one's own in ten lines.
 
-    python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct --max-tokens 24
+python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct --max-tokens 24
 """
 
 from llm.chat import ChatTask
