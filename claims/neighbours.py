@@ -13,7 +13,7 @@ before the others.
 
 IBPO, second-hand throughout (S): for each wrong answer y_i the same policy is asked to correct it.
 A correction that succeeds says two things: that y_i was a near miss, and which of its tokens were
-to blame. The near miss earns a bonus phi_i = rho 1[R_i != 1 and the correction is right]. The shaped
+to blame. The near miss earns a bonus phi_i = rho 1[R_i != 1, the correction is right]. The shaped
 reward is R'_i = R_i + l phi_i, with rho = 0.5 (`bonus`) and l = 0.6 (`weight`). How rho and l
 combine is not known for certain; here they multiply. A'_i is the group advantage of the shaped
 rewards. The correction is aligned with y_i (Levenshtein): tokens that it left as they were are
