@@ -27,9 +27,9 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
 
 
 def test_what_runs_come_to_by_hand(tmp_path):
-    folder = make_run(tmp_path / "r", [1.0] + [0.25] * 10 + [1.0] * 9)
-    expected = dict(reward=0.625, final=0.925, jitter=2.25 / 18, greedy=1)
-    expected |= {"Steps(0.8)": 15}  # (0.25 + 4) / 5; not 1, since it takes five steps
+    folder = make_run(tmp_path / "r", [1.0] + [0.25] * 11 + [1.0] * 8)
+    expected = dict(reward=0.5875, final=0.85, jitter=2.25 / 18, greedy=1)
+    expected |= {"Steps(0.8)": 16}  # (0.25 + 4) / 5; not 1, since it takes five steps
     outcomes = compare.compute_outcomes(compare.read_runs([folder]), ["reward", "greedy"])
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)
 
@@ -61,13 +61,13 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
         train.main(command[2:])
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
-    monkeypatch.setattr(compare, "count_cores", lambda: 1)
+    monkeypatch.setattr(compare.os, "sched_getaffinity", lambda pid: {3}, raising=False)
     argv = [*TINY, "--method", "grpo", "gspo --minibatches 1", "--seed", "1", "--seeds", "1"]
     argv += ["--out", f"{tmp_path}/a", "--task", f"{tmp_path}/mine.py"]
     (tmp_path / "mine.py").write_text("from toy.arithmetic import Arithmetic as Task")
     compare.main(argv)
     said = capsys.readouterr().out
-    assert "2 runs to do" in said and "gspo, minibatches 1 minus grpo" in said
+    assert "2 runs to do, 1 at once" in said and "gspo, minibatches 1 minus grpo" in said
 
     folder, other = (next(tmp_path.glob(f"a/{name}*s1")) for name in ("grpo", "gspo"))
     before = metrics(folder)
@@ -91,5 +91,7 @@ def test_the_bench_gives_all_sides_the_same_work(monkeypatch, capsys):
     bench.main([*TINY, "--prompts", "32", "--rounds", "1"])
     assert ran_fast == [False, False, True]  # the warm start, plain, fast
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    letters = [float(row[2]) for row in rows if len(row) == 3 and row[0] in bench.SIDES]
+    table = [map(float, row[1:]) for row in rows if len(row) == 3 and row[0] in bench.SIDES]
+    seconds, letters = zip(*table, strict=True)
     assert letters == pytest.approx([fmean(letters)] * 3, rel=0.15)
+    assert min(seconds) > 0.01  # a step, and not the rewards alone

@@ -100,6 +100,10 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said, grade):
     assert re.search(said, " ".join(out.split()))
 
 
+def test_a_student_is_tried_on_the_same_cases_again():
+    assert grader.read_lessons.__wrapped__() == LESSONS
+
+
 def test_a_wrong_function_is_not_held_against_the_next(grade):
     wrong = "def prefix_baseline(c):\n    return [0 * x for x in c]\n\n"
     solution = LESSONS["over_all_pairs"].solution
