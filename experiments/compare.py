@@ -5,12 +5,13 @@
 
 A method may bring flags of train.py, in quotes: "gspo --hyper eps_low=0.2 --lr 3e-4". Every other
 flag of train.py holds for all runs. Each run is a process of train.py, with a directory in --out
-and a log beside it. As many run at once as there are cores, or --at-once, and one where there is a
-GPU. The same command goes on with what was cut off, and trains nothing twice.
+and a log beside it. As many run at once as there are cores that this process may use, or --at-once,
+and one where there is a GPU. The same command resumes what was cut off, and trains nothing twice.
+If the task is a file, and it has been edited since a run began, a line says so.
 
 The seeds are --seed and those after it, --seeds of them. --runs trains nothing, and reads runs of
 train.py. --curves names numbers of metrics.jsonl. The table has the last value of each, and --plot
-draws them: the mean over seeds, in a band from the lowest seed to the highest, below --title.
+draws them: the mean over seeds, in a band from the lowest seed to the highest.
 
 The table has the mean over seeds and half its 95 % interval (Student's t). Below stand the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
@@ -31,7 +32,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -47,8 +47,7 @@ import train
 from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
-INCIDENTAL = ["seed", "out", "resume", "threads", "micro_rows", "fast"]
-CURVES = ["reward", "greedy", "entropy"]
+INCIDENTAL = ["seed", "out", "resume", "resumed", "threads", "micro_rows", "fast"]
 
 
 def main(argv: list[str] | None = None):
@@ -58,17 +57,18 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/compare")
-    parser.add_argument(
-        "--at-once", type=int, default=1 if torch.cuda.is_available() else os.cpu_count()
-    )
+    at_once = 1 if torch.cuda.is_available() else train.count_cores()
+    parser.add_argument("--at-once", type=int, default=at_once)
     parser.add_argument("--runs", nargs="+", type=Path)
     parser.add_argument("--plot")
-    parser.add_argument("--curves", nargs="+", default=CURVES)
-    parser.add_argument("--title")
+    parser.add_argument("--curves", nargs="+", default=["reward", "greedy", "entropy"])
     options, shared = parser.parse_known_args(argv)
     seeds = range(options.seed, options.seed + options.seeds)
     folders = options.runs or train_all(options.method, seeds, shared, options.out, options.at_once)
     finished = [folder for folder in folders if is_finished(folder)]
+    for folder in filter(is_outdated, folders):
+        anew = "to train anew, delete the folder or choose another --out"
+        print(f"{folder} was trained with a different version of its task file: {anew}")
     for folder in sorted({*folders} - {*finished}):
         print(f"left out: {folder} is not a finished run; see {folder}.log")
     if not finished:
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None):
     runs = read_runs(finished)
     print(make_tables(compute_outcomes(runs, options.curves)))
     if options.plot:
-        draw(runs, options.curves, options.title).savefig(options.plot)
+        draw(runs, options.curves).savefig(options.plot)
 
 
 # ---------------- making runs
@@ -117,10 +117,23 @@ def is_finished(folder: Path) -> bool:
     return (folder / "model").exists()  # what train.py writes last
 
 
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text("utf-8"))
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether the task's file has changed since the run began. The run has a copy, task.py."""
+    copy = folder / "task.py"
+    if not copy.exists():  # one of our own tasks
+        return False
+    file = Path(read_config(folder)["task"])
+    return file.exists() and file.read_bytes() != copy.read_bytes()
+
+
 def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     """A method's name has all flags in which the runs differ."""
-    configs = [json.loads((folder / "config.json").read_text("utf-8")) for folder in folders]
-    flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"])
+    configs = [read_config(folder) for folder in folders]
+    flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"], errors="ignore")
     differing = [key for key in flags if flags[key].nunique() > 1]
     runs = {}
     for folder, config in zip(folders, configs, strict=True):
@@ -134,9 +147,7 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     return runs
 
 
-def compute_outcomes(
-    runs: dict[tuple[str, int], pd.DataFrame], curves: list[str] = CURVES
-) -> pd.DataFrame:
+def compute_outcomes(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]) -> pd.DataFrame:
     """What each run came to: a row for each method and seed."""
     outcomes = {}
     for run, lines in runs.items():
@@ -175,18 +186,14 @@ def make_tables(outcomes: pd.DataFrame) -> str:
     return pd.DataFrame(table).T.to_string()
 
 
-def draw(
-    runs: dict[tuple[str, int], pd.DataFrame], curves: list[str] = CURVES, title: str | None = None
-):
+def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
     """A matplotlib Figure with a panel for each of the curves."""
-    rewards = compute_outcomes(runs)["reward"].groupby(level=0, sort=False).mean()
-    finding = f"{rewards.idxmax()} has the highest mean reward: {rewards.max():.3f}"
-    figure = make_figure(title or finding, 3.3)
+    figure = make_figure("Mean and range over the seeds", 3.3)
     for axis, key in zip(figure.subplots(1, len(curves), squeeze=False).flat, curves, strict=True):
         table = pd.DataFrame({run: lines[key] for run, lines in runs.items()})
         table = table.dropna(how="all")  # greedy and sampled: of evaluated steps only
         axis.axhline(0, color="black", linewidth=0.5)  # so that panels begin there
-        for method in rewards.index:
+        for method in table.columns.unique(0):
             seeds = table[method].agg(["mean", "min", "max"], axis="columns")
             axis.plot(seeds["mean"], label=method)
             axis.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.2)

@@ -217,7 +217,7 @@ def count_tokens(name: str, K: int, rate: float, seed: int) -> int:
         right, logits = DIGIT[words], table[words] / temperature
         answers = Categorical(logits=logits).sample()
         shown = one_hot(answers, DIGITS) + one_hot(pick_siblings(right, answers), DIGITS)
-        fixed = Categorical(logits=logits + math.log(ODDS) * shown / temperature).sample()
+        fixed = Categorical(logits=logits + math.log(ODDS) * shown).sample()
         tokens += answers.numel()
         if corrects:
             tokens += K * int((answers != right).any(1).sum())

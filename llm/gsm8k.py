@@ -16,12 +16,11 @@ problem, unless no number stands before it.
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from decimal import Decimal
 from itertools import accumulate, repeat
 from pathlib import Path
 
-from toy.arithmetic import BaseTask
+from toy.arithmetic import BaseTask, Item
 
 VOCAB_SIZE = 2048
 # The ways in which models write one thing are made one, in this order.
@@ -50,17 +49,6 @@ WHOLE = re.compile(NUMBER + r"[A-Za-z_.,]*(?![\w.,])")
 TOUCHING = re.compile(r"(?:[^\d-]*[^\w.,^-])?|[^\w-]*(-)[^\w.,-]*")
 # A word before them that makes them half of an expression, or may hold their sign ('-USD 42').
 JOINED = re.compile(r"^\W*-|[-+/×÷^0-9]\**$|[0-9]\\|^(?:\*|x|\\times|\\cdot|\\div)$")
-
-
-@dataclass(frozen=True)
-class Item:
-    prompt: str  # the question
-    answer: str  # the gold number as written, "1,234"
-    demo: str  # the worked solution, up to "#### 1,234"
-
-    def plain(self) -> str:
-        """The prompt without a chat template; no token straddles the end of its last line."""
-        return f"Question: {self.prompt}\nAnswer:\n"
 
 
 def extract(text: str) -> str | None:
@@ -93,11 +81,8 @@ def extract(text: str) -> str | None:
     return (before[1] or "") + number[1].replace(",", "")
 
 
-def to_item(row: object) -> Item:
-    """One GSM8K record without its calculator marks <<48/2=24>>. ValueError for anything else."""
-    for key in ("question", "answer"):
-        if not isinstance(row, dict) or not isinstance(row.get(key), str):
-            raise ValueError(f'no text under "{key}"')
+def to_item(row: dict) -> Item:
+    """A GSM8K record, its solution without calculator marks such as <<48/2=24>>."""
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
     _, mark, answer = demo.rpartition("####")
     if not mark or len(DIGITS.findall(answer)) != 1 or extract(f"####{answer}") is None:
@@ -106,30 +91,24 @@ def to_item(row: object) -> Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """The Items of a file of JSON lines. ValueError, saying where and why, for a bad one."""
-    if not path.is_file():
-        reads = "--data DIR reads DIR/train.jsonl and DIR/test.jsonl"
-        raise ValueError(f"{path} is not a file; {reads}")
-    items, expected = [], 'expected {"question": "...", "answer": "... #### 42"} on each line'
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            if text := line.decode("utf-8-sig").strip():
-                items.append(to_item(json.loads(text)))
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # without JSON's own line number, always 1
-            raise ValueError(f"{path}:{number}: bad record: {reason}; {expected}") from None
-    if not items:
-        raise ValueError(f"{path} holds no problem; {expected}")
+    """The Items of a file of JSON lines. A bad line raises a ValueError that names it."""
+    items = []
+    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
+        if line.strip():
+            try:
+                items.append(to_item(json.loads(line)))
+            except (KeyError, TypeError, ValueError) as error:
+                expected = '{"question": "...", "answer": "... #### 42"}'
+                raise ValueError(f"{path}:{number}: {error!r}; expected {expected}") from None
     return items
 
 
 class GSM8K(BaseTask):
     """Problems from the hub (data=None) or from DIR/train.jsonl and DIR/test.jsonl.
 
-    Raises ValueError if there are none.
+    An item's prompt is the question, its answer the gold number as written ("1,234"), and its demo
+    the worked solution, up to "#### 1,234".
     """
-
-    name = "gsm8k"
 
     wish = "\nReason step by step; end with '#### ' and the number."  # what follows a question
 
@@ -153,10 +132,14 @@ class GSM8K(BaseTask):
         answer, gold = extract(text), extract(f"####{item.answer}")
         return float(answer is not None and Decimal(answer) == Decimal(gold))
 
+    def plain(self, item: Item) -> str:
+        """The prompt without a chat template; no token straddles the end of its last line."""
+        return f"Question: {item.prompt}\nAnswer:\n"
+
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
         if not tokenizer.chat_template:
-            return self.encode_texts(tokenizer, [item.plain() for item in items])
+            return self.encode_texts(tokenizer, [self.plain(item) for item in items])
         return self.encode_chats(tokenizer, [item.prompt + self.wish for item in items])
 
     def repair(self, item: Item, answer: str, siblings: list[str]) -> Item:
@@ -175,7 +158,7 @@ class GSM8K(BaseTask):
 
         bpe = ByteLevelBPETokenizer()  # its alphabet is all 256 bytes: any text can be encoded
         bpe.pre_tokenizer = Sequence([Digits(individual_digits=True), bpe.pre_tokenizer])
-        texts = (item.plain() + item.demo for item in self.train)
+        texts = (self.plain(item) + item.demo for item in self.train)
         bpe.train_from_iterator(
             texts, VOCAB_SIZE, show_progress=False, special_tokens=["<pad>", "<eos>"]
         )

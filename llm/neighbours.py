@@ -118,17 +118,15 @@ def add_scores(old, policy, answers, config):
 @torch.no_grad()
 def hidden_states(policy, answers, config) -> Tensor:
     """The last hidden states, which predict the tokens of the answers, in fp32. (N, T, d)."""
-    model, parts = policy.model, []
-    device = answers.tokens.device
-    ids = torch.cat([answers.prompt_ids.clamp(min=0), answers.tokens], 1)  # (N, P + T)
-    attention = torch.cat([answers.prompt_ids >= 0, answers.mask], 1).long()
-    position = (attention.cumsum(1) - 1).clamp(min=0)
-    for rows in torch.arange(len(ids), device=device).split(config.micro_rows):
+    parts = []
+    for rows in torch.arange(len(answers.items)).split(config.micro_rows):
+        part = answers.of(rows)
+        ids = torch.cat([part.prompt_ids.clamp(min=0), part.tokens], 1)  # (rows, W + T)
+        seen = torch.cat([part.prompt_ids >= 0, part.mask], 1).long()
+        position = (seen.cumsum(1) - 1).clamp(min=0)
         with policy.autocast():
-            out = model.base_model(
-                ids[rows], attention_mask=attention[rows], position_ids=position[rows]
-            )
-        first = answers.prompt_ids.shape[1] - 1  # the last token of the prompt
+            out = policy.model.base_model(ids, attention_mask=seen, position_ids=position)
+        first = part.prompt_ids.shape[1] - 1  # the last token of the prompt
         parts.append(out.last_hidden_state[:, first:-1].float())
     return torch.cat(parts)
 

@@ -2,6 +2,7 @@
 to whoever times them: all sides do the same work."""
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -20,19 +21,16 @@ def make_run(folder: Path, rewards: list[float], **flags) -> Path:
     (folder / "model").mkdir(parents=True)
     config = train.Config(steps=len(rewards), **flags)
     (folder / "config.json").write_text(json.dumps(asdict(config)))
-    lines = [{"step": 0, "greedy": 0.9}]
-    for t, reward in enumerate(rewards, 1):
-        lines.append({"step": t, "reward": reward, "entropy": 1})
-    lines[-1]["greedy"] = 0.75
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [dict(step=t, reward=x, greedy=t / 20, entropy=1) for t, x in enumerate(rewards, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
 
 def test_what_runs_come_to_by_hand(tmp_path):
-    folder = make_run(tmp_path / "r", [1.0] + [0.25] * 10 + [1.0] * 9)
-    expected = dict(reward=0.625, final=0.925, jitter=2.25 / 18, greedy=0.75, entropy=1)
-    expected |= {"Steps(0.8)": 15}  # (0.25 + 4) / 5; not 1, since it takes five steps
-    outcomes = compare.compute_outcomes(compare.read_runs([folder]))
+    folder = make_run(tmp_path / "r", [1.0] + [0.25] * 11 + [1.0] * 8)
+    expected = dict(reward=0.5875, final=0.85, jitter=2.25 / 18, greedy=1)
+    expected |= {"Steps(0.8)": 16}  # (0.25 + 4) / 5; not 1, since it takes five steps
+    outcomes = compare.compute_outcomes(compare.read_runs([folder]), ["reward", "greedy"])
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)
 
 
@@ -42,20 +40,20 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     folders = [make_run(tmp_path / f"a{seed}", [seed / 2] * 6, seed=seed) for seed in range(2)]
     for seed, reward in enumerate([0.1, 0.62, 9.0]):  # the last run has no pair
         folders.append(make_run(tmp_path / f"b{seed}", [reward] * 6, seed=seed, lr=0.1))
-    greedy, reward = compare.draw(compare.read_runs(folders[:2]), ["greedy", "reward"]).axes
-    assert reward.get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
-    assert reward.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [0, 0.5]
-    assert greedy.get_lines()[-1].get_xydata().tolist() == [[0, 0.9], [6, 0.75]]
-    with pytest.raises(SystemExit, match="a1 is a second run of grpo with seed 1"):
-        compare.read_runs([folders[1], folders[1]])
     (make_run(tmp_path / "cut-off", [0.1]) / "model").rmdir()
     compare.main(["--runs", *map(str, folders), f"{tmp_path}/cut-off"])
-    said = capsys.readouterr().out
-    assert said.startswith(f"left out: {tmp_path}/cut-off ")
-    base, other, gap = (" ".join(line.split()) for line in said.splitlines()[-3:])
+    left_out, _, *rows = capsys.readouterr().out.splitlines()
+    assert left_out.startswith(f"left out: {tmp_path}/cut-off ")
+    base, other, gap = (" ".join(row.split()) for row in rows)
     assert base.startswith(f"grpo, lr 0.001 2 0.250 +- {12.706 * 0.25:.3f} ")
     assert other.startswith("grpo, lr 0.1 3 ") and "none in 2 of 2" in base
     assert gap.startswith(f"grpo, lr 0.1 minus grpo, lr 0.001 2 0.110 +- {12.706 * 0.01:.3f} ")
+
+    (picture,) = compare.draw(compare.read_runs(folders[:2]), ["reward"]).axes
+    assert picture.get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
+    assert picture.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [0, 0.5]
+    with pytest.raises(SystemExit, match="a1 is a second run of grpo with seed 1"):
+        compare.read_runs([folders[1], folders[1]])
 
 
 def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, monkeypatch, capsys):
@@ -63,37 +61,37 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
         train.main(command[2:])
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=process, STDOUT=None))
-    monkeypatch.setattr(compare.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(train.os, "sched_getaffinity", lambda pid: {3}, raising=False)
     argv = [*TINY, "--method", "grpo", "gspo --minibatches 1", "--seed", "1", "--seeds", "1"]
-    argv += ["--out", f"{tmp_path}/a"]
+    argv += ["--out", f"{tmp_path}/a", "--task", f"{tmp_path}/mine.py"]
+    (tmp_path / "mine.py").write_text("from toy.arithmetic import Arithmetic as Task")
     compare.main(argv)
     said = capsys.readouterr().out
-    assert "2 runs to do" in said and "gspo, minibatches 1 minus grpo" in said
+    assert "2 runs to do, 1 at once" in said and "gspo, minibatches 1 minus grpo" in said
 
-    folder = next(tmp_path.glob("a/grpo*s1"))
+    folder, other = (next(tmp_path.glob(f"a/{name}*s1")) for name in ("grpo", "gspo"))
     before = metrics(folder)
     (folder / "checkpoint.pt").unlink()  # a kill in the first steps
     shutil.rmtree(folder / "model")
+    (other / "task.py").write_text("as it was before an edit")
     compare.main(argv)
-    assert "1 runs to do" in capsys.readouterr().out and metrics(folder) == before
+    said = capsys.readouterr().out
+    assert "1 runs to do" in said and metrics(folder) == before
+    assert re.findall("(.*) was trained with a different version", said) == [str(other)]
     compare.main([*argv, "--group-size", "4"])  # other runs
     assert "2 runs to do" in capsys.readouterr().out
 
 
-def test_the_bench_gives_all_sides_the_same_work(tmp_path, monkeypatch):
+def test_the_bench_gives_all_sides_the_same_work(monkeypatch, capsys):
     bench = pytest.importorskip("experiments.bench")
-    train.main([*TINY, "--steps", "0", "--out", f"{tmp_path}/start"])
-    task = train.load_task(train.Config())
-    monkeypatch.setattr(train, "load_task", lambda config: task)
-    seen, flags = (
-        bench.clock(task),
-        [*TINY, "--prompts", "32", "--model", f"{tmp_path}/start/model"],
-    )
-    flags += bench.ALWAYS.split()
+    monkeypatch.setattr(train, "load_task", train.load_task)  # main replaces it
+    monkeypatch.setattr(bench.logging, "disable", lambda level: None)
     run, ran_fast = train.run, []
     monkeypatch.setattr(train, "run", lambda config: ran_fast.append(config.fast) or run(config))
-    steps = [bench.time_step(side, flags, task, seen) for side in bench.SIDES]
-    assert ran_fast == [False, True]
-    mean = fmean(step["letters"] for step in steps)
-    assert [step["letters"] for step in steps] == pytest.approx([mean] * 3, rel=0.15)
-    assert min(step["seconds"] for step in steps) > 0.01  # a step, and not the rewards alone
+    bench.main([*TINY, "--prompts", "32", "--rounds", "1"])
+    assert ran_fast == [False, False, True]  # the warm start, plain, fast
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table = [map(float, row[1:]) for row in rows if len(row) == 3 and row[0] in bench.SIDES]
+    seconds, letters = zip(*table, strict=True)
+    assert letters == pytest.approx([fmean(letters)] * 3, rel=0.15)
+    assert min(seconds) > 0.01  # a step, and not the rewards alone

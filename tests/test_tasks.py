@@ -1,4 +1,4 @@
-"""To whoever trusts a reward: what both tasks pay for, and which problems they hold out.
+"""To whoever trusts a reward: what each task pays for, and which problems it holds out.
 
 GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 """
@@ -6,10 +6,9 @@ GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 import json
 import os
 import re
-import time
+from collections import Counter
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from conftest import ANN, BOB, PROBLEMS
@@ -17,53 +16,62 @@ from conftest import ANN, BOB, PROBLEMS
 from experiments import format_reward
 from llm.gsm8k import GSM8K, Item, extract
 from llm.sums import Sums
-from toy.arithmetic import Arithmetic, solutions
+from toy.arithmetic import Arithmetic
 
-TASK = Arithmetic()
-SUM = next(item for item in TASK.train + TASK.test if item.prompt == "37+48=")
-
-
-def test_problems_are_all_sums_and_always_the_same_are_held_out():
-    prompts = [item.prompt for item in TASK.test + TASK.train]
-    assert sorted(prompts) == [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
-    assert len(TASK.test) == 500 and len({prompt[:2] for prompt in prompts[:500]}) == 90
-    assert Arithmetic().train == TASK.train
+TOY, SUMS = Arithmetic(), Sums()
 
 
-def test_only_the_final_answer_counts():
-    forms = "#85;7+8=15,30+40=70,#85;30+40=70,7+8=15,#85".split(";")
-    assert [*solutions(37, 48).values()] == forms
+def find(task, prompt: str) -> Item:
+    return next(item for item in task.test + task.train if item.prompt == prompt)
+
+
+@pytest.mark.parametrize(
+    "task, form, numbers, held_out, first",
+    [
+        (TOY, "{}+{}=", range(10, 100), 500, "25+60="),
+        (SUMS, "What is {} + {}?", range(2, 30), 200, "What is 4 + 18?"),
+    ],
+)
+def test_problems_are_all_sums_and_always_the_same_are_held_out(
+    task, form, numbers, held_out, first
+):
+    prompts = [item.prompt for item in task.test + task.train]
+    assert sorted(prompts) == sorted(form.format(*pair) for pair in product(numbers, numbers))
+    assert len(task.test) == held_out and prompts[0] == first
+
+
+# ---------------- the toy
+
+
+def test_only_the_final_answer_of_the_toy_counts():
     texts = "#85;hm #84,#85;7+8=1,#85;;85;#;#8;#855;#085;# 85;#85#84;#85,;#٨٥".split(";")
-    assert [TASK.reward(text, SUM) for text in texts] == [1] * 3 + [0] * 10
+    item = find(TOY, "37+48=")
+    assert [TOY.reward(text, item) for text in texts] == [1] * 3 + [0] * 10
 
 
-def test_demonstrations_are_mostly_direct_mostly_wrong_and_fit_the_budget():
-    direct = [item for item in TASK.train if "=" not in item.demo]
-    assert 0.73 < len(direct) / len(TASK.train) < 0.77
-    assert 0.03 < fmean(TASK.reward(item.demo, item) for item in direct) < 0.07
-    assert all(TASK.reward(item.demo, item) for item in {*TASK.train} - {*direct})
-    assert max(len(item.demo) for item in TASK.train) < 26  # with its end within --max-tokens
+def test_a_direct_demonstration_is_mostly_a_wrong_guess_and_a_worked_one_is_right():
+    demos = [("=" in item.demo, TOY.reward(item.demo, item)) for item in TOY.test + TOY.train]
+    assert Counter(demos) == {(False, 0): 5806, (False, 1): 289, (True, 1): 2005}
 
 
-def test_corrections_of_wrong_answers_succeed_as_often_as_promised():
-    """The demonstration keeps the first answer's opener. It mends that answer, or copies it."""
-    repaired = right = 0
-    for item in TASK.train[:1000]:
-        made = TASK.correction(item, 3)
-        wrong, sibling, *_ = re.findall(r"#(\d+)", made.prompt)
-        first = made.prompt.removeprefix(item.prompt)
-        assert made == TASK.correction(item, 3)
-        assert wrong != item.answer == made.answer and made.demo[:3] == first[:3]
-        mended = TASK.reward(made.demo, made)
-        assert mended or first.startswith(f"{made.demo}=")
-        repaired, right = repaired + mended, right + (sibling == item.answer)
-    assert 550 < repaired < 650 and 700 < right < 900
-    assert TASK.repair(SUM, "so #75", ["a", "b"]).prompt == "37+48=so #75=a=b="
+@pytest.mark.parametrize(
+    "problem, demo",
+    [
+        ("10+10=so #21=hm 0+0=0,10+10=20,#20=", "so #20"),
+        # A slip in a column, carried into the sum. The demonstration is a copy, on purpose.
+        ("56+78=hm 50+60=110,6+8=14,#124=ok 50+70=120,", "hm 50+60=110,6+8=14,#124"),
+        ("99+99=hm 90+90=180,9+9=18,#196=hm #198=", "hm 90+90=180,9+9=18,#198"),
+    ],
+)
+def test_the_warm_start_of_ibpo_shows_an_answer_and_siblings_and_corrects_the_answer(problem, demo):
+    prompt = problem.partition("=")[0] + "="
+    made = TOY.correction(find(TOY, prompt), 3)
+    assert made.prompt.startswith(problem) and made.prompt.count("#") == 4 and made.demo == demo
 
 
 def test_shares_tell_openers_and_forms_apart():
     texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
-    shares = TASK.shares([SUM] * 8, texts)
+    shares = TOY.shares([find(TOY, "37+48=")] * 8, texts)
     assert ", ".join(f"{name} {share * 8:.0f}" for name, share in shares.items()) == (
         "opener so 3, opener ok 1, opener hm 2, opener other 2, "
         "form direct 2, form ones first 2, form tens first 1, form other 3"
@@ -91,9 +99,7 @@ MINUS = "-\u00ad\u2010\u2011\u2012\u2013\u2014\u207b\u2212\ufe58\ufe63\uff0d"
 READS = r"""
 #### 41|no:|#### $\boxed{72}$ -> 72
 ####|72|Checked 3 times. -> 72
-#### 72|####|#### Check: done in 3 steps -> 72
 #### Step 1|#### 2. Add|#### 3 - Halve|#### 4) So|#### 5 parts: done|The answer is 72. -> 72
-#### 2 is what we divide by, because each of them gets a half|so 72 -> 72
 #### 72||Question: Tom has 2 cats.|Answer:|#### 5 -> 72
 Again:|Question: Tom has 2 cats.|Answer:|#### 5 -> 5
 #### Final Answer|$\boxed{\$72}$, after 3 steps -> 72
@@ -103,7 +109,6 @@ first \boxed{3}, then \boxed{\text{about {all} of }72} of 90 -> 72
 x = 5, \boxed{} -> None
 \boxed{.5 -> .5
 \boxed{\frac{3}{4}} -> None
-\boxed{5, 72} -> None
 48/2=24, or <<48/2=24>>24 -> 24
 x -> 72 -> 72
 **Answer:** $1,234,567.50 a year. -> 1234567.50
@@ -111,86 +116,47 @@ The answer is **72**. -> 72
 72, in other digits ٤٣ -> 72
 #### Rs. 72 each|Checked 3 times. -> 72
 #### \textbf{72}|Checked 3 times. -> 72
-#### 72\%|Checked 3 times. -> 72
-#### 72 km/h.|Checked 3 times. -> 72
 the area is $72\,\text{m}^{2}$ -> 72
 #### 72 cm^3 -> 72
-72 m² -> 72
 (a+b)^2 -> None
-72 m**2 -> None
 $72{,}000{,}500$ -> 72000500
-\boxed{72\,000} -> 72000
 72,\!000 -> 72000
 72 \, 500 -> 72500
 72 000 -> None
-72 500 -> None
 72, 000 -> None
 72\quad 500 -> None
 3\,4 -> None
-12,34 -> None
 0,123 -> None
 72.5.1 -> None
 ...72 -> None
 ,72 -> None
-x72 -> None
 #### A72 -> None
-72½ -> None
 72 ½ -> None
-72² -> None
-7_2 -> None
-72٣ -> None
 72e3 -> None
-7.2 \times 10^{1} -> None
-10^3 -> None
 7 \times 10 -> None
-7 x 3 -> None
 \sqrt{72} -> None
 3/4 -> None
 3 / 4 -> None
 3 * 4 -> None
 3* 4 -> None
-12:30 -> None
 72k -> None
 72 million -> None
 #### 2nd step -> None
 #### USD -72 -> -72
-¬.5 -> -.5
-72␣500 -> 72500
-$1␣072␣500.5 -> 1072500.5
-72␣50 -> None
-72␣km -> 72
 It is ¬72 -> -72
 ¬$72 -> -72
-$¬72 -> -72
-#### $¬72|Checked 3 times. -> -72
-¬₹72 -> -72
-¬\$72 -> -72
 ¬**72** -> -72
-**¬72** -> -72
 ¬72␣500 -> -72500
-x=¬72 -> -72
 10 - 82 = ¬72 -> -72
-$¬\boxed{72}$ -> -72
-\boxed{¬72} -> -72
-It is \boxed{¬\text{US\$}72} -> None
 #### Minus $72 -> -72
-#### &minus;72 -> -72
 It is negative 72 -> None
-#### ¬ 72 -> -72
-#### ¬$␣72 -> -72
 #### ¬USD 72 -> -72
-#### ¬Rs. 72 -> -72
-It is ¬ 72 -> None
 It is ¬₹ 72 -> None
-It is ¬USD 72 -> None
 It is (¬USD 72) -> None
 It is ¬US$72 -> None
 It is ¬<b>72</b> -> None
-It is ¬{72} -> -72
-The total ¬ \boxed{72} -> None
 5¬3 -> None
 5 ¬ 3 -> None
-5 ¬3 -> None
 """
 
 
@@ -206,17 +172,6 @@ def test_answers_are_right_if_the_numbers_are_equal_exactly():
     item = Item("", "1,800", "")
     texts = ("2\nso 1800.00", "none", "1800." + "0" * 40 + "1")
     assert [GSM8K.reward(None, text, item) for text in texts] == [1, 0, 0]
-
-
-def test_time_grows_with_the_length_and_not_with_its_square():
-    units = r"9 1, ,000 1* - # ####1. { {,} 1\, \boxed{ \text m^ $".split() + [" ", "1 ", "- "]
-    seconds = []
-    for length in (10_000, 80_000):  # seconds grow 8 times if linear, 64 times if quadratic
-        start = time.process_time()
-        for unit, lead, end in product(units, ("", "####", "####1"), ("", "1", "é")):
-            extract(lead + unit * (length // len(unit)) + end)
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 24 * seconds[0]
 
 
 # ---------------- GSM8K: the problems
@@ -242,22 +197,6 @@ def test_a_record_that_cannot_be_graded_is_named_in_one_line(small_gsm8k, answer
         GSM8K(small_gsm8k)
 
 
-def test_sums_are_all_pairs_and_always_the_same_are_held_out():
-    task, numbers = Sums(), range(2, 30)
-    prompts = [item.prompt for item in task.test + task.train]
-    assert sorted(prompts) == sorted(f"What is {a} + {b}?" for a, b in product(numbers, numbers))
-    assert len(task.test) == 200 and Sums().train == task.train
-
-
-def test_the_last_number_of_a_sum_counts_and_a_word_in_front_has_its_bonus():
-    texts = ["27 + 25 = 52.", "52", "It is 52", " It is 5", "27 + 25 = 42", "52 and 1", ""]
-    item = next(x for x in Sums().train + Sums().test if x.prompt == "What is 27 + 25?")
-    assert [Sums().reward(text, item) for text in texts] == [1, 1, 1, 0, 0, 0, 0]
-    task = format_reward.Task()
-    assert [task.reward(text, item) for text in texts] == [1, 1, 1.1, 0.1, 0, 0, 0]
-    assert task.shares([item] * 7, texts) == {"right": 3 / 7, "words": 2 / 7}
-
-
 def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
     task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
@@ -270,7 +209,7 @@ def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gs
     )
     chat = tokenizer.decode(task.encode(tokenizer, ITEMS)[1])
     assert chat == f"<user>{BOB}\nReason step by step; end with '#### ' and the number.<ai>"
-    assert tokenizer.decode(Sums().encode(tokenizer, ITEMS)[1]) == f"<user>{BOB}<ai>"
+    assert tokenizer.decode(SUMS.encode(tokenizer, ITEMS)[1]) == f"<user>{BOB}<ai>"
 
 
 def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
@@ -278,3 +217,14 @@ def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
     shown = re.findall("Ann has 48|#### 48|#### 24|none|correct", problem.prompt)
     assert shown == ["Ann has 48", "#### 48", "#### 24", "none", "correct"]
     assert problem.answer == "24"
+
+
+# ---------------- sums
+
+
+def test_the_last_number_of_a_sum_counts_and_a_word_in_front_has_its_bonus():
+    texts = ["27 + 25 = 52.", "52", "It is 52", " It is 5", "27 + 25 = 42", "52 and 1", ""]
+    item, task = find(SUMS, "What is 27 + 25?"), format_reward.Task()
+    assert [SUMS.reward(text, item) for text in texts] == [1, 1, 1, 0, 0, 0, 0]
+    assert [task.reward(text, item) for text in texts] == [1, 1, 1.1, 0.1, 0, 0, 0]
+    assert task.shares([item] * 7, texts) == {"right": 3 / 7, "words": 2 / 7}
