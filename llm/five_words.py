@@ -1,16 +1,25 @@
-"""A chat model learns to answer in exactly five words: a task of one's own in ten lines.
+"""A chat model learns to answer in exactly five words: a task of your own in ten lines of code.
 
-python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct --max-tokens 24
+    make real    # gets the model
+    python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct --max-tokens 24 \
+        --lr 1e-5 --steps 40
 """
 
 from llm.chat import ChatTask
 
-THINGS = "the sea, a cat, the moon, winter, bread, a bridge, music, a river, sleep, the rain"
+THINGS = """bread, salt, a bridge, the moon, winter, a cat, music, a river, sleep, rain, a clock, gold,
+a forest, tea, a mirror, the sea, paper, a shadow, sand, a candle, snow, a horse, chess, a garden,
+thunder, a ladder, honey, a map, smoke, a violin, ice, a spider, wine, a tower, glass, a wheel,
+silk, a desert, wool, a lighthouse, copper, a market, fog, a whale, coffee, a library, iron, a tree,
+milk, a castle, dust, a dream, fire, a mountain, cotton, a robot, wind, a secret, stone, a poem"""
 
 
 class Task(ChatTask):
-    prompts = [f"{ask} {thing}." for ask in ("Describe",) for thing in THINGS.split(", ")]
+    prompts = [
+        f"{ask} {thing}? Answer in exactly five words."
+        for thing in THINGS.replace("\n", " ").split(", ")
+        for ask in ("What is", "What do people say about")
+    ]
 
     def reward(self, text, item):
-        """1 for five words, and less the further away the number of words is."""
         return float(len(text.split()) == 5)
