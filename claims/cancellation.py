@@ -153,7 +153,7 @@ def c9(name, draws, evidence):
     """
     for draw in draws:
         w, A = two_zero_sum_parts(draw)
-        out = losses.min_replace(w, A)
+        out = losses.min_replace(w)
         evidence.equal(False, out.requires_grad)
         evidence.equal([[min(row)] * draw.G for row in w.tolist()], out)
         evidence.equal([0] * 3, (out * A)[:, : draw.G // 2].sum(1))

@@ -305,7 +305,14 @@ EXERCISES = {
     6: Exercise(
         "With one weight w for the group the push is w sum A, and sum A is 0.",
         "python verify.py --explain C9",
-        (Question("min_replace", losses.min_replace, draw_weights, call_with_weights),),
+        (
+            Question(
+                "min_replace",
+                lambda w, adv: losses.min_replace(w),
+                draw_weights,
+                call_with_weights,
+            ),
+        ),
     ),
     7: Exercise(
         "The sum of w~ A is 0 over the whole group. Nothing says that it is 0 over a part of it.",

@@ -7,17 +7,20 @@
 
 from llm.chat import ChatTask
 
-THINGS = """bread, salt, a bridge, the moon, winter, a cat, music, a river, sleep, rain, a clock, gold,
-a forest, tea, a mirror, the sea, paper, a shadow, sand, a candle, snow, a horse, chess, a garden,
-thunder, a ladder, honey, a map, smoke, a violin, ice, a spider, wine, a tower, glass, a wheel,
-silk, a desert, wool, a lighthouse, copper, a market, fog, a whale, coffee, a library, iron, a tree,
-milk, a castle, dust, a dream, fire, a mountain, cotton, a robot, wind, a secret, stone, a poem"""
+THINGS = """
+bread, salt, a bridge, the moon, winter, a cat, music, a river, sleep, rain, a clock,
+gold, a forest, tea, a mirror, the sea, paper, a shadow, sand, a candle, snow, a horse,
+chess, a garden, thunder, a ladder, honey, a map, smoke, a violin, ice, a spider, wine, a
+tower, glass, a wheel, silk, a desert, wool, a lighthouse, copper, a market, fog, a whale,
+coffee, a library, iron, a tree, milk, a castle, dust, a dream, fire, a mountain, cotton,
+a robot, wind, a secret, stone, a poem
+"""
 
 
 class Task(ChatTask):
     prompts = [
-        f"{ask} {thing}? Answer in exactly five words."
-        for thing in THINGS.replace("\n", " ").split(", ")
+        f"{ask} {thing.strip()}? Answer in exactly five words."
+        for thing in THINGS.split(",")
         for ask in ("What is", "What do people say about")
     ]
 
