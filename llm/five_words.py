@@ -7,22 +7,22 @@
 
 from llm.chat import ChatTask
 
-THINGS = """
-bread, salt, a bridge, the moon, winter, a cat, music, a river, sleep, rain, a clock,
-gold, a forest, tea, a mirror, the sea, paper, a shadow, sand, a candle, snow, a horse,
-chess, a garden, thunder, a ladder, honey, a map, smoke, a violin, ice, a spider, wine, a
-tower, glass, a wheel, silk, a desert, wool, a lighthouse, copper, a market, fog, a whale,
-coffee, a library, iron, a tree, milk, a castle, dust, a dream, fire, a mountain, cotton,
-a robot, wind, a secret, stone, a poem
-"""
+THINGS = (
+    "bread, salt, a bridge, the moon, winter, a cat, music, a river, sleep, rain, a clock, gold, "
+    "a forest, tea, a mirror, the sea, paper, a shadow, sand, a candle, snow, a horse, chess, ice, "
+    "a garden, thunder, a ladder, honey, a map, smoke, a violin, a spider, wine, a tower, glass, "
+    "a wheel, silk, a desert, wool, a lighthouse, copper, a market, fog, a whale, coffee, iron, "
+    "a library, a tree, milk, a castle, dust, a dream, fire, a mountain, cotton, a robot, wind, "
+    "a secret, stone, a poem"
+)
 
 
 class Task(ChatTask):
     prompts = [
-        f"{ask} {thing.strip()}? Answer in exactly five words."
-        for thing in THINGS.split(",")
+        f"{ask} {thing}? Answer in exactly five words."
+        for thing in THINGS.split(", ")
         for ask in ("What is", "What do people say about")
     ]
 
     def reward(self, text, item):
-        return float(len(text.split()) == 5)
+        return 1 / (1 + abs(len(text.split()) - 5))  # 1 for five words, 1/2 for four or six, ...
