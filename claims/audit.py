@@ -46,7 +46,7 @@ def audit(name, draws, evidence):
     """
     loss = getattr(losses, name)
     cells = []
-    regimes = itertools.zip_longest(REGIMES.values(), AUDIT[name])
+    regimes = itertools.zip_longest(REGIMES.values(), AUDIT.get(name, ""))
     for (spread, offset, equal_lengths), what in regimes:
         left = []
         for draw in draws:

@@ -16,6 +16,7 @@ import torch
 import losses
 import verify
 from claims import CLAIMS, Claim, Evidence, examine, random_draws
+from claims.audit import AUDIT
 from claims.evidence import Draw, examine_on
 from claims.formulas import FORMULAS
 from llm import neighbours
@@ -37,6 +38,7 @@ def test_the_tables_have_the_rows_that_pages_quote(capsys):
     assert verify.main(["--only", *verify.TABLES]) == 0
     flat = re.sub("[ |]+", " ", capsys.readouterr().out)
     assert [row for row in ROWS.split("\n") if row not in flat] == []
+    assert {*AUDIT} == {*FORMULAS}  # every loss of ours has its verdicts
 
 
 def test_a_claim_must_agree_leave_something_and_hold_on_extreme_trees():
