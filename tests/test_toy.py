@@ -4,37 +4,36 @@ import pytest
 import torch
 
 import losses
-from toy import crumb, drift, gate, tax, tree
-from toy.worlds import Groups
+from toy import crumb, drift, gate, tax, tree, worlds
 
 LONG, SHORT, WORSE = tax.SETTINGS
 
 
 def reward_of_tax(setting: str, name: str) -> float:
-    return float(tax.find_rewards(setting, tax.ROWS[name])[0][-1])
+    return float(tax.find_rewards(setting, name)[0][-1])
 
 
 def share_of_tax(setting: str, name: str) -> float:
-    return tax.find_rewards(setting, tax.ROWS[name])[1]
+    return tax.find_rewards(setting, name)[1]
 
 
 def tax_with_adam(setting: str, name: str) -> list[float]:
     """At the rates 0.01 and 0.1; from 0.3 on rounding decides."""
-    return tax.find_adam_rewards(setting, tax.ROWS[name])[[0, 2]].tolist()
+    return tax.find_adam_rewards(setting, name)[[0, 2]].tolist()
 
 
 def best_of_gate(name: str) -> float:
     """Of 4 of the 21 rates, among which is each row's best."""
-    return float(gate.sweep(gate.METHODS[name], gate.RATES[[6, 11, 16, 20]]).max())
+    return float(gate.sweep(name, gate.RATES[[6, 11, 16, 20]]).max())
 
 
 def gate_with_adam(name: str) -> list[float]:
     rates = torch.tensor([0.03, 0.3, 3.0], dtype=torch.float64)
-    return gate.sweep(gate.METHODS[name], rates, tax.ADAM, 2).tolist()
+    return gate.sweep(name, rates, worlds.ADAM, 2).tolist()
 
 
 def end_of_crumb(scale: str) -> list[float]:
-    return crumb.train_exact(scale)[-1].tolist()
+    return crumb.train_rare(scale)[-1].tolist()
 
 
 def end_of_three(scale: str) -> list[float]:
@@ -46,7 +45,8 @@ def end_of_three(scale: str) -> list[float]:
 def pull_of_crumb(scale: str) -> float:
     """The expected A of a rare answer less that of a usual one, at a share of 0.05."""
     logits = torch.tensor([[0.95, 0.05]], dtype=torch.float64).log().requires_grad_()
-    loss = losses.grpo(crumb.enumerate_batch(Groups(crumb.RARE_WAY, 8), scale, logits))
+    groups = worlds.Groups(crumb.RARE_WAY, 8)
+    loss = losses.grpo(groups.batch(worlds.way_log_probs(groups, logits), scale))
     (gradient,) = torch.autograd.grad(-loss, logits)
     return gradient[0, 1].item() / 0.05 / 0.95
 
@@ -61,14 +61,14 @@ PUBLISHED = [
     (reward_of_tax, SHORT, "dr-grpo", 0.597),
     (reward_of_tax, WORSE, "gspo", 0.207),
     (share_of_tax, WORSE, "gspo", 0.535),
-    (reward_of_tax, WORSE, tax.BOTH, 0.205),
-    (reward_of_tax, WORSE, tax.LOCAL, 0.592),
+    (reward_of_tax, WORSE, worlds.BOTH, 0.205),
+    (reward_of_tax, WORSE, worlds.LOCAL, 0.592),
     (tax_with_adam, SHORT, "grpo", [0.419, 0.427]),
-    (best_of_gate, tax.BOTH, 0.401),
+    (best_of_gate, worlds.BOTH, 0.401),
     (best_of_gate, "gspo", 0.400),
     (best_of_gate, "grpo-symmetric", 0.5),
     (best_of_gate, "dfpo-min, eps 0.2", 0.5),
-    (gate_with_adam, tax.EXACT, [0.473, 0.5, 0.4]),
+    (gate_with_adam, worlds.EXACT, [0.473, 0.5, 0.4]),
     (gate_with_adam, "grpo-symmetric", [0.473, 0.5, 0.5]),
     (end_of_crumb, "std", [0.1, 0.1, 0.45]),
     (end_of_crumb, "batch", [0.45, 0.45, 0.45]),
@@ -77,7 +77,7 @@ PUBLISHED = [
     (pull_of_crumb, "mean", 0.306),
     (pull_of_crumb, "batch", 2.269),  # 0.306 by the std of all rewards
     (end_of_drift, "grpo", [0.445, 0.287, 0.453]),
-    (end_of_drift, tax.LOCAL, [0, 0.287, 0.460]),
+    (end_of_drift, worlds.LOCAL, [0, 0.287, 0.460]),
     (end_of_drift, "grpo, no clip", [2.397, 0.287, 0.949]),
     (end_of_drift, "gspo", [1.731, 0.287, 0.843]),
     (end_of_drift, "reinforce", [0, 0.287, 0.993]),

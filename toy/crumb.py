@@ -22,18 +22,12 @@ and claims C29 and C30 why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 import losses
-from losses import Batch
-from toy import tax
 from toy.figure import COLORS, make_figure, parse_plot, print_table, save
-from toy.worlds import Groups, Outcome
+from toy.worlds import ADAM, PLAIN, Groups, Outcome, Row, train, way_log_probs
 
 CRUMB, RIGHT = 0.1, 0.45  # what the usual way earns; the chance of the rare way to earn 1
 RARE_WAY = [Outcome(0, 1.0, CRUMB, 1), Outcome(1, RIGHT, 1.0, 1), Outcome(1, 1 - RIGHT, 0.0, 1)]
@@ -51,40 +45,7 @@ SCALES = {  # of group_advantages: in the picture label, colour (a method's with
 STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
 THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
 G, BATCHES, THREE_BATCHES = 8, 300, 1200
-ADAM, PLAIN = partial(tax.ADAM, lr=0.03), partial(tax.PLAIN, lr=2.0)
-
-
-def enumerate_batch(groups: Groups, scale: str, logits: Tensor) -> Batch:
-    """All groups at once, each as often as it is probable, under P policies. logits (P, W)."""
-    logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)  # (P N, 1)
-    shares = torch.stack([groups.probabilities(x) for x in logp.chunk(len(logits))])  # (P, groups)
-    A = losses.group_advantages(groups.rewards, groups.G, "mean" if scale == "batch" else scale)
-    if scale == "batch":
-        R = groups.rewards.view(-1, groups.G)
-        J = (shares @ R.mean(1))[:, None, None]  # (P, 1, 1)
-        variance = (shares * ((R - J) ** 2).mean(2)).sum(1, keepdim=True)  # (P, 1)
-        A = A / (variance.sqrt() + 1e-4)
-    return groups.weigh(logp, shares, A)
-
-
-def train(
-    starts: Tensor,
-    draw: Callable[[Tensor], Batch],
-    batches: int = BATCHES,
-    optimizer: Callable[..., Optimizer] = ADAM,
-) -> Tensor:
-    """The shares of the ways before each batch and at the end. (P, W) -> (batches + 1, P, W).
-
-    draw: logits (P, W) -> their batch.
-    """
-    logits = starts.log().requires_grad_()
-    step, path = optimizer([logits]), [starts]
-    for _ in range(batches):
-        step.zero_grad()
-        losses.grpo(draw(logits)).backward()
-        step.step()
-        path.append(logits.detach().softmax(1))
-    return torch.stack(path)
+ADAM_RATE, PLAIN_RATE = 0.03, 2.0
 
 
 def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
@@ -95,16 +56,18 @@ def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
 # ---------------- the figure
 
 
-def train_exact(scale: str) -> Tensor:
-    """J from each of STARTS. (BATCHES + 1, 3)."""
-    path = train(STARTS, partial(enumerate_batch, Groups(RARE_WAY, G), scale))
-    return expected_reward(RARE_WAY, path)
+def train_rare(scale: str) -> Tensor:
+    """The expected reward from each of STARTS. (BATCHES + 1, 3)."""
+    row, groups, starts = Row(losses.grpo, scale), Groups(RARE_WAY, G), STARTS.log()
+    path, _ = train(row, groups, way_log_probs, starts, 1, BATCHES, ADAM_RATE, ADAM)
+    return expected_reward(RARE_WAY, path.softmax(2))
 
 
-def train_three(scale: str, optimizer: Callable[..., Optimizer] = PLAIN) -> Tensor:
-    """The shares of the three ways, G = 4, from each of THREE_STARTS. (.., 2, 3)."""
-    draw = partial(enumerate_batch, Groups(THREE_WAYS, 4), scale)
-    return train(THREE_STARTS, draw, THREE_BATCHES, optimizer)
+def train_three(scale: str, rate: float = PLAIN_RATE, optimizer=PLAIN) -> Tensor:
+    """The shares of the three ways, G = 4, from each of THREE_STARTS. (THREE_BATCHES + 1, 2, 3)."""
+    row, groups, starts = Row(losses.grpo, scale), Groups(THREE_WAYS, 4), THREE_STARTS.log()
+    path, _ = train(row, groups, way_log_probs, starts, 1, THREE_BATCHES, rate, optimizer)
+    return path.softmax(2)
 
 
 def plot(rare: dict[str, Tensor], three: dict[str, Tensor]):
@@ -136,7 +99,7 @@ def main():
     torch.set_num_threads(1)
     rare, rows = {}, {}
     for scale in SCALES:
-        rare[scale] = train_exact(scale)
+        rare[scale] = train_rare(scale)
         rows[scale] = [f"{J:.3f}" for J in rare[scale][-1]]
     print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.\n")
     print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
@@ -147,7 +110,9 @@ def main():
     for scale in SCALES:
         plain = train_three(scale)
         three[scale] = expected_reward(THREE_WAYS, plain)
-        adam = expected_reward(THREE_WAYS, train_three(scale, ADAM))[THREE_BATCHES // 2 :]
+        adam = expected_reward(THREE_WAYS, train_three(scale, ADAM_RATE, ADAM))[
+            THREE_BATCHES // 2 :
+        ]
         ends = [f"{J:.4f}" for J in three[scale][-1]]
         shares = ", ".join(f"{share:.3f}" for share in plain[-1, 0])
         rows[scale] = [*ends, shares, f"{adam.min():.3f} to {adam.max():.3f}"]
