@@ -110,12 +110,11 @@ def main():
     for scale in SCALES:
         plain = train_three(scale)
         three[scale] = expected_reward(THREE_WAYS, plain)
-        adam = expected_reward(THREE_WAYS, train_three(scale, ADAM_RATE, ADAM))[
-            THREE_BATCHES // 2 :
-        ]
+        adam = train_three(scale, ADAM_RATE, ADAM)[THREE_BATCHES // 2 :]
+        swing = expected_reward(THREE_WAYS, adam)
         ends = [f"{J:.4f}" for J in three[scale][-1]]
         shares = ", ".join(f"{share:.3f}" for share in plain[-1, 0])
-        rows[scale] = [*ends, shares, f"{adam.min():.3f} to {adam.max():.3f}"]
+        rows[scale] = [*ends, shares, f"{swing.min():.3f} to {swing.max():.3f}"]
     print_table(rows, ["J", "J", "shares, first start", "Adam"])
     if path:
         save(plot(rare, three), path)
