@@ -23,7 +23,7 @@ def test_what_a_learning_tax_costs():
 
 
 def test_what_the_min_costs():
-    published = {BOTH: 0.401, "gspo": 0.400, "grpo-symmetric": 0.5}
+    published = {BOTH: 0.401, "gspo": 0.400, "grpo-symmetric": 0.5, "cispo": 0.5}
     rates = gate.RATES[[6, 11, 16, 20]]  # each row's best is among them
     assert {name: gate.sweep(name, rates).max().item() for name in published} == near(published)
     rates = torch.tensor([0.03, 0.3, 3.0], dtype=torch.float64)
