@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toy import crumb, drift, gate, tax, tree
-from toy.worlds import ADAM, BOTH, EXACT, LOCAL, Groups, way_log_probs
+from toy.worlds import ADAM, BOTH, EXACT, LOCAL, ROWS, Groups, way_log_probs
 
 near = functools.partial(pytest.approx, abs=0.0006)
 
@@ -15,20 +15,21 @@ def test_what_a_learning_tax_costs():
     long, short, worse = tax.SETTINGS
     published = {(long, "grpo"): 0.596, (short, "dr-grpo"): 0.597, (short, LOCAL): 0.587}
     published |= {(worse, "gspo"): 0.207, (worse, BOTH): 0.205}
-    found = {key: tax.find_rewards(*key) for key in published}
+    found = {(x, name): tax.find_rewards(x, ROWS[name]) for x, name in published}
     assert {key: float(path[-1]) for key, (path, _) in found.items()} == near(published)
     assert found[worse, "gspo"][1] == near(0.535)  # the tax share
     # With Adam, at the rates 0.01 and 0.1; from 0.3 on rounding decides.
-    assert tax.find_adam_rewards(short, "grpo")[[0, 2]].tolist() == near([0.419, 0.427])
+    assert tax.find_adam_rewards(short, ROWS["grpo"])[[0, 2]].tolist() == near([0.419, 0.427])
 
 
 def test_what_the_min_costs():
     published = {BOTH: 0.401, "gspo": 0.400, "grpo-symmetric": 0.5, "cispo": 0.5}
     rates = gate.RATES[[6, 11, 16, 20]]  # each row's best is among them
-    assert {name: gate.sweep(name, rates).max().item() for name in published} == near(published)
+    best = {name: gate.sweep(ROWS[name], rates).max().item() for name in published}
+    assert best == near(published)
     rates = torch.tensor([0.03, 0.3, 3.0], dtype=torch.float64)
     for name, last in ((EXACT, 0.4), ("grpo-symmetric", 0.5)):
-        assert gate.sweep(name, rates, ADAM).tolist() == near([0.473, 0.5, last])
+        assert gate.sweep(ROWS[name], rates, ADAM).tolist() == near([0.473, 0.5, last])
 
 
 def test_the_crumb():

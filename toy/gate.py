@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.worlds import ADAM, BOTH, EXACT, PLAIN, ROWS, Groups, Outcome, plan_log_probs, train
+from toy.worlds import ADAM, BOTH, EXACT, PLAIN, ROWS, Groups, Outcome, Row, plan_log_probs, train
 
 G, BATCHES = 4, 120
 # The logits of the good tokens.
@@ -43,11 +43,11 @@ def make_groups() -> Groups:
     return Groups(outcomes, G)
 
 
-def sweep(name: str, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tensor:
+def sweep(row: Row, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tensor:
     """The expected reward at the end of a run at each rate; M: updates on a batch."""
     starts, rates = START.repeat(len(rates), 1), rates[:, None]
     groups = make_groups()
-    path, _ = train(ROWS[name], groups, plan_log_probs, starts, M, BATCHES, rates, optimizer)
+    path, _ = train(row, groups, plan_log_probs, starts, M, BATCHES, rates, optimizer)
     return 0.3 + 0.1 * path[-1].sigmoid().sum(1)
 
 
@@ -72,8 +72,8 @@ def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    plain = {name: sweep(name) for name in NAMES}
-    adam = {(name, M): sweep(name, ADAM_RATES, ADAM, M) for M in (2, 8) for name in LINES}
+    plain = {name: sweep(ROWS[name]) for name in NAMES}
+    adam = {(name, M): sweep(ROWS[name], ADAM_RATES, ADAM, M) for M in (2, 8) for name in LINES}
     print(f"Plain ascent: the best reward of {len(RATES)} learning rates\n")
     print_table({name: [f"{x.max():.3f}"] for name, x in plain.items()}, ["M = 2"])
     print("\nAdam, by its learning rate\n")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.worlds import ADAM, BOTH, EXACT, LOCAL, ROWS, Groups, Outcome, plan_log_probs, train
+from toy.worlds import ADAM, BOTH, EXACT, LOCAL, ROWS, Groups, Outcome, Row, plan_log_probs, train
 
 G, BATCHES, UPDATES = 4, 120, 8
 # The logits of the better way and of a good plan.
@@ -64,17 +64,17 @@ def expected_reward(setting: str, logits: Tensor) -> Tensor:
     return way * plan * RIGHT + (1 - way) * SETTINGS[setting][1]
 
 
-def find_rewards(setting: str, name: str) -> tuple[Tensor, float]:
+def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
     """The expected reward before each batch and after the last, (BATCHES + 1,); the tax share."""
-    path, tax = train(ROWS[name], make_groups(setting), plan_log_probs, START, UPDATES, BATCHES)
+    path, tax = train(row, make_groups(setting), plan_log_probs, START, UPDATES, BATCHES)
     return expected_reward(setting, path[::UPDATES, 0]), tax
 
 
-def find_adam_rewards(setting: str, name: str) -> Tensor:
+def find_adam_rewards(setting: str, row: Row) -> Tensor:
     """The expected reward after the last batch, with Adam at each of ADAM_RATES."""
     starts, rates = START.repeat(len(ADAM_RATES), 1), ADAM_RATES[:, None]
     groups = make_groups(setting)
-    path, _ = train(ROWS[name], groups, plan_log_probs, starts, UPDATES, BATCHES, rates, ADAM)
+    path, _ = train(row, groups, plan_log_probs, starts, UPDATES, BATCHES, rates, ADAM)
     return expected_reward(setting, path[-1])
 
 
@@ -105,7 +105,7 @@ def main():
     for name in NAMES:
         rows[name] = []
         for setting in SETTINGS:
-            curves[setting, name], tax = find_rewards(setting, name)
+            curves[setting, name], tax = find_rewards(setting, ROWS[name])
             of_group = name not in (EXACT, BOTH, LOCAL)  # of this the tax speaks
             cell = f"{curves[setting, name][-1]:.3f}"
             rows[name].append(cell + f" ({tax:.3f})" * of_group)
@@ -114,7 +114,7 @@ def main():
     print_table(rows, SETTINGS)
     print("\nThe same with Adam, by its learning rate\n")
     rows = {
-        f"{setting}; {name}": [f"{x:.3f}" for x in find_adam_rewards(setting, name)]
+        f"{setting}; {name}": [f"{x:.3f}" for x in find_adam_rewards(setting, ROWS[name])]
         for setting, name in itertools.product([*SETTINGS][1:], ADAM_ROWS)  # where GRPO loses
     }
     print_table(rows, ADAM_RATES.tolist())
