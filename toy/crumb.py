@@ -1,6 +1,6 @@
 """The crumb: divided by the group's std, a policy can stay at a tenth of the reward for good.
 
-    python -m toy.crumb                        the tables: a minute
+    python -m toy.crumb                        the tables: half a minute
     python -m toy.crumb --plot toy/crumb.png   and the picture (needs matplotlib)
 
     prompt -+- usual way: format ------- 0.1   surely; the answer is wrong
@@ -15,25 +15,19 @@
 
 An answer is one token, its way, and the policy has a logit for each way. So all lengths are equal,
 and with one update a batch nothing is clipped. The rows differ in what divides R - mean, and in
-nothing else. "Exact" means that all groups are enumerated, each as often as it is probable. There
-the batch of "batch" is very large, and all of this one prompt. A sampled batch is 32 groups of this
-prompt. toy/README.md says what came out, and claims C29 and C30 why.
+nothing else. Nothing is sampled: all groups are enumerated, and each counts with its probability.
+So the batch of "batch" is very large, and all of this one prompt. toy/README.md says what came out,
+and claims C29 and C30 why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 import losses
-from losses import Batch
-from toy import tax
 from toy.figure import COLORS, make_figure, parse_plot, print_table, save
-from toy.worlds import Groups, Outcome
+from toy.worlds import ADAM, PLAIN, Groups, Outcome, Row, train, way_log_probs
 
 CRUMB, RIGHT = 0.1, 0.45  # what the usual way earns; the chance of the rare way to earn 1
 RARE_WAY = [Outcome(0, 1.0, CRUMB, 1), Outcome(1, RIGHT, 1.0, 1), Outcome(1, 1 - RIGHT, 0.0, 1)]
@@ -50,53 +44,8 @@ SCALES = {  # of group_advantages: in the picture label, colour (a method's with
 }
 STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
 THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
-G, GROUPS, RUNS = 8, 32, 100  # answers of a group; groups of a sampled batch; sampled runs
-BATCHES, THREE_BATCHES = 300, 1200
-ADAM, PLAIN = partial(tax.ADAM, lr=0.03), partial(tax.PLAIN, lr=2.0)
-
-
-def enumerate_batch(groups: Groups, scale: str, logits: Tensor) -> Batch:
-    """All groups at once, each as often as it is probable, under P policies. logits (P, W)."""
-    logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)  # (P N, 1)
-    shares = torch.stack([groups.probabilities(x) for x in logp.chunk(len(logits))])  # (P, groups)
-    A = losses.group_advantages(groups.rewards, groups.G, "mean" if scale == "batch" else scale)
-    if scale == "batch":
-        R = groups.rewards.view(-1, groups.G)
-        J = (shares @ R.mean(1))[:, None, None]  # (P, 1, 1)
-        variance = (shares * ((R - J) ** 2).mean(2)).sum(1, keepdim=True)  # (P, 1)
-        A = A / (variance.sqrt() + 1e-4)
-    return groups.weigh(logp, shares, A)
-
-
-def sample_batch(generator: torch.Generator, scale: str, logits: Tensor) -> Batch:
-    """GROUPS groups of the first world for each of P runs. logits (P, 2)."""
-    draws = torch.rand(2, len(logits), GROUPS * G, generator=generator, dtype=torch.float64)
-    ways = (draws[0] < logits.detach().softmax(1)[:, 1:]).long()  # (P, N)
-    rewards = torch.where(ways == 0, CRUMB, (draws[1] < RIGHT).double())
-    A = torch.stack([losses.group_advantages(R, G, scale) for R in rewards])  # a batch a run
-    logp = logits.log_softmax(1).gather(1, ways).view(-1, 1)
-    adv = len(A) * A.view(-1, 1)  # a loss takes the mean over runs, too
-    return Batch(logp, logp.detach(), adv, torch.ones_like(adv, dtype=torch.bool), G, 1)
-
-
-def train(
-    starts: Tensor,
-    draw: Callable[[Tensor], Batch],
-    batches: int = BATCHES,
-    optimizer: Callable[..., Optimizer] = ADAM,
-) -> Tensor:
-    """The shares of the ways before each batch and at the end. (P, W) -> (batches + 1, P, W).
-
-    draw: logits (P, W) -> their batch.
-    """
-    logits = starts.log().requires_grad_()
-    step, path = optimizer([logits]), [starts]
-    for _ in range(batches):
-        step.zero_grad()
-        losses.grpo(draw(logits)).backward()
-        step.step()
-        path.append(logits.detach().softmax(1))
-    return torch.stack(path)
+G, BATCHES, THREE_BATCHES = 8, 300, 1200
+ADAM_RATE, PLAIN_RATE = 0.03, 2.0
 
 
 def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
@@ -107,44 +56,38 @@ def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
 # ---------------- the figure
 
 
-def train_exact(scale: str) -> Tensor:
-    """J from each of STARTS. (BATCHES + 1, 3)."""
-    path = train(STARTS, partial(enumerate_batch, Groups(RARE_WAY, G), scale))
-    return expected_reward(RARE_WAY, path)
+def train_rare(scale: str) -> Tensor:
+    """The expected reward from each of STARTS. (BATCHES + 1, 3)."""
+    row, groups, starts = Row(losses.grpo, scale), Groups(RARE_WAY, G), STARTS.log()
+    path, _ = train(row, groups, way_log_probs, starts, 1, BATCHES, ADAM_RATE, ADAM)
+    return expected_reward(RARE_WAY, path.softmax(2))
 
 
-def train_sampled(scale: str, runs: int = RUNS) -> Tensor:
-    """J of every run from each of STARTS. (BATCHES + 1, 3, runs)."""
-    generator = torch.Generator().manual_seed(0)  # all scales see the same random numbers
-    path = train(STARTS.repeat_interleave(runs, 0), partial(sample_batch, generator, scale))
-    return expected_reward(RARE_WAY, path).view(-1, len(STARTS), runs)
+def train_three(scale: str, rate: float = PLAIN_RATE, optimizer=PLAIN) -> Tensor:
+    """The shares of the three ways, G = 4, from each of THREE_STARTS. (THREE_BATCHES + 1, 2, 3)."""
+    row, groups, starts = Row(losses.grpo, scale), Groups(THREE_WAYS, 4), THREE_STARTS.log()
+    path, _ = train(row, groups, way_log_probs, starts, 1, THREE_BATCHES, rate, optimizer)
+    return path.softmax(2)
 
 
-def train_three(scale: str, optimizer: Callable[..., Optimizer] = PLAIN) -> Tensor:
-    """The shares of the three ways, G = 4, from each of THREE_STARTS. (.., 2, 3)."""
-    draw = partial(enumerate_batch, Groups(THREE_WAYS, 4), scale)
-    return train(THREE_STARTS, draw, THREE_BATCHES, optimizer)
-
-
-def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, Tensor]):
+def plot(rare: dict[str, Tensor], three: dict[str, Tensor]):
     figure = make_figure(
         "Undivided, or divided by the batch's std, R - mean teaches the better way.\n"
         "Divided by the group's std it keeps a usual way that earns 0.1, or a mixture of ways.",
         3.9,
     )
-    panels = figure.subplots(1, 3)
+    panels = figure.subplots(1, 2)
     for scale, (label, color, dashes) in SCALES.items():
-        of_panels = exact[scale], sampled[scale][:, 1], three[scale]
-        for panel, curves, width in zip(panels, of_panels, (2, 0.5, 2), strict=True):
-            panel.plot(curves, color=color, linestyle=dashes, linewidth=width)
-        panels[0].plot([], [], color=color, linestyle=dashes, linewidth=2, label=label)
+        style = dict(color=color, linestyle=dashes, linewidth=2)
+        panels[0].plot(rare[scale], **style)
+        panels[1].plot(three[scale], **style)
+        panels[0].plot([], [], label=label, **style)
     panels[0].text(300, 0.11, "from 0.02 and 0.05", color=COLORS["grpo"], ha="right")
     panels[0].text(300, 0.42, "from 0.08", color=COLORS["grpo"], ha="right")
     panels[0].set(
         title="a rare way of share 0.02, 0.05, 0.08,\nexpected updates", ylabel="expected reward"
     )
-    panels[1].set_title(f"a rare way of share 0.05,\n{sampled['std'].shape[2]} sampled runs each")
-    panels[2].set_title("three ways, two starts,\nexpected updates")
+    panels[1].set_title("three ways, two starts,\nexpected updates")
     for panel in panels:
         panel.set_xlabel("batches")
     figure.legend(title="R - mean of the group is divided by", loc="outside lower center", ncols=3)
@@ -154,13 +97,11 @@ def plot(exact: dict[str, Tensor], sampled: dict[str, Tensor], three: dict[str, 
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    exact, sampled, rows = {}, {}, {}
+    rare, rows = {}, {}
     for scale in SCALES:
-        exact[scale], sampled[scale] = train_exact(scale), train_sampled(scale)
-        found = (sampled[scale][-1] > 0.4).sum(1)
-        rows[scale] = [f"{J:.3f} ({n})" for J, n in zip(exact[scale][-1], found, strict=True)]
-    print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.")
-    print(f"In brackets: how many of {RUNS} sampled runs find it (J above 0.4)\n")
+        rare[scale] = train_rare(scale)
+        rows[scale] = [f"{J:.3f}" for J in rare[scale][-1]]
+    print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.\n")
     print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
     print(
         "\nThree ways, G = 4, exact: the end of plain ascent from two starts; with Adam J from/to\n"
@@ -169,13 +110,14 @@ def main():
     for scale in SCALES:
         plain = train_three(scale)
         three[scale] = expected_reward(THREE_WAYS, plain)
-        adam = expected_reward(THREE_WAYS, train_three(scale, ADAM))[THREE_BATCHES // 2 :]
+        adam = train_three(scale, ADAM_RATE, ADAM)[THREE_BATCHES // 2 :]
+        swing = expected_reward(THREE_WAYS, adam)
         ends = [f"{J:.4f}" for J in three[scale][-1]]
         shares = ", ".join(f"{share:.3f}" for share in plain[-1, 0])
-        rows[scale] = [*ends, shares, f"{adam.min():.3f} to {adam.max():.3f}"]
+        rows[scale] = [*ends, shares, f"{swing.min():.3f} to {swing.max():.3f}"]
     print_table(rows, ["J", "J", "shares, first start", "Adam"])
     if path:
-        save(plot(exact, sampled, three), path)
+        save(plot(rare, three), path)
 
 
 if __name__ == "__main__":

@@ -14,29 +14,22 @@ grid of learning rates. toy/README.md says what came out, and claims C19 and C22
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 
 import torch
 from torch import Tensor
 
-import losses
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.tax import ADAM, BOTH, EXACT, PLAIN, ROWS, Row, train
-from toy.worlds import Groups, Outcome
+from toy.worlds import ADAM, BOTH, EXACT, PLAIN, ROWS, Groups, Outcome, Row, plan_log_probs, train
 
 G, BATCHES = 4, 120
-START = (0.0, math.log(0.001 / 0.999))  # the logits of the good tokens
+# The logits of the good tokens.
+START = torch.tensor([[0.0, math.log(0.001 / 0.999)]], dtype=torch.float64)
 RATES = 10 ** torch.linspace(0.25, 3.25, 21, dtype=torch.float64)
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 0.75, 1, 2, 3, 10], dtype=torch.float64)
-
-OF_TAX = ("grpo", EXACT, BOTH, "dr-grpo", "gspo", "cispo", "dfpo-min")
-METHODS = {name: ROWS[name] for name in OF_TAX} | {
-    "grpo-symmetric": Row(losses.grpo_symmetric),
-    "reinforce": Row(losses.reinforce),
-    "dfpo-min, eps 0.2": Row(functools.partial(losses.dfpo_min, eps=0.2)),
-}
+NAMES = ("grpo", EXACT, BOTH, "dr-grpo", "gspo", "cispo", "dfpo-min", "grpo-symmetric")
+NAMES += ("reinforce", "dfpo-min, eps 0.2")
 LINES = (EXACT, BOTH, "grpo-symmetric")  # of the picture, and with Adam
 
 
@@ -52,7 +45,9 @@ def make_groups() -> Groups:
 
 def sweep(row: Row, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tensor:
     """The expected reward at the end of a run at each rate; M: updates on a batch."""
-    path, _ = train(row, make_groups(), START, M, BATCHES, rates, optimizer)
+    starts, rates = START.repeat(len(rates), 1), rates[:, None]
+    groups = make_groups()
+    path, _ = train(row, groups, plan_log_probs, starts, M, BATCHES, rates, optimizer)
     return 0.3 + 0.1 * path[-1].sigmoid().sum(1)
 
 
@@ -77,8 +72,8 @@ def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    plain = {name: sweep(row) for name, row in METHODS.items()}
-    adam = {(name, M): sweep(METHODS[name], ADAM_RATES, ADAM, M) for M in (2, 8) for name in LINES}
+    plain = {name: sweep(ROWS[name]) for name in NAMES}
+    adam = {(name, M): sweep(ROWS[name], ADAM_RATES, ADAM, M) for M in (2, 8) for name in LINES}
     print(f"Plain ascent: the best reward of {len(RATES)} learning rates\n")
     print_table({name: [f"{x.max():.3f}"] for name, x in plain.items()}, ["M = 2"])
     print("\nAdam, by its learning rate\n")

@@ -18,34 +18,17 @@ claims C18 and C22 why.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
-from torch.optim import SGD, Adam, Optimizer
 
-import losses
-from losses import Batch
 from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.worlds import Groups, Outcome
-
-
-class Row(NamedTuple):
-    """A line of a table: a loss, its advantage, and whether it has a baseline at every prefix."""
-
-    loss: Callable[[Batch], Tensor]
-    scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
-    prefix_baseline: bool = False
-
+from toy.worlds import ADAM, BOTH, EXACT, LOCAL, ROWS, Groups, Outcome, Row, plan_log_probs, train
 
 G, BATCHES, UPDATES = 4, 120, 8
-START = (2.0, 0.0)  # the logits of the better way and of a good plan
-SIZE = 0.1  # the length of the first update
+# The logits of the better way and of a good plan.
+START = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
 RIGHT = 0.6  # with a good plan
 # lengths of right and wrong answers on the better way; chance to be right on the worse way, and
 # lengths there
@@ -54,21 +37,8 @@ SETTINGS = {
     "better way: wrong is short": ((24, 6), 0.0, (32, 32)),
     "worse way: right is short": ((16, 16), 0.2, (4, 24)),
 }
-PREFIX = ", baseline at every prefix"  # what a row's name has if it is so
-EXACT = "grpo, J as baseline"
-LOCAL, BOTH = "grpo" + PREFIX, EXACT + PREFIX
-ROWS = {
-    "grpo": Row(losses.grpo),
-    EXACT: Row(losses.grpo, "exact"),
-    BOTH: Row(losses.grpo, "exact", prefix_baseline=True),
-    LOCAL: Row(losses.grpo, prefix_baseline=True),
-    # Its own clip, 3e-4, is made for long answers.
-    "gspo": Row(functools.partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
-    "dr-grpo": Row(losses.dr_grpo, "mean"),
-    "cispo": Row(losses.cispo),
-    "dfpo-min": Row(losses.dfpo_min),
-}
-ADAM_RATES = (0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 3.0)
+NAMES = ("grpo", EXACT, BOTH, LOCAL, "gspo", "dr-grpo", "cispo", "dfpo-min")
+ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 1, 3], dtype=torch.float64)
 ADAM_ROWS = ("grpo", "dr-grpo")
 LINES = (EXACT, BOTH, LOCAL, "gspo", "dr-grpo")  # of the picture
 
@@ -85,82 +55,6 @@ def make_groups(setting: str) -> Groups:
     return Groups([outcome for outcome in outcomes if outcome.chance], G)
 
 
-# ---------------- training by all groups, several policies at once; toy/gate.py has it, too
-
-
-def log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """Of the way and of the plan, and 0 for filler, under each policy. (P, 2) -> (P N, T)."""
-    choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0, 1, or -1 for none
-    logp = logsigmoid((1 - 2 * choices) * logits[:, None])  # (P, N, 2)
-    logp = logp.masked_fill(choices < 0, 0.0).flatten(0, 1)
-    return pad(logp, (0, groups.mask.shape[1] - 2))
-
-
-def start_batch(row: Row, groups: Groups, logits: Tensor) -> tuple[Batch, Tensor]:
-    """All groups under P policies that have not moved yet, and their tokens' nodes, (P N, T).
-
-    Each group counts with its probability.
-    """
-    old, P = log_probs(groups, logits), len(logits)
-    shares = torch.stack([groups.probabilities(logp) for logp in old.chunk(P)])  # (P, groups)
-    nodes = groups.nodes + groups.nodes.numel() * torch.arange(P)[:, None, None]
-    return groups.batch(old, shares, row.scale), nodes.flatten(0, 1)
-
-
-def compute_push(
-    row: Row, batch: Batch, nodes: Tensor, weights: Tensor, forward: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The gradient of a row's J by the weights, and the pushes, (N, T).
-
-    forward: weights -> log pi of the batch's tokens, (N, T).
-    """
-    weights = weights.detach().requires_grad_()
-    batch = replace(batch, logp=forward(weights))
-    loss = row.loss(batch)
-    if row.prefix_baseline:
-        loss = losses.prefix_baseline(loss, batch, nodes)
-    c = losses.token_pushes(loss, batch.logp)
-    return torch.autograd.grad(batch.logp, weights, c / len(c))[0], c
-
-
-PLAIN = functools.partial(SGD, lr=1.0)  # theta += rate * push
-ADAM = functools.partial(Adam, lr=1.0, betas=(0.9, 0.95))  # of exact pushes
-
-
-def train(
-    row: Row,
-    groups: Groups,
-    start: tuple[float, float],
-    updates: int,
-    batches: int,
-    rates: Tensor | None = None,
-    optimizer: Callable[..., Optimizer] = PLAIN,
-) -> tuple[Tensor, float]:
-    """The logits of one policy per rate after every update, (batches * updates + 1, P, 2).
-
-    And the mean learning tax of the batches' last updates. Without rates there is one policy,
-    whose first update has the length SIZE.
-    """
-    logits = torch.tensor(start, dtype=torch.float64).expand(1 if rates is None else len(rates), 2)
-    # The optimiser's own rate is 1. It moves this from 0, and a policy's rate is put on after it.
-    moved = torch.zeros_like(logits)
-    step = optimizer([moved])
-    forward = functools.partial(log_probs, groups)
-    path, taxes = [logits], []
-    for _ in range(batches):
-        batch, nodes = start_batch(row, groups, logits)
-        for _ in range(updates):
-            push, c = compute_push(row, batch, nodes, logits, forward)
-            if rates is None:
-                rates = SIZE / push.norm(dim=1)
-            moved.grad = -push
-            step.step()
-            logits = path[0] + rates[:, None] * moved
-            path.append(logits)
-        taxes.append(losses.learning_tax(c, batch.adv[:, 0], nodes, batch.mask))
-    return torch.stack(path), sum(taxes) / len(taxes)
-
-
 # ---------------- the figure
 
 
@@ -171,15 +65,16 @@ def expected_reward(setting: str, logits: Tensor) -> Tensor:
 
 
 def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
-    """The expected reward before each batch and after the last, (BATCHES + 1,); the mean tax."""
-    path, tax = train(row, make_groups(setting), START, UPDATES, BATCHES)
+    """The expected reward before each batch and after the last, (BATCHES + 1,); the tax share."""
+    path, tax = train(row, make_groups(setting), plan_log_probs, START, UPDATES, BATCHES)
     return expected_reward(setting, path[::UPDATES, 0]), tax
 
 
 def find_adam_rewards(setting: str, row: Row) -> Tensor:
     """The expected reward after the last batch, with Adam at each of ADAM_RATES."""
-    rates = torch.tensor(ADAM_RATES, dtype=torch.float64)
-    path, _ = train(row, make_groups(setting), START, UPDATES, BATCHES, rates, ADAM)
+    starts, rates = START.repeat(len(ADAM_RATES), 1), ADAM_RATES[:, None]
+    groups = make_groups(setting)
+    path, _ = train(row, groups, plan_log_probs, starts, UPDATES, BATCHES, rates, ADAM)
     return expected_reward(setting, path[-1])
 
 
@@ -207,11 +102,11 @@ def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
     rows, curves = {}, {}
-    for name, row in ROWS.items():
+    for name in NAMES:
         rows[name] = []
         for setting in SETTINGS:
-            curves[setting, name], tax = find_rewards(setting, row)
-            of_group = row.scale != "exact" and not row.prefix_baseline  # of this the tax speaks
+            curves[setting, name], tax = find_rewards(setting, ROWS[name])
+            of_group = name not in (EXACT, BOTH, LOCAL)  # of this the tax speaks
             cell = f"{curves[setting, name][-1]:.3f}"
             rows[name].append(cell + f" ({tax:.3f})" * of_group)
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
@@ -222,7 +117,7 @@ def main():
         f"{setting}; {name}": [f"{x:.3f}" for x in find_adam_rewards(setting, ROWS[name])]
         for setting, name in itertools.product([*SETTINGS][1:], ADAM_ROWS)  # where GRPO loses
     }
-    print_table(rows, ADAM_RATES)
+    print_table(rows, ADAM_RATES.tolist())
     if path:
         save(plot(curves), path)
 

@@ -1,7 +1,7 @@
 """Worlds in which every group can be enumerated: ways that an answer may go, right or wrong.
 
 Nothing is sampled. All groups of G answers stand in one batch, and each counts with its
-probability. So a push is the expected one.
+probability. So a push is the expected one, and training follows the expected updates.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+from torch.optim import SGD, Adam, Optimizer
 
 import losses
+from losses import Batch
 from toy.policy import Policy, count_orders, tabular
 
 
@@ -53,31 +58,136 @@ class Groups:
         chances = self.chance * logp.detach().sum(1).exp()  # (N,)
         return chances.view(-1, self.G).prod(1) * self.orders
 
-    def batch(self, logp: Tensor, shares: Tensor, scale: str) -> losses.Batch:
-        """On-policy, for P policies one below the other. logp: (P N, T); shares: (P, groups).
+    def batch(self, logp: Tensor, scale: str, shares: Tensor | None = None) -> Batch:
+        """All groups on-policy, for P policies one below the other. logp: (P N, T).
 
-        A is that of `scale`; or, if it is "exact", R minus what the policy expects. Raises
-        ValueError for "batch": all groups, each once, are nobody's batch.
+        A is that of `scale`. With "batch" it is that of a very large batch of this one prompt, and
+        with "exact" it is R minus the reward that the policy expects. shares: how much each group
+        counts, (P, groups); without them it counts with its probability.
         """
-        if scale == "batch":
-            raise ValueError('the enumerated groups are no batch, so the scale cannot be "batch"')
+        if shares is None:
+            policies = logp.chunk(len(logp) // len(self.rewards))
+            shares = torch.stack([self.probabilities(x) for x in policies])
+        counts = (shares / self.G).repeat_interleave(self.G, 1)  # (P, N): how much each row counts
+        above = self.rewards - (counts @ self.rewards)[:, None]  # (P, N): R - J
         if scale == "exact":
-            J = shares @ self.rewards.view(-1, self.G).mean(1)  # (P,)
-            A = self.rewards - J[:, None]  # (P, N)
+            A = above
+        elif scale == "batch":
+            std = (counts * above**2).sum(1, keepdim=True).sqrt()  # (P, 1)
+            A = losses.group_advantages(self.rewards, self.G, "mean") / (std + 1e-4)
         else:
             A = losses.group_advantages(self.rewards, self.G, scale)
-        return self.weigh(logp, shares, A)
-
-    def weigh(self, logp: Tensor, shares: Tensor, A: Tensor) -> losses.Batch:
-        """The batch in which each group counts by its share. A: (N,) or (P, N).
-
-        Losses are homogeneous in A, so each group's A carries its share. It also carries the number
-        of groups, over which a loss takes the mean.
-        """
-        adv = (A * (shares * shares.numel()).repeat_interleave(self.G, 1)).flatten()  # (P N,)
+        # Losses are homogeneous in A, so A carries how much its row counts. It also carries the
+        # number of rows, over which a loss takes the mean.
         mask = self.mask.repeat(len(shares), 1)
-        adv = adv[:, None].expand(mask.shape)
-        return losses.Batch(logp, logp.detach(), adv, mask, self.G, mask.shape[1])
+        adv = (A * counts * counts.numel()).view(-1, 1).expand(mask.shape)
+        return Batch(logp, logp.detach(), adv, mask, self.G, mask.shape[1])
+
+
+# ---------------- policies that have logits for the choices and for nothing else
+
+
+def way_log_probs(groups: Groups, logits: Tensor) -> Tensor:
+    """log pi of all tokens, with a logit for each way, under P policies. (P, W) -> (P N, T)."""
+    logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)
+    return pad(logp, (0, groups.mask.shape[1] - 1))  # after the way there is no choice: log pi = 0
+
+
+def plan_log_probs(groups: Groups, logits: Tensor) -> Tensor:
+    """log pi of all tokens, with one logit for way 0 against way 1 and one for plan 0 against
+    plan 1, under P policies. (P, 2) -> (P N, T)."""
+    choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0, 1, or -1 for none
+    logp = logsigmoid((1 - 2 * choices) * logits[:, None])  # (P, N, 2)
+    logp = logp.masked_fill(choices < 0, 0.0).flatten(0, 1)
+    return pad(logp, (0, groups.mask.shape[1] - 2))
+
+
+# ---------------- training by expected updates, several policies at once
+
+
+class Row(NamedTuple):
+    """A line of a table: a loss, its advantage, and whether it has a baseline at every prefix."""
+
+    loss: Callable[[Batch], Tensor]
+    scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
+    prefix_baseline: bool = False
+
+
+PREFIX = ", baseline at every prefix"  # what a row's name has if it is so
+EXACT = "grpo, J as baseline"
+LOCAL, BOTH = "grpo" + PREFIX, EXACT + PREFIX
+ROWS = {
+    "grpo": Row(losses.grpo),
+    EXACT: Row(losses.grpo, "exact"),
+    BOTH: Row(losses.grpo, "exact", prefix_baseline=True),
+    LOCAL: Row(losses.grpo, prefix_baseline=True),
+    # Its own clip, 3e-4, is made for long answers.
+    "gspo": Row(partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
+    "dr-grpo": Row(losses.dr_grpo, "mean"),
+    "cispo": Row(losses.cispo),
+    "grpo-symmetric": Row(losses.grpo_symmetric),
+    "reinforce": Row(losses.reinforce),
+    "dfpo-min": Row(losses.dfpo_min),
+    "dfpo-min, eps 0.2": Row(partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
+}
+SIZE = 0.1  # the length of the first update where there is no rate
+PLAIN = partial(SGD, lr=1.0)  # theta += rate * push
+ADAM = partial(Adam, lr=1.0, betas=(0.9, 0.95))  # of expected pushes
+
+
+def compute_push(
+    row: Row, batch: Batch, nodes: Tensor, weights: Tensor, policy: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a row's J by the weights, and the pushes, (N, T).
+
+    policy: weights -> log pi of the batch's tokens, (N, T).
+    """
+    weights = weights.detach().requires_grad_()
+    batch = replace(batch, logp=policy(weights))
+    loss = row.loss(batch)
+    if row.prefix_baseline:
+        loss = losses.prefix_baseline(loss, batch, nodes)
+    c = losses.token_pushes(loss, batch.logp)
+    return torch.autograd.grad(batch.logp, weights, c / len(c))[0], c
+
+
+def train(
+    row: Row,
+    groups: Groups,
+    policy: Callable[[Groups, Tensor], Tensor],
+    starts: Tensor,
+    updates: int,
+    batches: int,
+    rates: Tensor | float | None = None,
+    optimizer: Callable[..., Optimizer] = PLAIN,
+) -> tuple[Tensor, float]:
+    """The logits of P policies at the start and after every update, (batches * updates + 1, P, K);
+    and the tax share of a batch's last update, mean of all batches.
+
+    policy: way_log_probs or plan_log_probs. starts: (P, K). rates: one for all policies, or one for
+    each, (P, 1); without rates the first update has the length SIZE.
+    """
+    forward = partial(policy, groups)
+    first = groups.nodes.numel() * torch.arange(len(starts))  # policies share no node
+    nodes = (groups.nodes + first[:, None, None]).flatten(0, 1)  # (P N, T)
+    # The optimiser's own rate is 1. It moves this from 0, and a policy's rate is put on after it.
+    moved = torch.zeros_like(starts)
+    step = optimizer([moved])
+    path, taxes = [starts], []
+    for _ in range(batches):
+        batch = groups.batch(forward(path[-1]), row.scale)
+        for _ in range(updates):
+            push, c = compute_push(row, batch, nodes, path[-1], forward)
+            if rates is None:
+                rates = SIZE / push.norm(dim=1, keepdim=True)
+            moved.grad = -push
+            step.step()
+            path.append(starts + rates * moved)
+        taxes.append(losses.learning_tax(c, batch.adv[:, 0], nodes, batch.mask))
+    return torch.stack(path), fmean(taxes)
+
+
+# ---------------- worlds of the claims
 
 
 class World(Groups):
@@ -95,12 +205,10 @@ class World(Groups):
     def logits(self) -> Tensor:
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
 
-    def expected_batch(self, logits: Tensor, scale: str) -> losses.Batch:
+    def expected_batch(self, logits: Tensor, scale: str) -> Batch:
         """By the logits of the ways, which are all that is learnt; each group counts as it is
         probable."""
-        logp = torch.zeros(self.mask.shape, dtype=torch.float64)
-        logp[:, 0] = logits.log_softmax(0)[self.way]
-        return self.batch(logp, self.probabilities(logp)[None], scale)
+        return self.batch(way_log_probs(self, logits[None]), scale)
 
 
 class Toy:
@@ -127,7 +235,7 @@ class Toy:
     def log_probs(self, policy: Policy) -> Tensor:
         return policy.log_probs([()] * len(self.rows), self.rows)[0]
 
-    def batch(self, off_policy: bool, average: str = "budget", scale: str = "mean") -> losses.Batch:
+    def batch(self, off_policy: bool, average: str = "budget", scale: str = "mean") -> Batch:
         """All groups at once.
 
         An average over tokens has a random denominator; here it is that of very many groups.
@@ -141,4 +249,4 @@ class Toy:
             rewards = groups.rewards.view(-1, groups.G)
             counted = counted * (rewards.amax(1) > rewards.amin(1))
         shares = shares * counted.double().mean() / (shares * counted).sum()
-        return replace(groups.batch(self.logp.clone(), shares[None], scale), logp_old=logp_old)
+        return replace(groups.batch(self.logp.clone(), scale, shares[None]), logp_old=logp_old)
