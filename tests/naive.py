@@ -1,12 +1,36 @@
-"""Two things that toy/plain.py has no need of, as plainly: train.py's sampler, an edit distance.
+"""What toy/plain.py does not need, as plainly: temperature, train.py's sampler, edit distance.
 
 The sampler takes the same random numbers as train.py, so that it can draw the same answers. The
 edit distance is that of llm/neighbours.py.
 """
 
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import torch
+
+
+class Tempered(torch.nn.Module):
+    """A model whose logits are divided by a temperature."""
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.model(ids).logits / self.temperature)
+
+
+def tempered(policy, temperature: float):
+    """The policy that samples at this temperature, for toy/plain.py, which has none."""
+    return replace(policy, model=Tempered(policy.model, temperature))
+
+
+def all_log_probs(policy, prompt: list, answer: list):
+    """log pi of every token of the vocabulary, at each place of the answer. (T, V)."""
+    logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Letters, build, load, refused
-from naive import rollout
+from naive import rollout, tempered
 
 import train
 from llm import fast
@@ -38,7 +38,7 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
     policies, prompts = [load(path), load(path, fast=True)], PROMPTS * 3
     expected = rollout(policies[0], prompts, 24, 1.5, train.rng(1))
     pairs = zip(prompts, expected, strict=True)
-    logp = torch.cat([plain.log_probs(policies[0], *pair, 1.5) for pair in pairs])
+    logp = torch.cat([plain.log_probs(tempered(policies[0], 1.5), *pair) for pair in pairs])
     for policy in policies:
         answers = answer(policy, prompts, 24, 1.5, train.rng(1))
         rows = zip(answers.tokens, answers.mask, strict=True)

@@ -508,7 +508,7 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k, qwen_path):
     folder = run(tmp_path / "five", *flags, "--task", "llm/five_words.py")
     assert len(metrics(folder)) == 2
     task = train.load_task(train.parse(["--task", "llm/five_words.py"]))
-    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 0, "": 0}
+    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
     gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()

@@ -28,19 +28,8 @@ G, L, TEMPERATURE = 4, 7, 0.7
 SIZES = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, seed=5, steps=3)
 
 
-class Tempered(torch.nn.Module):
-    """A model whose logits are divided by the temperature, because toy/plain.py has none."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return SimpleNamespace(logits=self.model(ids).logits / TEMPERATURE)
-
-
 def tempered(policy):
-    return replace(policy, model=Tempered(policy.model))
+    return naive.tempered(policy, TEMPERATURE)
 
 
 def adam(model, lr):
@@ -117,8 +106,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     lr = 0.05 * (2 / 3 if config.schedule == "linear" else 1)
     entropy, read, norms, far, log_probs = 0.0, [], [], [], plain.log_probs
     for row in rows:
-        logits = theirs.model(torch.tensor([row.prompt + row.answer])).logits.detach()
-        logp = logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)  # (T_i, V)
+        logp = naive.all_log_probs(theirs, row.prompt, row.answer).detach()  # (T_i, V)
         entropy -= float((logp.exp() * logp).sum())
 
     def noted(*args):  # first the old log-probs of all rows, then update by update

@@ -2,7 +2,7 @@
 
 A run is TRL's own `train()`: its generation, rewards, accumulation and processes. What it leaves in
 param.grad before each optimiser step must be the gradient of losses.py on all answers of that step,
-read one by one by toy/plain.py, and so must what it logs. As a script (`torchrun --nproc-per-node 2
+read one by one by naive.py, and so must what it logs. As a script (`torchrun --nproc-per-node 2
 tests/test_trl.py MODEL`) this file is one process of a run of several.
 """
 
@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import naive
 import pytest
 import torch
 from datasets import Dataset
@@ -23,7 +24,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
 from losses import METHODS, Batch, OldPolicy, bind
-from toy import plain
 from toy.arithmetic import Arithmetic
 from toy.policy import pad
 from train import Config, load_policy
@@ -120,7 +120,8 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     def read(weights, rows):
         """log pi of the taken tokens (N, T), and the entropies of all, in nats."""
         vector_to_parameters(weights, policy.model.parameters())
-        full = [plain.all_log_probs(policy, *row, TEMPERATURE) for row in rows]  # each (T_i, V)
+        cold = naive.tempered(policy, TEMPERATURE)
+        full = [naive.all_log_probs(cold, *row) for row in rows]  # each (T_i, V)
         spread = torch.cat([-(x.exp() * x).sum(1).detach() for x in full])
         taken = [x[range(len(y)), y] for x, (_, y) in zip(full, rows, strict=True)]
         return pad_sequence(taken, batch_first=True), spread
