@@ -1,11 +1,13 @@
-"""Whoever follows a link in a Markdown page arrives: at a file, a heading, a name in the code."""
+"""Whoever follows a link in a Markdown page arrives: at a file, a heading, a line of the code.
+
+`python tests/test_links.py` writes today's lines into the pages.
+"""
 
 import re
 from pathlib import Path
 
-import losses
-
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md")]
 # [text](file#anchor) without an address of the web; a text that is `a_name` is caught by itself.
 LINK = re.compile(r"\[(?:`(\w+)`|[^][]*)\]\(([^()\s:#]*)#?([^()\s:]*)\)")
 
@@ -21,21 +23,39 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", x).lower().replace(" ", "-") for x in headings}
 
 
+def line_of(file: Path, name: str) -> str:
+    """Where a file defines a function or class: the anchor of its line, L12."""
+    lines = file.read_text("utf-8").splitlines()
+    found = [i for i, x in enumerate(lines, 1) if re.match(rf"\s*(def|class) {name}\b", x)]
+    return f"L{found[0]}" if found else "not there"
+
+
+def with_todays_lines(page: Path) -> str:
+    def renew(link: re.Match) -> str:
+        name, path, anchor = link.groups()
+        if not name or not path.endswith(".py"):
+            return link[0]
+        return f"[`{name}`]({path}#{line_of(page.parent / path, name)})"
+
+    return LINK.sub(renew, page.read_text("utf-8"))
+
+
 def test_links_arrive():
-    """[`name`](file.py) promises that the file defines this function or class."""
+    """[`name`](file.py#L12) promises that line 12 of the file defines this function or class."""
     followed = []
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md")]:
+    for page in PAGES:
         for name, path, anchor in LINK.findall(read(page)):
             where = f"{page.relative_to(ROOT)}: [{name}]({path}#{anchor})"
             file = page.parent / path if path else page
             assert file.exists(), where
-            assert not anchor or anchor in anchors(file), where
-            assert not name or re.search(rf"^\s*(def|class) {name}\b", read(file), re.M), where
+            if name and path.endswith(".py"):
+                assert anchor == line_of(file, name), f"{where}; run python tests/test_links.py"
+            else:
+                assert not anchor or anchor in anchors(file), where
             followed.append(name)
     assert "min_replace" in followed
 
 
-def test_the_front_page_has_todays_rows_of_the_table_of_methods():
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    rows = [line for line in lines if line.startswith("| ") and line.split()[1] in losses.METHODS]
-    assert rows and {*rows} <= {*losses.table().splitlines()}
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(with_todays_lines(page), "utf-8")
