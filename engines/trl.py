@@ -161,7 +161,7 @@ def of_this_process(trainer: GRPOTrainer, x: Tensor, count: int) -> Tensor:
     return x[start : start + count]
 
 
-# ---------------- what is refused: settings that would change what is learnt, or do nothing
+# ---------------- what is refused: settings that would change what is learned, or do nothing
 
 # These shape TRL's own losses. Nothing here would read them.
 UNREAD = (

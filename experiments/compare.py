@@ -13,7 +13,7 @@ The seeds are --seed and those after it, --seeds of them. --runs trains nothing,
 train.py. --curves names numbers of metrics.jsonl. The table has the last value of each, and --plot
 draws them: the mean over seeds, in a band from the lowest seed to the highest.
 
-The table has the mean over seeds and half its 95 % interval (Student's t). Below stand the
+The table has the mean over seeds and half its 95% interval (Student's t). Below are the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
 only one of them repairs) and the order of their prompts.
 
@@ -24,7 +24,7 @@ only one of them repairs) and the order of their prompts.
                   that of DFPO's paper is not public)
     greedy, ...   the curves at the end; greedy is the held-out accuracy of greedy answers
 
-"none in 1 of 5" stands where one run of five has no such number, because it never got there.
+"none in 1 of 5" means that one run of five has no such number, because it never got there.
 """
 
 from __future__ import annotations

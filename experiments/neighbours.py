@@ -1,6 +1,6 @@
 """Three neighbouring papers, a figure of each in miniature. README.md says what came out.
 
-    python -m experiments.neighbours nthr     does a step make a question's right answers likelier?
+    python -m experiments.neighbours nthr     does a step make right answers more likely?
     python -m experiments.neighbours lopti    whose gradient is it, and does the order help?
     python -m experiments.neighbours ibpo     when does it pay to learn from corrections?
 
@@ -162,7 +162,7 @@ def lopti():
 # ---------------- IBPO
 #
 # A word of K letters is decoded. Each letter has a digit, which is secret, and one slip spoils the
-# answer. The policy is a table: the chance of each digit, given the letter. So the chance of a
+# answer. The policy is a table: the probability of each digit, given the letter. So the probability of a
 # right answer is known exactly; at the start it is 0.63^K. It is trained by SGD, through losses.py.
 #
 # The policy corrects each wrong answer of its own beside one sibling, a right one if there is one.
@@ -172,9 +172,9 @@ def lopti():
 
 LETTERS, DIGITS, PROMPTS, G = 26, 10, 4, 8
 DIGIT = torch.arange(LETTERS) % DIGITS  # of each letter
-RIGHT = 0.63  # chance of the right digit at the start
+RIGHT = 0.63  # probability of the right digit at the start
 ODDS = 6  # a correction multiplies a digit's odds by it for each answer that shows it
-GOAL = 0.5  # chance of a right answer, to be reached
+GOAL = 0.5  # probability of a right answer, to be reached
 LENGTHS = (4, 8, 12, 16, 20)  # K, of a word
 RATES = (400, 800, 1600, 3200)  # at 800 one right answer settles its letters
 LIMIT = 1_000_000  # tokens after which a run is stopped
@@ -198,7 +198,7 @@ def word_loss(logits: Tensor, right: Tensor, answers: Tensor, fixed: Tensor) -> 
     rewards = (answers == right).all(1).double()  # (N,)
     repaired = (rewards == 0) & (fixed == right).all(1)
     A = group_advantages(losses.shaped_rewards(rewards, repaired), G)
-    mask, kept = answers >= 0, answers == fixed  # place by place: each stands for one letter
+    mask, kept = answers >= 0, answers == fixed  # place by place: each is one letter's
     logp = logits.log_softmax(2).gather(2, answers[..., None]).squeeze(2)
     old = OldPolicy(answers, mask, logp.detach(), rewards, G, kept_mask=kept, repaired=repaired)
     adv = losses.ibpo(A[:, None].expand(mask.shape), old)
@@ -206,7 +206,7 @@ def word_loss(logits: Tensor, right: Tensor, answers: Tensor, fixed: Tensor) -> 
 
 
 def count_tokens(name: str, K: int, rate: float, seed: int) -> int:
-    """Tokens generated until the chance of a right answer, at temperature 1, is GOAL."""
+    """Tokens generated until the probability of a right answer, at temperature 1, is GOAL."""
     torch.manual_seed(seed)
     corrects, temperature = SETTINGS[name]
     odds = RIGHT / (1 - RIGHT) * (DIGITS - 1)

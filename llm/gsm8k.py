@@ -3,7 +3,7 @@ r"""The GSM8K task (Cobbe et al. 2021): word problems, their prompt, and an exac
 The verifier reads the last '####' with nothing but a number on its line, else the last \boxed{...},
 else the last number. A bare '####' marks the line that follows it.
 Nothing is read after a line that starts with 'Question:', where a base model poses itself the next
-problem, unless no number stands before it.
+problem, unless there is no number before it.
 - Around the number of a '####' there may be a sign, a currency and a unit: '-$1,234.00 a year' is
   -1234. A heading such as '#### Step 2: halve it' or '#### 2. Halve it' is no answer.
 - A box must hold exactly one number: \boxed{3/4} is nothing.
@@ -58,7 +58,7 @@ def extract(text: str) -> str | None:
     """
     for spelling, plain in SPELLINGS:
         text = re.sub(spelling, plain, text)
-    own = text.partition("\nQuestion:")[0]  # a base model may go on with the next problem
+    own = text.partition("\nQuestion:")[0]  # a base model may continue with the next problem
     text = own if DIGITS.search(own) else text
     for region in reversed(text.split("####")[1:]):
         line = region.replace(r"\boxed", "").strip().partition("\n")[0]
@@ -68,7 +68,7 @@ def extract(text: str) -> str | None:
     if box:
         depths = [*accumulate(map({"{": 1, "}": -1}.get, region, repeat(0))), -1]
         region = region[: depths.index(-1)]  # a box that never closes runs to the end
-        text = f"{before}|{region}"  # its sign may stand before it
+        text = f"{before}|{region}"  # its sign may precede it
     found = [*DIGITS.finditer(text)]
     if not found or box and len(DIGITS.findall(region)) != 1:
         return None
@@ -151,7 +151,7 @@ class GSM8K(BaseTask):
         return Item(prompt, item.answer, "")
 
     def make_tokenizer(self):
-        """Byte-level BPE learnt on the training split, each digit a token; deterministic."""
+        """Byte-level BPE learned on the training split, each digit a token; deterministic."""
         from tokenizers import ByteLevelBPETokenizer, Tokenizer
         from tokenizers.pre_tokenizers import Digits, Sequence
         from transformers import PreTrainedTokenizerFast

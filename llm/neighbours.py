@@ -1,7 +1,7 @@
 """What two neighbours need of a language model beyond log-probs, once a rollout batch.
 
 NTHR scores every token by its hidden state. IBPO has the policy correct its wrong answers. The
-rules that use this, `nthr` and `ibpo`, stand in losses.py beside the other methods.
+rules that use this, `nthr` and `ibpo`, are in losses.py beside the other methods.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def nthr_scores(
     hidden state, which predicts the token; hidden is (N, T, d). g = e_y - pi(.|h) is the prediction
     error, on the ids V* that occur in the group's answers, or with full_vocab on all ids. Its pi
     has the full denominator either way, through logp. head is (V, d), with logits = h head^T /
-    temperature. One matrix M stands for the double sum of <g,g'> <h,h'> (N4, D). A correct token's
+    temperature. One matrix M replaces the double sum of <g,g'> <h,h'> (N4, D). A correct token's
     score includes its own answer's part; a wrong one's own part is 0.
 
     Scores are 0 on padding, and in groups without correct or without wrong answers. At least fp32;

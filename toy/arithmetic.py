@@ -13,7 +13,7 @@ of equal reward, and answers of different lengths. A policy can discover that wo
 The demonstrations of the warm start are imperfect on purpose: mostly direct, and then mostly wrong.
 
 A correction problem (for IBPO) is "37+48=", an answer, "=", and siblings' answers, each with its
-"=". Its demonstration keeps the first answer's opener and form and mends the numbers. On purpose,
+"=". Its demonstration keeps the first answer's opener and form and fixes the numbers. On purpose,
 some demonstrations leave the numbers as they were.
 """
 
@@ -109,7 +109,7 @@ class BaseTask:
         return Item(item.prompt + "=".join([answer, *siblings, ""]), item.answer, demo)
 
     def correction(self, item: Item, siblings: int = 1) -> Item:
-        """What the warm start shows in place of the item where answers are corrected (ibpo)."""
+        """What the warm start shows instead of the item if answers are corrected (ibpo)."""
         return item
 
     def make_tokenizer(self):
@@ -158,7 +158,7 @@ class Arithmetic(BaseTask):
         return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
 
     def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
-        """How often answers open, and go on, in each known way: what drifts without a reward.
+        """How often answers begin and continue in each known form: what drifts without a reward.
 
         {"opener so": 0.4, ..., "opener other": 0.0, "form direct": 0.7, ..., "form other": 0.1}
         """
