@@ -162,8 +162,9 @@ def lopti():
 # ---------------- IBPO
 #
 # A word of K letters is decoded. Each letter has a digit, which is secret, and one slip spoils the
-# answer. The policy is a table: the probability of each digit, given the letter. So the probability of a
-# right answer is known exactly; at the start it is 0.63^K. It is trained by SGD, through losses.py.
+# answer. The policy is a table: the probability of each digit, given the letter. So the probability
+# of a right answer is known exactly; at the start it is 0.63^K. It is trained by SGD, through
+# losses.py.
 #
 # The policy corrects each wrong answer of its own beside one sibling, a right one if there is one.
 # It draws every digit from its table once more, but with 6 times the odds for each of the two
