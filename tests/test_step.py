@@ -304,11 +304,11 @@ def test_evaluation_is_the_naive_one(start):
     assert 0 < metrics["sampled"] < 1
 
 
-def test_the_warm_start_is_the_naive_one(start, tmp_path):
+def test_the_warm_start_is_the_naive_one(start):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
     sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
-    config, task = train.Config(grad_clip=0.3, out=str(tmp_path), **sizes), Arithmetic()
+    config, task = train.Config(grad_clip=0.3, **sizes), Arithmetic()
     task.train = task.train[:20]
     ours, theirs = (replace(copy.deepcopy(start[0]), eos=ENDS) for _ in range(2))
     train.warm_start(ours, task, losses.bind("ibpo", {}), config)
