@@ -3,20 +3,22 @@ known exactly.
 
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
-    python verify.py --explain C14      what a claim says, and its proof from claims/PROOFS.md
-    python verify.py --explain Eq. 17   the claims that speak of an equation
+    python verify.py --explain C14      what a claim says, and its proof
+    python verify.py --explain Eq. 17   the claims about an equation
     python verify.py --explain symbols  what the letters mean
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
 to 3 prompts with 2 to 16 answers each, on-policy and off-policy, inside and outside the clip range.
 All are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
-rewards that nearly agree, hundreds of tokens. These decide about verdicts, not about the numbers.
+rewards that nearly agree, hundreds of tokens. Extreme trees decide about verdicts, not about the
+numbers shown.
 
-"predicted" is computed by hand and "measured" by autograd; both are shown where they are furthest
-apart. "error" is the largest error of all draws. "left" is the average size of what remains when
-the condition of a HOLDS ONLY IF is dropped, or of what else --explain says of it.
+"predicted" is computed by hand and "measured" by autograd; the pair that is furthest apart is
+shown. "error" is the largest error of all draws. HOLDS ONLY IF means that the claim is false
+without the condition that follows. "otherwise" is the average size of its error then, or what
+--explain says.
 
-Exit code 0: every verdict is the expected one, and every function of METHODS is spoken of. 1: not.
+Exit code 0: every verdict is the expected one, and a claim checks every function of METHODS.
 """
 
 from __future__ import annotations
@@ -38,36 +40,36 @@ from claims.evidence import TOLERANCE
 PROOFS = Path(__file__).parent / "claims" / "PROOFS.md"
 TABLES = {  # claims with a table of their own: title, head
     "AUDIT": (
-        "What is left at a token that the whole group shares, |sum c| / sum |c|, if the group is "
-        "in one optimiser step",
+        "Net push at a fully shared token, |sum c| / sum |c|, if the group is in one update",
         ["loss", *REGIMES],
     ),
     "C16": (
-        'The price: expected update against the exact gradient, A = R - mean (scale "mean"; '
-        "unbiased: cos 1, norm 0.667). Token means have the divisor of an infinite batch",
+        "Expected update against the gradient of the expected reward, with A = R - mean(R). "
+        "Unbiased: cos 1, norm 0.667. A token mean has the divisor of an infinite batch",
         ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
     ),
     "C27": (
-        "Noise with a baseline at every prefix over without, 4 visitors, b = .5: it pays below 1",
+        "Noise with a prefix baseline over the noise without it, for 4 visitors and b = 0.5. "
+        "Below 1 the baseline helps",
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
     "C28": (
-        "The most that a baseline takes off the noise of a token that the whole group shares, and "
-        "the noise with it over without, if weights lie in [m, M]",
+        "The largest share of the noise that a prefix baseline removes at a fully shared token, "
+        "and the noise with it over the noise without it, if weights lie in [m, M]",
         ["M/m", "most", "G = 4", "G = 8"],
     ),
 }
 
 
 def unspoken() -> list[str]:
-    """The functions of METHODS that no claim speaks of, each with its method."""
-    spoken = {name for claim in CLAIMS for name in claim.names}
+    """The functions of METHODS that no claim checks, each with its method."""
+    checked = {name for claim in CLAIMS for name in claim.names}
     return [
         f"{name}: no claim checks {function.__name__}. A loss needs a row in FORMULAS of "
         "claims/formulas.py"
         for name, method in losses.METHODS.items()
         for function in losses.functions(method)
-        if function.__name__ not in spoken
+        if function.__name__ not in checked
     ]
 
 
@@ -80,9 +82,8 @@ def wrap(text: str, indent: int) -> str:
 
 
 def show(claims: list[Claim], results: list[Evidence]) -> None:
-    """Each claim's verdict and numbers. The function and the draw with the largest error speak for
-    it."""
-    columns = f"{'predicted':>11}{'measured':>11}{'error':>9}{'left':>9}"
+    """Each claim's verdict, and the numbers of the function and draw with the largest error."""
+    columns = f"{'predicted':>11}{'measured':>11}{'error':>9}{'otherwise':>11}"
     print(f"{'claim':6}{'verdict':17}{columns}")
     for claim in claims:
         own = [result for result in results if result.claim == claim.id]
@@ -91,13 +92,13 @@ def show(claims: list[Claim], results: list[Evidence]) -> None:
         if any(result.message for result in own):
             verdict = "WRONG"
         numbers = f"{worst.pair[0]:11.4g}{worst.pair[1]:11.4g}{worst.error:9.1g}"
-        left = [result.mean_left for result in own if result.left]
-        if left or claim.condition:  # a claim with a condition has to record what is left
-            numbers += f"{fmean(left):9.2g}"
+        otherwise = [result.mean_otherwise for result in own if result.otherwise]
+        if otherwise or claim.condition:  # a claim with a condition has to record this
+            numbers += f"{fmean(otherwise):11.2g}"
         print(f"\n{claim.id:6}{verdict:17}{numbers}")
         statement, source, _ = claim.text
-        of = f"Of {', '.join(result.function for result in own)}."
-        for line in (statement, *condition_of(claim), source, of):
+        checked = f"Checked: {', '.join(result.function for result in own)}"
+        for line in (statement, *condition_of(claim), source, checked):
             print(wrap(f"      {line}", indent=6))
     for id_, (title, head) in TABLES.items():
         rows = [row for result in results if result.claim == id_ for row in result.rows]
@@ -125,29 +126,30 @@ def show_table(lines: list[list]) -> None:
 
 
 def condition_of(claim: Claim) -> list[str]:
-    """A line, or none."""
+    """One line, or none."""
     return [f"Holds only if: {claim.condition}."] if claim.condition else []
 
 
 def proofs() -> dict[str, str]:
-    """The sections of PROOFS.md by their titles."""
+    """The sections of PROOFS.md by their titles. "C27 and C28" is the proof of both."""
     _, *sections = PROOFS.read_text("utf-8").split("\n## ")
     pairs = (section.partition("\n") for section in sections)
-    return {title: text.strip() for title, _, text in pairs}
+    return {id_: text.strip() for title, _, text in pairs for id_ in title.split(" and ")}
 
 
 def prove(claim: Claim) -> str:
-    """Source, what is measured, and the proof, which begins with the statement."""
-    lines = [claim.id, *condition_of(claim), *claim.text[1:]]
-    return "\n".join(wrap(line, indent=4) for line in lines) + f"\n\n{proofs()[claim.id]}"
+    """Statement, source, what is measured, and the proof: the docstring's, or that of PROOFS.md."""
+    statement, *others = claim.text
+    lines = [claim.id, statement, *condition_of(claim), *others]
+    text = "\n".join(wrap(line, indent=4) for line in lines)
+    return f"{text}\n\nProof: {claim.proof or proofs()[claim.id]}"
 
 
 # ---------------- the command line
 
 
 def select(ids: list[str]) -> list[Claim]:
-    """The claims of these ids; c22 means C22, C22b and C22c. Exits with an error for an unknown
-    one."""
+    """The claims with these ids; c22 means C22, C22b and C22c. An unknown id is an error."""
     chosen = []
     for id_ in ids:
         found = [x for x in CLAIMS if id_.lower() in (x.id.lower(), x.id.lower().rstrip("abc"))]
@@ -159,7 +161,7 @@ def select(ids: list[str]) -> list[Claim]:
 
 
 def explain(words: list[str]) -> str:
-    """The proofs of these ids, the claims that speak of an equation (Eq. 17), or the notation."""
+    """The claims with these ids and their proofs, the claims about an equation, or the notation."""
     text = " ".join(words)
     if text == "symbols":
         return proofs()["Notation"]
@@ -171,7 +173,7 @@ def explain(words: list[str]) -> str:
         for claim in CLAIMS
         if equation.search(" ".join(claim.text[:2]))  # statement and source
     ]
-    return "\n".join(found) or "No claim speaks of it. PAPERS.md goes through all equations."
+    return "\n".join(found) or f"No claim is about {text}. PAPERS.md goes through all equations."
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,20 +1,21 @@
 """Every claim about token gradient cancellation, one function each, one file per theme:
 
     formulas.py         M1..M3     each loss is what its paper writes
-    cancellation.py     C2..C11    when a shared token cancels
-    drift.py            C13, C14   what happens to a token that does not
-    tax.py              C15, C16   learning tax, price
-    choice.py           C18, C19   what a tax and the min cost
-    control_variate.py  C22..C28   a baseline at every prefix
-    objective.py        C29, C30   what an update ascends, and the crumb
+    cancellation.py     C2..C11    when the pushes on a shared token cancel
+    drift.py            C13, C14   what happens to a token if they do not
+    tax.py              C15, C16   the tax, and the price of not paying it
+    choice.py           C18, C19   what a tax and PPO's clip cost
+    control_variate.py  C22..C28   a prefix baseline
+    objective.py        C29, C30   what an update ascends, and a format bonus
     audit.py            AUDIT      all methods, four regimes
     neighbours.py       M6, N4     NTHR: negative gradients
                         A2, A4     AR/Lopti: low-probability tokens
                         I1, I3     IBPO: comparing and correcting
     questions.py        Q1, Q4     what people ask about the numbers of a run
 
-PROOFS.md has their proofs, and what the letters mean. evidence.py says what a claim is, draws the
-random prefix trees and examines the claim on them. toy/worlds.py has worlds without chance.
+A check's docstring has the proof of its claim, or PROOFS.md has it, which also explains the
+symbols. evidence.py says what a claim is, draws the random prefix trees and examines the claim on
+them. toy/worlds.py has worlds in which nothing is sampled.
 """
 
 from claims import (

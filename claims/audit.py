@@ -1,4 +1,4 @@
-"""AUDIT: which methods cancel at a token that the whole group shares, and when."""
+"""AUDIT: which methods cancel at a fully shared token, and when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REGIMES = {  # spread and offset of the ratios, and whether lengths are equal
     "off-policy, inside the clip": (0.15, 0, True),
     "off-policy, outside it": (0.3, 0.35, True),
 }
-AUDIT = {  # what is left, regime by regime: 0 nothing, x something
+AUDIT = {  # regime by regime: 0 if pushes cancel, x if they do not
     "reinforce": "0000",
     "grpo": "0x0x",
     "grpo_symmetric": "0000",
@@ -37,28 +37,41 @@ AUDIT = {  # what is left, regime by regime: 0 nothing, x something
 
 @claim("AUDIT", *FORMULAS)
 def audit(name, draws, evidence):
-    """What each method leaves at a token that the whole group shares, in four regimes.
+    """The table says in which of four regimes the pushes of each method cancel at a fully shared
+    token.
 
     Source: C2 to C11 together (D)
 
-    Measured: the mean of |sum_i c_i| / sum_i |c_i| at fully shared nodes. 0: the answers cancel; 1:
-    all push one way. Off-policy they are equally long, so that C8 does not mix in.
+    Measured: the mean of |sum_i c_i| / sum_i |c_i| at fully shared nodes. 0 means that the answers
+    cancel, 1 that all push one way. Off-policy they are equally long, so that C8 plays no part.
+    "otherwise": the mean where pushes do not cancel.
+
+    Proof: reinforce, grpo-symmetric, symmetric-trust and cispo (C2, C7), dfpo-min and
+    dfpo-orthogonal (C9, C10) always cancel. The others do not cancel outside the clip range,
+    because their clips look at the sign of A (C6); NTHR's credit rules add to that on purpose. With
+    unequal lengths grpo, gspo and sapo do not cancel (C8). Off-policy gspo never cancels (C4), nor
+    does sapo, whose soft clip looks at the sign of A at every ratio but 1. pos-only never cancels,
+    because nothing opposes the winners.
+
+    Conditions: clip ranges made for long answers are widened (gspo's to 0.2 and 0.28), and
+    lopti_high takes every token (eta = 0). A group must be in one update, because the advantages of
+    a part of it do not sum to 0.
     """
     loss = getattr(losses, name)
     cells = []
     regimes = itertools.zip_longest(REGIMES.values(), AUDIT.get(name, ""))
-    for (spread, offset, equal_lengths), what in regimes:
-        left = []
+    for (spread, offset, equal_lengths), expected in regimes:
+        net = []
         for draw in draws:
             if draw.equal_lengths == equal_lengths:
                 batch = draw.batch(spread, offset)
                 c = draw.at_shared(pushes_of(loss(batch, **fitting(loss)), batch))  # (K, G)
                 size = c.abs().sum(1)
-                left += (c.sum(1).abs() / size)[size > 0].tolist()
-        cells.append(sum(left) / max(1, len(left)))
-        if what == "0":
-            evidence.equal([0] * len(left), left)
-        elif what == "x" and not draws[0].kind:
-            evidence.equal(True, cells[-1] > NOTICEABLE, what="whether something is left")
-            evidence.record_left(cells[-1])
+                net += (c.sum(1).abs() / size)[size > 0].tolist()
+        cells.append(sum(net) / max(1, len(net)))
+        if expected == "0":
+            evidence.equal([0] * len(net), net)
+        elif expected == "x" and not draws[0].kind:
+            evidence.equal(True, cells[-1] > NOTICEABLE, what="whether there is a net push")
+            evidence.record_otherwise(cells[-1])
     evidence.rows.append([name, *cells])

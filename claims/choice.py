@@ -1,10 +1,11 @@
 """C18 and C19: what a bias in a choice costs.
 
-Answers take one of several ways. Siblings compete: a softmax takes from one what it gives to
-another. So a tax moves a way only as far as it differs from the tax of its siblings, and it costs
-reward only where it moves a better way down. The same is true of the min.
+Each answer follows one of several strategies, a "way" in the code. Strategies compete, because a
+softmax takes from one what it gives to another. So a tax moves a strategy only as far as it differs
+from the tax of the others, and it costs reward only where it moves a better strategy down. The same
+holds for PPO's clip.
 
-The push on a way's logit is the gradient of the expected objective. It is measured through the
+The push on a strategy's logit is the gradient of the expected objective. It is measured through the
 losses, over all groups of G answers, each with its probability (toy/worlds.py).
 """
 
@@ -26,7 +27,7 @@ from toy.worlds import Outcome, World
 
 
 def random_worlds(draws: list[Draw], binary: bool) -> Iterator[World]:
-    """Three ways that may each end in four kinds of answers; rewards are 0 and 1, or random."""
+    """Three strategies with four kinds of answers each; rewards are 0 and 1, or random."""
     for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
         outcomes = []
         for way in range(3):
@@ -39,31 +40,31 @@ def random_worlds(draws: list[Draw], binary: bool) -> Iterator[World]:
 
 
 def measure_push(name: str, world: World, scale: str, logits: Tensor | None = None) -> Tensor:
-    """On the logit of each way, at the world's shares or at other logits. (ways,)."""
+    """On the logit of each strategy, at the world's shares or at other logits. (strategies,)."""
     logits = world.logits() if logits is None else logits
     return ascent(getattr(losses, name)(world.expected_batch(logits, scale)), logits)
 
 
 def predict_push(name: str, world: World, scale: str) -> list[float]:
-    """pi_a (f_a - fbar), with f_a = K E[w_i (R_i - J) | a] and fbar = sum pi_a f_a.
+    """pi_a (f_a - fbar), with f_a = K E[w_i (R_i - E[R]) | a] and fbar = sum pi_a f_a.
 
-    With the scale "std" rewards must be 0 and 1: then J is the chance to be right.
+    With the scale "std" rewards must be 0 and 1: then E[R] is the probability of a right answer.
     """
     longest = max(o.length for o in world.outcomes)
     per_answer = average_of(name) == "answer"
     ways = range(len(world.shares))
-    J = world.mean(lambda o: o.reward, *ways)
-    K = factor(world.G, J, scale)
+    expected = world.mean(lambda o: o.reward, *ways)
+    K = factor(world.G, expected, scale)
 
     def earn(o: Outcome) -> float:
-        return K * (o.reward - J) / (o.length if per_answer else longest)
+        return K * (o.reward - expected) / (o.length if per_answer else longest)
 
     fbar = world.mean(earn, *ways)
     return [p * (world.mean(earn, way) - fbar) for way, p in enumerate(world.shares)]
 
 
 def factor(G: int, p: float, scale: str) -> float:
-    """K(p) of C29a: what being right is worth if answers are right with chance p."""
+    """K(p) of C29a: what being right is worth if answers are right with probability p."""
     if scale == "mean":
         return 1 - 1 / G
     K = 0.0
@@ -81,17 +82,18 @@ def factor(G: int, p: float, scale: str) -> float:
     "grpo_symmetric",
     "dr_grpo",
     *DFPO,
-    only_if="on-policy; w depends on its own answer alone; A is R minus the group's mean, or R is "
+    only_if="on-policy; w depends on its own answer only; A is R minus the group's mean, or R is "
     "0 or 1",
 )
 def c18(name, draws, evidence):
-    """The expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a - J) +
-    Cov(w, R | a)): a tax costs where it makes a worse way's f the larger one.
+    """On-policy, the expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a -
+    E[R]) + Cov(w, R | a)). So a tax costs reward where it gives a worse strategy the larger f.
 
     Source: what a tax costs (D)
 
-    Measured: three ways of four kinds of answers with random lengths, G = 2 to 4: with the std and
-    rewards 0 and 1, then undivided and graded. "left": how far the std turns the latter (C29c).
+    Measured: three strategies of four kinds of answers with random lengths, G = 2 to 4: with the
+    std and rewards 0 and 1, then without the std and with graded rewards. "otherwise": how far the
+    std turns the push for graded rewards (C29c).
     """
     for scale in ("std", "mean"):
         for world in random_worlds(draws, binary=scale == "std"):
@@ -99,16 +101,16 @@ def c18(name, draws, evidence):
             evidence.equal(predict_push(name, world, scale), push)
             if scale == "mean":
                 other = measure_push(name, world, "std")
-                evidence.record_left((other / other.norm() - push / push.norm()).norm())
+                evidence.record_otherwise((other / other.norm() - push / push.norm()).norm())
 
 
-# ---------------- C19: what the min costs
+# ---------------- C19: what PPO's clip costs
 
 MIN = ("grpo", "dr_grpo", "gspo")
 
 
 def binary_world(G: int, q: tuple[float, float], share: float) -> World:
-    """Two ways that are right with these chances; all answers have one length."""
+    """Two strategies that are right with the probabilities q; all answers have one length."""
     outcomes = []
     for way in (0, 1):
         outcomes += [Outcome(way, q[way], 1.0, 1), Outcome(way, 1 - q[way], 0.0, 1)]
@@ -120,17 +122,17 @@ def binary_world(G: int, q: tuple[float, float], share: float) -> World:
     *MIN,
     "grpo_symmetric",
     "cispo",
-    only_if="both ratios have left the clip range",
+    only_if="both ratios are outside the clip range",
 )
 def c19(name, draws, evidence):
-    """The min pushes a choice of two back, whichever way is better, by (1-q_u) b + q_d (1-b) where
-    the credit is q_u - q_d.
+    """Outside its range PPO's clip pushes a choice of two strategies back, whichever is better, by
+    (1-q_u) b + q_d (1-b), where the credit is q_u - q_d.
 
-    Source: what the min costs (D)
+    Source: what PPO's clip costs (D)
 
-    Measured: random ways with both ratios outside the clip range, with and without the std. A clip
-    blind to the sign pushes nothing there, cispo by the credit. "left": the min's push over the
-    credit.
+    Measured: random strategies with both ratios outside the clip range, with and without the std. A
+    sign-blind clip pushes nothing there, and cispo pushes by the credit. "otherwise": the push
+    under PPO's clip over the credit.
     """
     loss_fn = getattr(losses, name)
     for k, draw in enumerate(draws[::2]):
@@ -140,7 +142,7 @@ def c19(name, draws, evidence):
         predicted = {"grpo_symmetric": 0.0, "cispo": up - down}
         predicted = predicted.get(name, -(1 - up) * b - down * (1 - b))
         if name in MIN:
-            evidence.record_left(predicted / (up - down))
+            evidence.record_otherwise(predicted / (up - down))
         for scale in ("mean", "std"):
             push = predicted * new * (1 - new) * factor(world.G, b, scale)
             logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()

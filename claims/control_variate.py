@@ -1,12 +1,12 @@
-"""C22, C27 and C28: a baseline at every prefix, what it moves, and what it does to the noise.
+"""C22, C27 and C28: a prefix baseline, what it moves, and what it does to the noise.
 
-A prefix is the prompt and what an answer has said so far. The visitors of a prefix are the
-answers of the group that take a token there. `prefix_baseline` compares the push of each visitor
-with that of the others. C22 says when this moves no expected update, C27 what it does to the noise,
-and C28 why that is little at a token that the whole group shares.
+A prefix is the prompt and the answer so far. The visitors of a prefix are the answers of the group
+that take a token there. `prefix_baseline` compares the push of each visitor with the pushes of the
+others. C22 says when pushes then cancel and when the expected update stays, C27 what happens to the
+noise, and C28 why little is gained at a fully shared token.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
-there is a table: each prefix has logits of its own. What holds for their gradients holds for every
+is a table: each prefix has logits of its own. What holds for their gradients holds for every
 parametrisation, by the chain rule.
 """
 
@@ -28,28 +28,28 @@ from toy.worlds import Groups, Outcome, Toy
 
 
 def toys_of(draws: list[Draw]) -> list[Toy]:
-    """Some toys, in groups of 2, 3 and 4."""
+    """Some random worlds, in groups of 2, 3 and 4."""
     return [Toy(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
 
 
-# ---------------- C22: a baseline at every prefix moves no expected update
+# ---------------- C22: a prefix baseline, and when it moves no expected update
 
-# With a fixed baseline an answer's pushes are made of that answer alone, or it is not.
+# The losses whose pushes depend on their own answer only, if the baseline of A is fixed.
 OWN = ("reinforce", "grpo", "grpo_symmetric", "dr_grpo", "gspo")
 OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a constant here
 
 
 @claim("C22", "prefix_baseline")
 def c22(name, draws, evidence):
-    """After `prefix_baseline` the pushes of any loss sum to 0, in every batch, at every token that
-    all visitors of its prefix take, if there are two or more.
+    """After `prefix_baseline` the pushes of any loss sum to 0 in every batch, at every token that
+    all visitors of its prefix take, if there are two or more visitors.
 
     Source: leave-one-out baselines that depend on the state (Williams 1992; VIMCO; RLOO; VinePPO;
-    GiGPO 2505.10978; Leave-Two-Out 2606.06080), here after the clip. We know of no text that says
-    that cancelling is that (D, ours)
+    GiGPO 2505.10978; Leave-Two-Out 2606.06080), here applied after the clip. We know of no text
+    that reads cancelling as such a baseline (D, ours)
 
-    Measured: the sums, for a loss with random pushes on random trees off-policy; and that the
-    loss keeps its value.
+    Measured: the sums, for a loss with random pushes on random trees off-policy; and that the loss
+    keeps its value.
     """
     for draw in draws:
         batch, k = draw.batch(0.6), draw.randn(*draw.mask.shape)
@@ -62,8 +62,9 @@ def c22(name, draws, evidence):
             visitors[p, y[:-1]] += len(at)
         for (p, y), at in draw.tree.items():
             if 1 < len(at) == visitors[p, y[:-1]]:  # they all take this token
-                left = c[tuple(zip(*at, strict=True))]
-                evidence.equal(0, left.sum() / (1 + left.abs().sum()), what="what is left")
+                pushes = c[tuple(zip(*at, strict=True))]
+                net = pushes.sum() / (1 + pushes.abs().sum())
+                evidence.equal(0, net, what="the net push")
 
 
 def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) -> list[Tensor]:
@@ -78,18 +79,19 @@ def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) 
     "C22b",
     *OWN,
     *DFPO,
-    only_if="c_i is made of answer i alone, and the baseline of A is a fixed number",
+    only_if="c_i depends on answer i only, the baseline of A is fixed, and the old policy can draw "
+    "every token",
 )
 def c22b(name, draws, evidence):
     """`prefix_baseline` does not move the expected update of a loss that judges each answer alone,
-    with A_i = R_i - b and a fixed b.
+    if A_i = R_i - b with a fixed b and the old policy can draw every token.
 
     Source: E_old[r grad log pi(a|h)] = 0, as for every baseline (Williams 1992); D for c after the
     clip; setting: C22
 
-    Measured: the update with it and without, over all groups of 2, 3 and 4 answers of 12 toys,
-    on-policy and off-policy. "left": by how much it moves the update of methods that look at the
-    group.
+    Measured: the update with the baseline and without it, over all groups of 2, 3 and 4 answers in
+    12 random worlds, on-policy and off-policy. "otherwise": how far it moves the update of methods
+    whose pushes depend on the group.
     """
     loss_fn = getattr(losses, name)
     loss_fn = partial(loss_fn, **fitting(loss_fn))
@@ -98,7 +100,7 @@ def c22b(name, draws, evidence):
         if name in OWN:
             evidence.equal(before, after)
         else:
-            evidence.record_left((after - before).norm() / before.norm())
+            evidence.record_otherwise((after - before).norm() / before.norm())
 
 
 def leak(toy: Toy, off_policy: bool) -> Tensor:
@@ -121,17 +123,17 @@ def leak(toy: Toy, off_policy: bool) -> Tensor:
 @claim(
     "C22c",
     "prefix_baseline",
-    only_if="A is R minus the group's mean, and the weight of A knows no reward",
+    only_if="A is R minus the group's mean, and the weight of A does not depend on the reward",
 )
 def c22c(name, draws, evidence):
-    """With the group's mean as baseline, `prefix_baseline` does move the expected update: by
-    (P/G) (1 - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each prefix.
+    """If A subtracts the group's mean, `prefix_baseline` does move the expected update: by (P/G) (1
+    - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each prefix.
 
     Source: the leak of the group's mean (D, ours); setting: C22b
 
-    Measured: the change of the update over all groups of 2 to 4 answers of 12 toys, on-policy and
-    off-policy, for grpo without a clip (w/r = 1/T_i). "left": by how much the change differs with
-    the min, off-policy, where the weight looks at the reward.
+    Measured: the change of the update over all groups of 2 to 4 answers in 12 random worlds,
+    on-policy and off-policy, for grpo without a clip (w/r = 1/T_i). "otherwise": how far the change
+    differs with PPO's clip off-policy, where the weight depends on the reward.
     """
     unclipped = partial(losses.grpo, **UNCLIPPED)
     for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
@@ -140,20 +142,21 @@ def c22c(name, draws, evidence):
         evidence.equal(predicted, after - before)
         if off_policy:
             before, after = expected_updates(losses.grpo, toy, off_policy, "mean")
-            evidence.record_left((after - before - predicted).norm() / predicted.norm())
+            evidence.record_otherwise((after - before - predicted).norm() / predicted.norm())
 
 
-# ---------------- C27: what a baseline at every prefix does to the noise
+# ---------------- C27: what a prefix baseline does to the noise
 
 
 def outcomes_of(ways: int, *ends) -> list[Outcome]:
-    """Each way ends alike: with these chances at these rewards and lengths."""
+    """The same ends for each strategy: their probabilities, rewards and lengths."""
     return [Outcome(way, *end) for way in range(ways) for end in zip(*ends, strict=True)]
 
 
 def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Tensor) -> Tensor:
-    """The noise with `prefix_baseline` over that without, if n answers take a way each, which is
-    learnt, and then end somehow. Under grpo without a clip, with A = R."""
+    """The noise with `prefix_baseline` over the noise without it, if each of n answers takes a
+    strategy, which is learned, and then an end. The loss is grpo without a clip, with A = R.
+    """
     groups = Groups(outcomes, n)
     logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
     logp[:, 0] = logits.log_softmax(0)[groups.way]
@@ -161,7 +164,7 @@ def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: T
     adv = groups.rewards[:, None].expand(logp.shape)
     batch = losses.Batch(logp.requires_grad_(), logp_old, adv, groups.mask, n, logp.shape[1])
     loss = losses.grpo(batch, **UNCLIPPED)
-    scores = one_hot(groups.way) - logits.softmax(0)  # grad log pi of the way, in its logits
+    scores = one_hot(groups.way) - logits.softmax(0)  # grad log pi of the strategy, in its logits
     odds, noise = groups.probabilities(logp_old), []
     for x in (loss, losses.prefix_baseline(loss, batch, groups.nodes)):
         updates = (pushes_of(x, batch)[:, :1] * scores).view(-1, n, len(logits)).sum(1)
@@ -175,15 +178,16 @@ def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: T
     only_if="the token earns nothing, and c/r is iid over its visitors",
 )
 def c27(name, draws, evidence):
-    """`prefix_baseline` multiplies the noise of n visitors by (1 - t) n/(n-1), which pays only if t
-    is above 1/n. Here t = mu^2/(mu^2 + V), mu and V being the mean and the variance of c/r at the
-    prefix.
+    """At a token that earns nothing, `prefix_baseline` multiplies the noise of n visitors by (1 -
+    t) n/(n-1), so it lowers the noise only if t is above 1/n. Here t = mu^2/(mu^2 + V), where mu
+    and V are the mean and the variance of c/r at the prefix.
 
     Source: the law of the noise (D, ours)
 
-    Measured: the noise with it over that without, for three ways, over all groups of 2 to 5
-    visitors with random advantages and lengths, off-policy, with grpo unclipped. "left": the law's
-    error where one of the ways earns more. The table is on-policy, with rewards 0 and 1.
+    Measured: the noise with the baseline over the noise without it, for three strategies, over all
+    groups of 2 to 5 visitors with random advantages and lengths, off-policy, with grpo unclipped.
+    "otherwise": the law's error where one of the strategies earns more. The table is on-policy,
+    with rewards 0 and 1.
     """
     for j, draw in enumerate(draws[::2]):
         n, logits = 2 + j % 4, draw.randn(2, 3)  # now, before
@@ -193,12 +197,12 @@ def c27(name, draws, evidence):
         law, outcomes = (1 - t) * n / (n - 1), outcomes_of(3, chance, A, T)
         evidence.equal(law, compare_noise(outcomes, n, *logits))
         earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
-        evidence.record_left(compare_noise(earning, n, *logits) - law)
+        evidence.record_otherwise(compare_noise(earning, n, *logits) - law)
     for title, share, *right in (
-        ("earns nothing; right .9", 0.5, 0.9, 0.9),
-        ("earns nothing; right .7", 0.5, 0.7, 0.7),
-        ("an even choice; right .95, .85", 0.5, 0.95, 0.85),
-        ("a good way, taken with .1; right .9, else .1", 0.1, 0.9, 0.1),
+        ("earns nothing; right 0.9", 0.5, 0.9, 0.9),
+        ("earns nothing; right 0.7", 0.5, 0.7, 0.7),
+        ("an even choice; right 0.95, 0.85", 0.5, 0.95, 0.85),
+        ("good strategy, taken with 0.1; right 0.9, other 0.1", 0.1, 0.9, 0.1),
     ):
         outcomes = []
         for way, q in enumerate(right):
@@ -209,7 +213,7 @@ def c27(name, draws, evidence):
         evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
 
 
-# ---------------- C28: a token that the whole group shares
+# ---------------- C28: a fully shared token
 
 
 @claim(
@@ -218,15 +222,16 @@ def c27(name, draws, evidence):
     only_if="the token earns nothing, E[R] = b at the prefix, and 0 < m <= w <= M",
 )
 def c28(name, draws, evidence):
-    """With c = w (R - b) a baseline at a token that the whole group shares takes at most the share
-    ((M - m)/(M + m))^2 off its noise, and pays G/(G-1): it can pay only if
-    M/m > (sqrt G + 1)/(sqrt G - 1), which is 2.09 at G = 8 and 3 at G = 4.
+    """With c = w (R - b), a prefix baseline removes at most the share ((M - m)/(M + m))^2 of the
+    noise at a fully shared token, and multiplies the rest by G/(G-1). So it can lower the noise
+    only if M/m > (sqrt G + 1)/(sqrt G - 1), which is 2.09 at G = 8 and 3 at G = 4.
 
     Source: a bound on C27's t (D, ours)
 
-    Measured: t over all groups of 2 to 4 answers with random rewards and lengths (w = 1/T, b = E R)
-    is within the bound. It is the bound for the table's worlds: right with chance M/(M+m) and the
-    weight M, else wrong with m. "left": how t changes with b.
+    Measured: t is within the bound over all groups of 2 to 4 answers with random rewards and
+    lengths (w = 1/T, b = E R). It is equal to the bound in the table's worlds, where an answer is
+    right with probability M/(M+m) and then has the weight M, otherwise m. "otherwise": how far t
+    changes with b.
     """
 
     def measure_t(n: int, *ends) -> float:
@@ -239,9 +244,9 @@ def c28(name, draws, evidence):
         A = R - chance @ R
         t, most = measure_t(n, chance, A, T), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
         evidence.equal(True, t <= most + TOLERANCE, what="whether t is within the bound")
-        evidence.record_left(measure_t(n, chance, A - 1, T) - t)
+        evidence.record_otherwise(measure_t(n, chance, A - 1, T) - t)
     for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
-        q = long / (short + long)  # the chance to be right, and then short
+        q = long / (short + long)  # the probability to be right, and then short
         most = ((long - short) / (long + short)) ** 2
         ts = [measure_t(G, (q, 1 - q), (1 - q, -q), (short, long)) for G in (4, 8)]
         evidence.equal([most, most], ts, what="t where the bound is sharp")

@@ -1,6 +1,6 @@
-"""C13 and C14: what happens to a token that is not left alone.
+"""C13 and C14: what happens to a token whose pushes do not cancel.
 
-C2 to C11 say when a shared token keeps a gradient. Here is what that gradient does: the token's
+C2 to C11 say when a shared token has a net push. These two say what the net push does: the token's
 distribution drifts, and answers of equal reward can be driven apart.
 """
 
@@ -17,13 +17,23 @@ from toy.policy import kl
 
 @claim("C13", "dr_grpo")
 def c13(name, draws, evidence):
-    """A step eta g moves the distribution of a token by KL = (eta^2/2) g^T F(h) g + O(eta^3).
+    """An update eta g moves the distribution at a prefix h by KL = (eta^2/2) g^T F(h) g + O(eta^3),
+    where F(h) is the Fisher matrix.
 
     Source: DFPO Prop. 3.1 (S); kernel (D)
 
-    Measured: the mean KL of steps of eta and -eta, in which odd orders vanish, over the formula's,
-    at eta = 1e-3. g is the direction of a loss that leaves something at the token, as long as makes
-    1 the largest number that it adds to a logit.
+    Measured: the mean KL of the updates by eta g and -eta g, in which odd orders vanish, over the
+    formula's, at eta = 1e-3. g is the direction of a loss with a net push on the token. It is
+    scaled so that 1 is the largest number that it adds to a logit.
+
+    Proof: the update adds eta z with z = g phi(h) to the logits, so p_eta is proportional to p_0
+    exp(eta z). With psi(eta) = log E_0[exp(eta z)] the KL of p_eta against p_0 is E_eta[eta z -
+    psi] = eta psi' - psi. Let k1 be the mean and k2 the variance of z under p_0. Then psi = eta k1
+    + (eta^2/2) k2 + O(eta^3), so the KL is (eta^2/2) k2 + O(eta^3).
+
+    Here k2 = Var_0(z) = E_0[(g . grad log pi)^2] = g^T F(h) g. So a net push on a shared token
+    makes its distribution drift, although no reward asks for it. The distribution stays only if g
+    is in the kernel of F(h), for example if g adds one number to all logits.
     """
     eta = 1e-3
     for draw in draws[::3]:
@@ -48,13 +58,14 @@ def c13(name, draws, evidence):
     only_if="the pushes cancel where the answers part",
 )
 def c14(name, draws, evidence):
-    """Equal rewards give d(z_a - z_b) = eta c (k_a - k_b) where two answers part, if no third one
-    takes their tokens and the pushes cancel there: equal norms are not needed.
+    """Where two answers of equal reward part, d(z_a - z_b) = eta c (k_a - k_b), if no third answer
+    takes their tokens and the pushes cancel there. Equal norms are not needed.
 
     Source: DFPO Cor. 3.2, Eq. 5 (S); identity and condition (D)
 
-    Measured: off-policy, the identity at every prefix of every tree, and the sum of the
-    pushes where the whole group is together. "left": the sum where only some are.
+    Measured: the identity of the proof, off-policy, at every prefix of every tree; and the sum S of
+    all pushes at prefixes where the whole group is still together. "otherwise": S where only some
+    answers are.
     """
     for draw in draws:
         batch = draw.batch(0.6)
@@ -74,4 +85,4 @@ def c14(name, draws, evidence):
             if len(here) == draw.G:
                 evidence.equal(0, S / size)
             else:
-                evidence.record_left(S / size)
+                evidence.record_otherwise(S / size)

@@ -5,13 +5,14 @@ and random prefix trees (`Draw`), and adds what it finds to the evidence. It com
 The *measured* one is autograd's, through that function. The *predicted* one is a formula that
 shares no code with it.
 
-The docstring of a claim has three paragraphs: the statement, one sentence or two; "Source: ", where
-it comes from, with its grades; and "Measured: ", what is compared with what. Its proof is a section
-of PROOFS.md, and `python verify.py --explain ID` prints it all.
+The docstring of a check begins with three paragraphs: the statement, one to three sentences;
+"Source: ", where it comes from, with its grades; and "Measured: ", what is compared with what. A
+short proof follows, from "Proof: " to the end. A long one is a section of PROOFS.md. `python
+verify.py --explain ID` prints all of it.
 
-A group of answers to one prompt is a tree. Answers that begin alike share their first nodes, and
-there their gradients add up. The policy of a random tree is tabular: every prefix has logits of
-its own, so the gradient's part at a node belongs to that node alone. Padding holds garbage on
+A group of answers to one prompt is a tree. Answers that begin with the same tokens share their
+first nodes, and there their gradients add up. The policy of a random tree is tabular: every prefix
+has logits of its own, so the gradient at a node belongs to that node only. Padding holds garbage on
 purpose.
 """
 
@@ -34,7 +35,7 @@ from toy.policy import EOS, Policy, pad, tabular
 
 DRAWS = 24  # ordinary random trees per claim
 TOLERANCE = 1e-10  # of |measured - predicted| / max(1, |predicted|), float64
-NOTICEABLE = 1e-6  # what a dropped condition must leave, on average over the draws
+NOTICEABLE = 1e-6  # how large "otherwise" must be at least, on average over the draws
 
 # ---------------- a claim and its evidence
 
@@ -44,13 +45,22 @@ class Claim:
     id: str
     check: Callable  # (name of the function it speaks of, draws, evidence) -> None
     names: tuple[str, ...]  # the functions of losses.py that it speaks of
-    condition: str = ""  # under which alone it holds, if there is one
+    condition: str = ""  # without which the claim is false, if there is one
 
     @property
     def text(self) -> list[str]:
-        """Statement, source and what is measured: the paragraphs of the check's docstring."""
-        paragraphs = inspect.cleandoc(self.check.__doc__).split("\n\n")
+        """Statement, source and what is measured: the first paragraphs of the check's docstring."""
+        paragraphs = self._docstring[0].split("\n\n")
         return [" ".join(paragraph.split()) for paragraph in paragraphs]
+
+    @property
+    def proof(self) -> str:
+        """The rest of the docstring, as it is written there. Empty if PROOFS.md has the proof."""
+        return self._docstring[2]
+
+    @property
+    def _docstring(self) -> tuple[str, str, str]:
+        return inspect.cleandoc(self.check.__doc__).partition("\n\nProof: ")
 
 
 def claim(id_: str, *names: str, only_if: str = ""):
@@ -67,7 +77,7 @@ class Evidence:
         self.error = -1.0  # largest |measured - predicted| / max(1, |predicted|) so far
         self.pair = (math.nan, math.nan)  # predicted and measured where they are furthest apart
         self.what = ""  # which of several things the pair is, if the claim says so
-        self.left = []  # sizes of what a dropped condition leaves
+        self.otherwise = []  # sizes of errors without the condition, or what "Measured: " says
         self.rows = []  # of the claim's own table: a name, then numbers
 
     def equal(self, predicted, measured, what: str = "") -> None:
@@ -83,22 +93,22 @@ class Evidence:
             self.pair = (float(p.flatten()[worst]), float(m.flatten()[worst]))
             self.what = what and f"{what}: "
 
-    def record_left(self, size) -> None:
-        self.left.append(torch.as_tensor(size, dtype=torch.float64).abs().mean().item())
+    def record_otherwise(self, size) -> None:
+        self.otherwise.append(torch.as_tensor(size, dtype=torch.float64).abs().mean().item())
 
     @property
-    def mean_left(self) -> float:
-        return fmean(self.left) if self.left else math.nan
+    def mean_otherwise(self) -> float:
+        return fmean(self.otherwise) if self.otherwise else math.nan
 
 
 def examine(claim: Claim, function: str, draws: list[Draw]) -> Evidence:
     """One claim about one function, on ordinary trees and then, if it holds there, on extreme ones.
 
-    Numbers and tables are those of the ordinary trees, unless the claim fails on the others.
+    Numbers and tables come from the ordinary trees, unless the claim fails on the others.
     """
     evidence = examine_on([draw for draw in draws if not draw.kind], claim, function)
-    if evidence.mean_left < NOTICEABLE and not evidence.message:
-        evidence.message = "what must differ here is the same"
+    if evidence.mean_otherwise < NOTICEABLE and not evidence.message:
+        evidence.message = "otherwise is 0, but must not be"
     if not evidence.message:
         beyond = examine_on([draw for draw in draws if draw.kind], claim, function)
         if beyond.message:
@@ -109,7 +119,8 @@ def examine(claim: Claim, function: str, draws: list[Draw]) -> Evidence:
 
 def examine_on(draws: list[Draw], claim: Claim, function: str) -> Evidence:
     """A ValueError or a RuntimeError (torch's) is the function's fault. Any other is the check's
-    own, and is not caught."""
+    own, and is not caught.
+    """
     evidence = Evidence(claim.id, function)
     for draw in draws:
         draw.generator.manual_seed(draw.seed)  # the same numbers, whatever was examined before
@@ -137,13 +148,13 @@ def pushes_of(loss: Tensor, batch) -> Tensor:
 
 GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
 # Trees beyond the ordinary ones, where users are: group size, index (which decides on prompts and
-# lengths), how many tokens all share, longest answer, size of the advantages.
+# lengths), how many tokens are fully shared, longest answer, size of the advantages.
 EXTREMES = {
     "steep": (3, 2, 2, 5, 100.0),  # ratios of 20 and more, and the ids of a large vocabulary
     "wide": (64, 6, 2, 5, 1e-6),  # a large group whose rewards nearly agree
     "long": (3, 1, 260, 300, 1.0),  # more tokens than a byte counts
 }
-LARGE = 152_000  # ids; these are alike for short integers
+LARGE = 152_000  # ids; short integers cannot tell these apart
 LARGE_IDS = [LARGE - 1, 1, 65_537, 131_073, 257]
 
 
@@ -152,7 +163,7 @@ class Draw:
 
     The answers to a prompt share their first token or two. Token t of answer i leads to the node
     (prompt number, prefix); `tree` lists the visits (i, t) of every node. The policy has the ids
-    below `vocabulary`; `tokens` has those of `ids` in their place.
+    below `vocabulary`; `tokens` has the ids of `ids` in their place.
     """
 
     def __init__(self, seed: int, index: int, kind: str = ""):

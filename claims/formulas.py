@@ -1,11 +1,11 @@
 """M1 to M3: each loss of losses.py is what its paper writes.
 
-A loss that is identically 0 would pass every claim of the form "the sum is 0". So these claims come
-first. They compare each loss, number by number, with a twin in plain Python that is written from
+A loss that is always 0 would pass every claim of the form "the sum is 0". So these claims come
+first. They compare each loss, number by number, with a twin in plain Python, which is written from
 the paper's definition and shares no code with losses.py.
 
 The twin of a loss is a row of FORMULAS: a function of an answer y, a place t and the loss's
-hyperparameters hyper (hyper.eps_low, ...), and the name of an average. The function returns two
+hyperparameters hyper (hyper.eps_low, ...), and the name of a divisor. The function returns two
 plain numbers: what token t of answer y adds to J, and the slope of that in log pi of this token.
 
     y.logp[t]  log pi of the token       y.r[t]    its ratio pi / pi_old
@@ -14,11 +14,11 @@ plain numbers: what token t of answer y adds to J, and the slope of that in log 
     y.adv[t]   the token's advantage     y.T       the answer's length
     y.A        their mean, the answer's  y.group   the answers to its prompt, y included
 
-The average is one of these.
+The divisors are:
 
-    answer                  (1/N) sum_i (1/T_i) sum_t
-    budget                  (1/(N L)) sum_i sum_t
-    tokens                  sum_i sum_t over the number of tokens in the batch
+    answer                  its own length: (1/N) sum_i (1/T_i) sum_t
+    budget                  the constant L: (1/(N L)) sum_i sum_t
+    tokens                  the token mean: sum_i sum_t over the number of tokens in the batch
     tokens of mixed groups  the same over groups whose advantages are not all 0
 """
 
@@ -44,7 +44,7 @@ def fitting(function) -> dict[str, object]:
     """Hyperparameters for small trees: a clip range that is made for long answers is widened."""
     if losses.defaults(function).get("eps_high", 1.0) < 0.1:
         return {"eps_low": 0.2, "eps_high": 0.28}
-    # few shared tokens are likelier than lopti's 0.5
+    # few shared tokens have a probability above lopti's 0.5
     return {"eta": 0.0} if function.__name__ == "lopti_high" else {}
 
 
@@ -77,8 +77,9 @@ def clip(r, hyper):
 
 
 def ppo(r, a, hyper):
-    """min(r A, clip(r) A): the slope is r A, but 0 for a winner above the range and a loser below
-    it."""
+    """PPO's clip, min(r A, clip(r) A). The slope is r A, but 0 for a winner above the range and for
+    a loser below it.
+    """
     closed = r > 1 + hyper.eps_high and a > 0 or r < 1 - hyper.eps_low and a < 0
     return (clip(r, hyper) * a, 0.0) if closed else (r * a, r * a)
 
@@ -154,7 +155,7 @@ def lopti_high(y, t, hyper):
     return (0.0, 0.0) if math.exp(y.old[t]) < hyper.eta else surrogate(y, t, hyper)
 
 
-# Of each loss: what token t of answer y adds to J, and its slope in log pi; then the average.
+# For each loss: what token t of answer y adds to J with its slope in log pi; then the divisor.
 FORMULAS = {
     "reinforce": (reinforce, "budget"),
     "grpo": (grpo, "answer"),
@@ -181,7 +182,7 @@ def average_of(name: str) -> str:
 
 
 def shares(name: str, batch: losses.Batch) -> Tensor:
-    """N times the weight of one token of each answer in the average that the method takes. (N,)."""
+    """N times the weight that the method's divisor gives to one token of each answer. (N,)."""
     average, T = average_of(name), batch.mask.sum(1).double()
     if average == "answer":
         return 1 / T.clamp(min=1)
@@ -197,7 +198,8 @@ def shares(name: str, batch: losses.Batch) -> Tensor:
 def formula(name: str, batch: losses.Batch, **hyper) -> tuple[float, Tensor]:
     """The value of a loss and its pushes c = -N dLoss/dlogp, (N, T), 0 on padding.
 
-    By two loops over plain numbers. Hyperparameters that are not given are losses.py's.
+    Computed by two loops over plain numbers. Hyperparameters that are not given are those of
+    losses.py.
     """
     given = SimpleNamespace(**losses.defaults(getattr(losses, name)) | hyper)
     weights, G = shares(name, batch).tolist(), batch.group_size
@@ -220,9 +222,14 @@ def m1(name, draws, evidence):
 
     Source: each method's paper (P; DFPO and grpo-symmetric S)
 
-    Measured: value and pushes against two loops over plain numbers, on-policy and off-policy,
-    at several hyperparameters, with advantages that differ from token to token. A float
+    Measured: the value and the pushes against two loops over plain numbers, on-policy and
+    off-policy, at several hyperparameters, with advantages that differ from token to token. A float
     hyperparameter of a loss of your own gets a second value.
+
+    Proof: by definition. The twin of a loss shares no code with it: it states what a token adds to
+    J, and the slope of that in log pi. A detached factor has slope 0. The slope of PPO's clip,
+    min(r A, clip(r) A), is r A, but 0 for a winner above the range and for a loser below it. The
+    slope of k3 = q - log q - 1, with q = pi_ref / pi, is 1 - q.
     """
     loss_fn = getattr(losses, name)
     known = losses.defaults(loss_fn)
@@ -250,8 +257,12 @@ def m2(name, draws, evidence):
 
     Source: pitfalls of public implementations (D)
 
-    Measured: value and pushes of two batches: one with all positions masked, which hold
-    garbage, and one with all advantages 0 at ratios that are not 1.
+    Measured: the value and the pushes of two batches. In one all positions are masked and hold
+    garbage. In the other all advantages are 0 at ratios that are not 1.
+
+    Proof: two things can go wrong. A mean over no tokens divides 0 by 0, as does A / ||A||^2, so a
+    divisor of 0 becomes 1. And exp overflows on the garbage in the padding. So the mask comes
+    before the exp, because afterwards the gradient is 0 * inf.
     """
     for draw in draws:
         batch = draw.batch(0.6)
@@ -265,13 +276,17 @@ def m2(name, draws, evidence):
 
 @claim("M3", "group_advantages")
 def m3(name, draws, evidence):
-    """Advantages are centred per group; "std" divides by the unbiased std + 1e-4, "batch" by that
-    of all rewards; equal rewards give exactly 0.
+    """Advantages are centred per group. The scale "std" divides them by the unbiased std + 1e-4,
+    and "batch" by the std of all rewards + 1e-4. Equal rewards give exactly 0.
 
     Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P); TRL's "batch" (P)
 
     Measured: all three scales against Python's statistics, on random rewards, some of them below 0,
-    and a group of equal rewards of one decimal.
+    and on a group of equal rewards of 0.1.
+
+    Proof: R_i - mean(R) sums to 0, and the sum stays 0 if all are divided by one number. Equal
+    rewards need a rule of their own, because three rewards of 0.1 have a float std of 1e-17 and a
+    mean that is not 0.1. So the largest reward is compared with the smallest.
     """
     for draw in draws:
         rewards = 0.7 + draw.size * draw.randn(draw.N + draw.G)  # nearly equal in wide trees

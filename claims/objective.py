@@ -1,7 +1,7 @@
 """C29 and C30: what an update ascends on-policy, if all answers have one divisor.
 
-The expected update is a field of arrows over policies. If it is the gradient of something, training
-climbs that. If not, there is nothing that training as a whole makes larger.
+The expected update is a field of arrows over policies. If it is the gradient of an objective,
+training climbs that objective. If not, training as a whole climbs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from claims.choice import binary_world, factor, measure_push
 from claims.evidence import claim
 from toy.worlds import Outcome, World
 
-RARE = 1e-13  # a share that is as good as none
+RARE = 1e-13  # a share that is practically 0
 
 # ---------------- C29a: rewards 0 and 1
 
@@ -22,12 +22,13 @@ RARE = 1e-13  # a share that is as good as none
 @claim("C29a", "group_advantages")
 def c29a(name, draws, evidence):
     """On-policy, with one divisor and rewards 0 and 1, the expected update is K(p) grad p, so it
-    climbs the integral of K. K is what being right is worth, E[A(right) - A(wrong)] over the
+    climbs the integral of K. K is what being right is worth: E[A(right) - A(wrong)] over the
     siblings.
 
     Source: what a group's update ascends (D). The frame: 2510.13651, 2510.23049 (S, abstracts)
 
-    Measured: the push on two noisy ways, G = 2 to 6 and 8, with and without the std.
+    Measured: the push on two strategies that are right at random, G = 2 to 6 and 8, with and
+    without the std.
     """
     for (k, draw), scale in itertools.product(enumerate(draws[:6]), ("mean", "std")):
         q, share = tuple(draw.randn(2).sigmoid().tolist()), float(draw.randn(1).sigmoid())
@@ -41,7 +42,7 @@ def c29a(name, draws, evidence):
 
 
 def compare(x: float, others: tuple[float, ...], scale: str) -> float:
-    """The advantage of the reward x among its siblings', in plain numbers."""
+    """The advantage of the reward x among the rewards of its siblings, in plain numbers."""
     group = [x, *others]
     if max(group) == min(group):
         return 0.0
@@ -69,15 +70,16 @@ def curl(loss: str, world: World, scale: str) -> float:
 
 @claim("C29c", "reinforce")
 def c29c(name, draws, evidence):
-    """On-policy, with one divisor and sure rewards, a rule climbs something for every policy
-    exactly if A is a score of the group minus a function of the siblings. R minus the mean is that.
-    Divided by the group's std it is not, once there are three levels.
+    """On-policy, with one divisor and a fixed reward for each strategy, the expected update climbs
+    an objective for every policy exactly if A is a score of the group minus a function of the
+    siblings. R minus the mean has this form. Divided by the group's std it does not, once there are
+    three levels of reward.
 
-    Source: what a group's update ascends (D; we know of no other text that says so of the std).
+    Source: what a group's update ascends (D; we know of no other text that says this of the std).
     2510.13651 and, for G = 2, 2502.18548 (S, abstracts)
 
-    Measured: the curl of the expected update on three ways, for G = 2 to 4: 0 with the mean scale.
-    "left": the curl over (G-1) pi_1 pi_2 pi_3 with the std.
+    Measured: the curl of the expected update on three strategies, for G = 2 to 4: 0 with the mean
+    scale. "otherwise": the curl over (G-1) pi_1 pi_2 pi_3 with the std.
     """
     scales = ("mean", "std")
     for scale, (k, draw) in itertools.product(scales, enumerate(draws[:3])):
@@ -92,16 +94,16 @@ def c29c(name, draws, evidence):
         if scale == "mean":
             evidence.equal(0, mean)
         else:
-            evidence.record_left(mean)
+            evidence.record_otherwise(mean)
 
 
-# ---------------- C30: the crumb
+# ---------------- C30: a format bonus
 
-STD = {4: 0.2411, 8: 0.0795, 16: 0.0338}  # by G: the share from which the rare way grows
+STD = {4: 0.2411, 8: 0.0795, 16: 0.0338}  # by G: the share above which the rare strategy grows
 
 
 def push_rare(name: str, G: int, share: float, scale: str, right: float = 0.45) -> float:
-    """The usual way earns .1 surely. A rare one earns 1 if it is right, and else nothing."""
+    """On a rare strategy that earns 1 if right and otherwise 0; the usual one always earns 0.1."""
     rare = [Outcome(1, right, 1.0, 1), Outcome(1, 1 - right, 0.0, 1)]
     world = World(G, [Outcome(0, 1.0, 0.1, 1), *rare], [1 - share, share])
     return float(measure_push(name, world, scale)[1]) / (share * (1 - share))
@@ -109,15 +111,15 @@ def push_rare(name: str, G: int, share: float, scale: str, right: float = 0.45) 
 
 @claim("C30", "reinforce")
 def c30(name, draws, evidence):
-    """A crumb can hold a policy for good, also on-policy and at equal lengths. The usual way earns
-    .1 surely, a rare one 1 with chance .45: with the std and G = 8 the rare one dies out below a
-    share of .08. With the mean scale it always grows.
+    """A format bonus can hold a policy for good, even on-policy and at equal lengths. For example,
+    the usual strategy always earns 0.1, and a rare one earns 1 with probability 0.45. With the std
+    and G = 8 the rare one dies out below a share of 0.08. With the mean scale it always grows.
 
-    Source: the crumb (D). The std under noise: 2508.11800 (S, abstract)
+    Source: the world "crumb" (D). The std under noise: 2508.11800 (S, abstract)
 
-    Measured: the push on the rare way with the mean scale; with the std, just below and just above
-    .2411, .0795 and .0338 at G = 4, 8 and 16; and that at G = 2, or at a vanishing share, it grows
-    exactly if it is right more often than not.
+    Measured: the push on the rare strategy. With the mean scale; with the std, just below and just
+    above 0.2411, 0.0795 and 0.0338 at G = 4, 8 and 16; and that at G = 2, or at a vanishing share,
+    it grows exactly if it is right more often than not.
     """
     for G, share in itertools.product((2, 4, 8, 16), (RARE, 0.5, 0.99)):
         evidence.equal((1 - 1 / G) * (0.45 - 0.1), push_rare(name, G, share, "mean"))

@@ -1,5 +1,5 @@
-"""To whoever reads a verdict of verify.py: a loss that is broken is refused, tables have the
-numbers that pages quote, and `--explain` finds what it is asked for.
+"""To whoever reads a verdict of verify.py: a broken loss is refused, tables have the numbers that
+pages quote, and `--explain` finds the proof of each claim.
 
 All claims are run by `python verify.py`, which `make test` calls after the tests.
 
@@ -28,8 +28,8 @@ ROWS = """
 gspo 0 0.075 0.007 0.348
 grpo 0.983 0.793 0.670 0.708
 cispo 1.000 0.772 0.969 0.775
-earns nothing; right .9 0.640 0.480 0.480
-a good way, taken with .1; right .9, else .1 0.410 0.787 2.952
+earns nothing; right 0.9 0.640 0.480 0.480
+good strategy, taken with 0.1; right 0.9, other 0.1 0.410 0.787 2.952
 1.5 0.040 1.280 1.097
 """
 
@@ -41,17 +41,17 @@ def test_the_tables_have_the_rows_that_pages_quote(capsys):
     assert {*AUDIT} == {*FORMULAS}  # every loss of ours has its verdicts
 
 
-def test_a_claim_must_agree_leave_something_and_hold_on_extreme_trees():
-    def look(predicted, left=1.0, draws=()):
+def test_a_claim_must_agree_fail_without_its_condition_and_hold_on_extreme_trees():
+    def look(predicted, otherwise=1.0, draws=()):
         def check(name, draws, evidence):
             evidence.equal(predicted, 1)
             evidence.equal(0, sum(max(draw.T) > 256 for draw in draws))
-            evidence.record_left(left)
+            evidence.record_otherwise(otherwise)
 
         return examine(Claim("X", check, ("grpo",)), "grpo", list(draws)).message
 
     assert not look(1 + 1e-11) and look(1 + 1e-9) and look(math.nan)
-    assert look(1, left=1e-12) == "what must differ here is the same"
+    assert look(1, otherwise=1e-12) == "otherwise is 0, but must not be"
     assert look(1, draws=random_draws(0, 2)).endswith("(on extreme trees)")  # one of them is long
     with pytest.raises(ValueError, match="shape"):
         Evidence().equal([1.0, 2.0], [1.0])
@@ -120,10 +120,16 @@ def test_a_claim_notices_a_fault(id_, function, fault, monkeypatch):
 # ---------------- explanations
 
 
-def test_each_claim_has_a_proof_that_states_it():
-    assert [*verify.proofs()] == ["Notation", *(claim.id for claim in CLAIMS)]
-    out = verify.explain(["c18"])
-    assert out.startswith("C18\n") and "\nMeasured: " in out and "**For good.**" in out
+def test_each_claim_has_one_proof_in_its_docstring_or_in_proofs_md():
+    assert [*verify.proofs()] == ["Notation", *(claim.id for claim in CLAIMS if not claim.proof)]
+    for id_, statement, proof in (
+        ("C15", "The net push on a node", "\n    sum_i w_i A_i = wbar"),
+        ("C18", "On-policy, the expected push", "**For good.**"),
+    ):
+        out = verify.explain([id_.lower()])
+        labels = re.findall(r"^(Holds only if|[A-Z][a-z]+): ", out, re.MULTILINE)
+        assert labels == ["Holds only if", "Source", "Measured", "Proof"] and proof in out
+        assert out.startswith(f"{id_}\n{statement}")
 
 
 def test_claims_are_found_by_id_or_equation_and_an_unknown_id_is_refused():
