@@ -198,6 +198,8 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
             axis.plot(seeds["mean"], label=method)
             axis.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.2)
         axis.set(title=key, xlabel="step")
+        if key in ("sampled", "greedy"):
+            axis.set_ylabel("share right")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 

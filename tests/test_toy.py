@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from toy import crumb, drift, gate, tax, tree
-from toy.worlds import ADAM, BOTH, EXACT, LOCAL, ROWS, Groups, way_log_probs
+from toy.worlds import ADAM, BOTH, LOCAL, MEAN, ROWS, Groups, way_log_probs
 
 near = functools.partial(pytest.approx, abs=0.0006)
 
 
 def test_what_a_learning_tax_costs():
     long, short, worse = tax.SETTINGS
-    published = {(long, "grpo"): 0.596, (short, "dr-grpo"): 0.597, (short, LOCAL): 0.587}
+    published = {(long, MEAN): 0.596, (short, "dr-grpo"): 0.597, (short, LOCAL): 0.587}
     published |= {(worse, "gspo"): 0.207, (worse, BOTH): 0.205}
     found = {(x, name): tax.find_rewards(x, ROWS[name]) for x, name in published}
     assert {key: float(path[-1]) for key, (path, _) in found.items()} == near(published)
     assert found[worse, "gspo"][1] == near(0.535)  # the tax share
     # With Adam, at the rates 0.01 and 0.1; from 0.3 on rounding decides.
-    assert tax.find_adam_rewards(short, ROWS["grpo"])[[0, 2]].tolist() == near([0.419, 0.427])
+    assert tax.find_adam_rewards(short, ROWS[MEAN])[[0, 2]].tolist() == near([0.419, 0.427])
 
 
 def test_what_the_min_costs():
@@ -28,7 +28,7 @@ def test_what_the_min_costs():
     best = {name: gate.sweep(ROWS[name], rates).max().item() for name in published}
     assert best == near(published)
     rates = torch.tensor([0.03, 0.3, 3.0], dtype=torch.float64)
-    for name, last in ((EXACT, 0.4), ("grpo-symmetric", 0.5)):
+    for name, last in ((MEAN, 0.4), ("grpo-symmetric", 0.5)):
         assert gate.sweep(ROWS[name], rates, ADAM).tolist() == near([0.473, 0.5, last])
 
 
@@ -49,7 +49,7 @@ def test_the_crumb():
 def test_a_token_that_earns_nothing():
     """The drift, and the expected reward before and after."""
     published = {
-        "grpo": [0.445, 0.287, 0.453],
+        MEAN: [0.445, 0.287, 0.453],
         LOCAL: [0, 0.287, 0.460],
         "grpo, no clip": [2.397, 0.287, 0.949],
         "gspo": [1.731, 0.287, 0.843],
@@ -70,10 +70,11 @@ def test_what_a_batch_shares_by_hand():
     batch = {"step": 7, "group_size": 4, "max_tokens": 5, "logp_old": torch.zeros(8, 5)}
     for key in ("tokens", "mask", "rewards"):
         batch[key] = torch.cat([getattr(group, key) for group in groups])
-    # On "so" 0.150 of 0.600 is left, and on "7+8=15" 0.025 of 0.225 (README's pushes). In the
-    # second group 7+8=15 has a push of 0.1375; with equal weights it would be 0.1125.
-    left = (0.150 + 0.025 + 0.050 + 0.025) / (0.600 + 0.225 + 0.425 + 0.2375)
+    # The tax on "so" is 0.150 of pushes of 0.600, and on "7+8=15" 0.025 of 0.225 (README's
+    # pushes). In the second group 7+8=15 has a net push of 0.1375; with equal weights 0.1125.
+    share = (0.150 + 0.025 + 0.050 + 0.025) / (0.600 + 0.225 + 0.425 + 0.2375)
+    taxes = {"grpo": share, "dr-grpo": 0, "gspo": share}
     expected = {"step": 7, "shared": 6 / 15, "at place": 8 / 6, "others at": 30 / 9}
-    expected |= {"tax of grpo": left, "tax of dr-grpo": 0, "tax of gspo": left}
+    expected |= {f"tax share of {name}": tax for name, tax in taxes.items()}
     found = tree.what_is_shared(batch, tree.shown_methods("mean"))
     assert found == pytest.approx(expected, abs=1e-9)

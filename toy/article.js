@@ -6,8 +6,8 @@
   const write = (outputs, texts) => outputs.forEach((output, k) => (output.textContent = texts[k]));
   const redraws = []; // of all figures, when the window changes
 
-  // Sliders: [name, label, lowest, highest, step, how to write the value]. Buttons with a value set
-  // what it says. Whatever changes, draw(state, figure) draws everything anew.
+  // Sliders: [name, label, lowest, highest, step, how to write the value]. A button with a value sets
+  // what the value says. After each change draw(state, figure) draws everything anew.
   function live(id, start, sliders, draw) {
     const figure = $(id).querySelector("figure"), state = parse(start);
     const rows = sliders.map(([name, label, min, max, step, format]) => {
@@ -45,7 +45,7 @@
     const section = document.querySelector(link.getAttribute("href"));
     section.scrollIntoView();
     section.tabIndex = -1;
-    section.focus(); // so that the keyboard goes on from there
+    section.focus(); // so that the keyboard continues from there
   });
 
   // A guess reveals its answer, and presses the button of the figure that shows it, if there is one.
@@ -106,9 +106,9 @@
   live("clip", "r=0.61", [["r", "ratio r of the token", 0.01, 1.99, 0.02, (r) => r.toFixed(2)]], (state, figure) => {
     const k = facts.ratios.indexOf(Number(state.r));
     Object.values(facts.clips).forEach(([win, lose], i) => {
-      const panel = figure.querySelectorAll(".panels div")[i], left = win[k] - lose[k];
+      const panel = figure.querySelectorAll(".panels div")[i], net = win[k] - lose[k];
       panel.querySelector(".at").setAttribute("d", `M${(facts.ratios[k] / 2) * 150} 0v110`);
-      const verdict = !win[k] && !lose[k] ? "no push" : left ? `left ${signed(left)}` : "cancels";
+      const verdict = !win[k] && !lose[k] ? "no push" : net ? `net push ${signed(net)}` : "cancels";
       panel.querySelector("output").textContent = `▲${win[k].toFixed(2)} ▼${lose[k].toFixed(2)}\n${verdict}`;
     });
   });
@@ -118,30 +118,30 @@
   const GROUP = 4, UPDATES = 120, FIRST = 0.8;
 
   // The policy's expected reward before each update and after the last. length: the divisor of an
-  // answer; local: whether a baseline stands at every prefix; ofGroup: whether A subtracts the
-  // group's mean. world: lengths a to d, and q, the worse way's chance to be right.
+  // answer; local: whether there is a prefix baseline; ofGroup: whether A subtracts the group
+  // mean. world: lengths a to d, and q, the worse strategy's probability to be right.
   function rewards({ a, b, c, d, q }, length, local, ofGroup) {
     const logits = [2, 0], path = [];
     let rate;
     for (let k = 0; ; k++) {
-      const [way, good] = logits.map((x) => 1 / (1 + exp(-x)));
-      const outcomes = [ // chance, length, reward, and the slope of log pi by the two logits
-        [way * good * 0.6, a, 1, [1 - way, 1 - good]],
-        [way * good * 0.4, b, 0, [1 - way, 1 - good]],
-        [way * (1 - good), b, 0, [1 - way, -good]],
-        [(1 - way) * q, c, 1, [-way]],
-        [(1 - way) * (1 - q), d, 0, [-way]],
+      const [better, good] = logits.map((x) => 1 / (1 + exp(-x)));
+      const outcomes = [ // probability, length, reward, and the slope of log pi by the two logits
+        [better * good * 0.6, a, 1, [1 - better, 1 - good]],
+        [better * good * 0.4, b, 0, [1 - better, 1 - good]],
+        [better * (1 - good), b, 0, [1 - better, -good]],
+        [(1 - better) * q, c, 1, [-better]],
+        [(1 - better) * (1 - q), d, 0, [-better]],
       ].map(([p, T, R, slopes]) => ({ p, w: 1 / length(Number(T)), R, slopes }));
-      const J = sum(outcomes.map(({ p, R }) => p * R));
-      path.push(J);
+      const expected = sum(outcomes.map(({ p, R }) => p * R));
+      path.push(expected);
       if (k === UPDATES) return path;
-      for (const o of outcomes) o.push = o.w * (o.R - J) * (ofGroup ? 1 - 1 / GROUP : 1);
+      for (const o of outcomes) o.push = o.w * (o.R - expected) * (ofGroup ? 1 - 1 / GROUP : 1);
       const update = logits.map((_, j) => {
         const visitors = outcomes.filter(({ slopes }) => j in slopes); // of the choice's prefix
         const P = sum(visitors.map(({ p }) => p));
         const of = (f) => sum(visitors.map((o) => (o.p / P) * f(o)));
         const others = local ? of((o) => o.push) : 0; // what they push on average
-        // The group's mean holds the own reward, which so comes back from the others' baseline.
+        // The group mean contains the answer's own reward, which comes back in the others' pushes.
         const leak = local && ofGroup ? (of((o) => o.w) * (1 - (1 - P) ** (GROUP - 1))) / GROUP : 0;
         return P * of((o) => (o.push - others + leak * o.R) * o.slopes[j]);
       });
@@ -150,7 +150,7 @@
     }
   }
 
-  const lengths = ["better way, right", "better way, wrong", "worse way, right", "worse way, wrong"];
+  const lengths = ["better strategy, right", "better strategy, wrong", "worse strategy, right", "worse strategy, wrong"];
   const ofWorld = (values) => values.map((x, k) => `${"abcdq"[k]}=${x}`).join("&");
   const equal = [16, 16, 16, 16, 0];
   for (const [name, values] of [["all lengths equal", equal], ...facts.worlds]) {
@@ -158,7 +158,7 @@
   }
   live("lengths", `${ofWorld(facts.worlds.at(-1)[1])}&baseline=fixed`, [
     ...lengths.map((label, k) => ["abcd"[k], `${label}: tokens`, 1, 40, 1]),
-    ["q", "worse way: chance to be right", 0, 0.5, 0.05, (q) => q.toFixed(2)],
+    ["q", "worse strategy: probability to be right", 0, 0.5, 0.05, (q) => q.toFixed(2)],
   ], (state, figure) => {
     const ofGroup = state.baseline === "group", own = (T) => T;
     const curves = [[own, false], [own, true], [() => 1, false]];
@@ -174,10 +174,10 @@
   const logFactorial = [0];
   for (let k = 1; k < 200; k++) logFactorial.push(logFactorial.at(-1) + log(k));
 
-  // The expected A of a rare answer less that of a usual one, where a share p of all answers is
-  // rare, by enumeration: of N - 1 others, a are rare and right and b rare and wrong. A rare answer
-  // earns 1 with chance q, or 0, and a usual one c. A is divided by the std of N rewards. (Over a
-  // batch the other groups' answers are as the own group's, so only a factor tells them apart.)
+  // The expected A of a rare answer minus the expected A of a usual one, where a share p of all
+  // answers is rare, by enumeration: of the N - 1 others, a are rare and right, b rare and wrong. A
+  // rare answer earns 1 with probability q, else 0; a usual one earns c. A is divided by the std of N
+  // rewards. (In a batch the other groups' answers are like the own group's, so only a factor differs.)
   function pull(p, q, c, N) {
     const chances = [p * q, p * (1 - q), 1 - p].map(log);
     let total = 0;
@@ -199,10 +199,10 @@
   const SHARES = Array.from({ length: 61 }, (_, k) => 1 / (1 + exp(6.9 - (13.8 * k) / 60)));
 
   live("crumb", "c=0.1&q=0.45&p=5&B=8", [
-    ["c", "the crumb, for the format", 0, 0.6, 0.01, (c) => c.toFixed(2)],
-    ["q", "rare way: chance of a reward of 1", 0.05, 0.95, 0.05, (q) => q.toFixed(2)],
-    ["p", "rare way: share at the start", 1, 99, 1, (p) => `${p} %`],
-    ["B", "prompts of a batch", 1, 16, 1],
+    ["c", "the format bonus", 0, 0.6, 0.01, (c) => c.toFixed(2)],
+    ["q", "rare strategy: probability of a reward of 1", 0.05, 0.95, 0.05, (q) => q.toFixed(2)],
+    ["p", "rare strategy: share at the start", 1, 99, 1, (p) => `${p}%`],
+    ["B", "prompts per batch", 1, 16, 1],
   ], ({ c, q, p, B }, figure) => {
     [c, q, p, B] = [c, q, p / 100, B].map(Number);
     const scales = {
@@ -212,7 +212,7 @@
     };
     const cells = Object.entries(scales).flatMap(([name, f]) => {
       const pulls = SHARES.map(f), start = Math.abs(f(p)) > 1e-9 ? f(p) : 0;
-      // It moves on while the sign stays: to all or none, or to the share where the pull turns.
+      // The share moves while the pull keeps its sign: to all or none, or to where the pull turns.
       const turns = SHARES.filter((x, k) => (x - p) * start > 0 && pulls[k] * start <= 0);
       let end = !start ? p : turns[0] ?? Number(start > 0);
       for (let from = p, k = 0; turns.length && k < 30; k++) {
@@ -224,12 +224,12 @@
       const mark = make("b");
       mark.style.left = `${((log(p / (1 - p)) + 6.9) / 13.8) * 100}%`;
       strip.append(mark);
-      const J = (end * q + (1 - end) * c).toFixed(3);
+      const reward = (end * q + (1 - end) * c).toFixed(3);
       return [make("span", "", name), strip,
-        make("span", "", "pull ", make("output", "", signed(start)), " ends at ", make("output", "", J))];
+        make("span", "", "pull ", make("output", "", signed(start)), " ends at ", make("output", "", reward))];
     });
     const heads = ["A divided by", "", "at the start; reward at the end"];
-    const axis = make("div", "head axis", ...["0.1 %", "50 %", "99.9 %"].map((text) => make("span", "", text)));
+    const axis = make("div", "head axis", ...["0.1%", "50%", "99.9%"].map((text) => make("span", "", text)));
     figure.querySelector(".strips")
       .replaceChildren(...heads.map((text) => make("span", "head", text)), ...cells, make("span"), axis);
   });

@@ -2,9 +2,9 @@
 
     python -m toy.clips      toy/clips.svg: a small panel for each method
 
-A shared token has one ratio r in all answers. |push| / |A| is computed by losses.py, for a winner
-(A = 1) and a loser (A = -1) of one length. Where the two lines part, the pushes on a shared token
-do not cancel. The article of toy/tree.py has the same panels.
+A shared token has one ratio r in all answers. losses.py computes |push| / |A| for a winner (A = 1)
+and a loser (A = -1) of one length. Where the two lines part, the pushes on a shared token do not
+cancel. The article of toy/tree.py shows the same panels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from losses import METHODS, Batch, token_pushes
 
 NAMES = "reinforce grpo grpo-symmetric cispo dapo gspo dppo symmetric-trust sapo".split()
-OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability ask for it
-# No edge of a clip range is among them, where a derivative is a matter of rounding.
+OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability need it
+# They avoid the edges of clip ranges, where rounding decides a derivative.
 RATIOS = sorted([*(k / 100 for k in range(1, 200, 2)), 1.0])
-TOP, WIDTH, HEIGHT = 2.0, 150, 110  # the largest ratio and weight; a panel's frame
+TOP, WIDTH, HEIGHT = 2.0, 150, 110  # the largest ratio and |push| / |A|; a panel's frame
 
 
 @cache
 def weights() -> dict[str, list[list[float]]]:
-    """For each method |push| / |A| of the winner and of the loser at all RATIOS.
+    """|push| / |A| of the winner and of the loser at all RATIOS, for each method.
 
     Every ratio has a group of its own: two answers of one token.
     """
@@ -59,6 +59,8 @@ def panel(name: str, place: str = "") -> str:
         f'<path class="at" d="M{WIDTH / 2:g} 0v{HEIGHT}"/>',
         f'<text x="{WIDTH / 2:g}" y="{HEIGHT + 15}" class="middle">1</text>',
         f'<text x="{WIDTH}" y="{HEIGHT + 15}" class="middle">{TOP:g}</text>',
+        f'<text x="{WIDTH * 0.75:g}" y="{HEIGHT + 15}" class="middle label">ratio r</text>',
+        '<text x="5" y="8" class="label">|push| / |A|</text>',
         f'<text x="-4" y="{HEIGHT / 2 + 4:g}" class="end">1</text>',
         f'<text x="-4" y="8" class="end">{TOP:g}</text></svg>',
     ]
@@ -73,6 +75,7 @@ STYLE = """\
 .panel { overflow: visible; font: 11px system-ui, sans-serif; fill: var(--soft); }
 .panel .name { font-size: 13px; font-weight: 600; fill: var(--ink); }
 .panel .middle { text-anchor: middle; } .panel .end { text-anchor: end; }
+.panel .label { fill: var(--ink); stroke: var(--card); stroke-width: 4px; paint-order: stroke; }
 .panel polyline, .panel .axis { fill: none; }
 .panel .axis { stroke: var(--soft); }
 .panel .win { stroke: var(--win); stroke-width: 3.5; }
@@ -83,7 +86,7 @@ STYLE = """\
 
 
 def picture() -> str:
-    """All panels in one file, for a README, light or dark as the reader's screen is."""
+    """All panels in one file for a README, light or dark like the reader's screen."""
     columns = 3
     rows = -(-len(NAMES) // columns)
     frames = [
@@ -94,7 +97,7 @@ def picture() -> str:
         for k, name in enumerate(NAMES)
     ]
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 {64 + rows * 165 + 22}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 {64 + rows * 165}">',
         "<title>|push| / |A| of winners and losers against the ratio, for each method</title>",
         f"<style>\n:root {{ {LIGHT} }}",
         f"@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n{STYLE}</style>",
@@ -103,9 +106,7 @@ def picture() -> str:
         "Where the two lines part, pushes on a shared token do not cancel</text>",
         '<path d="M14 38h24" class="win"/><text x="44" y="42">winners</text>',
         '<path d="M114 38h24" class="lose"/><text x="144" y="42">losers</text>',
-        '<path d="M206 32h24v12h-24z" class="gap"/><text x="236" y="42">what is left</text>',
-        f'<text x="14" y="{64 + rows * 165 + 12}">across: ratio r of the token;'
-        " up: |push| / |A|</text></g>",
+        '<path d="M206 32h24v12h-24z" class="gap"/><text x="236" y="42">their net push</text></g>',
         *frames,
         "</svg>",
     ]

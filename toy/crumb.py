@@ -1,23 +1,29 @@
-"""The crumb: divided by the group's std, a policy can stay at a tenth of the reward for good.
+"""The crumb: a small reward for the format can hold a policy at 0.1, if A is divided by the std.
 
     python -m toy.crumb                        the tables: half a minute
-    python -m toy.crumb --plot toy/crumb.png   and the picture (needs matplotlib)
+    python -m toy.crumb --plot toy/crumb.png   also the pictures, this one and mixture.png beside it
+                                               (needs matplotlib)
 
-    prompt -+- usual way: format ------- 0.1   surely; the answer is wrong
-            `- rare way: no format --+-- 1     with chance 0.45
-                                     `-- 0
+    prompt -+- usual strategy: format ------ 0.1   always; the answer is wrong
+            `- rare strategy: no format -+-- 1     with probability 0.45
+                                         `-- 0
 
-    prompt -+- first way --------------- 0.7   surely
-            |- second way -----------+-- 1     with chance 0.4
-            |                        `-- 0.5
-            `- third way ------------+-- 0.75  with chance 0.72
-                                     `-- 0.1
+    prompt -+- first strategy -------------- 0.7   always
+            |- second strategy ----------+-- 1     with probability 0.4
+            |                            `-- 0.5
+            `- third strategy -----------+-- 0.75  with probability 0.72
+                                         `-- 0.1
 
-An answer is one token, its way, and the policy has a logit for each way. So all lengths are equal,
-and with one update a batch nothing is clipped. The rows differ in what divides R - mean, and in
-nothing else. Nothing is sampled: all groups are enumerated, and each counts with its probability.
-So the batch of "batch" is very large, and all of this one prompt. toy/README.md says what came out,
-and claims C29 and C30 why.
+An answer is one token, its strategy, and the policy has a logit for each strategy. So all lengths
+are equal, and with one update per batch nothing is clipped. The rows differ only in what divides
+R - mean. Nothing is sampled: all groups are enumerated, and each counts with its probability. So
+the batch of "batch" is very large, and has this prompt only. toy/README.md states the results;
+claims C29 and C30 explain them.
+
+The rare strategy trains by Adam (rate 0.03, G = 8). Divided by the group's std, it dies out below a
+share of 0.2411, 0.0795 and 0.0338 at G = 4, 8 and 16 (`python verify.py --only C30`). The three
+strategies train by plain gradient ascent (G = 4), and end at a mixture. Adam does not settle there:
+the expected reward swings.
 """
 
 from __future__ import annotations
@@ -26,10 +32,10 @@ import torch
 from torch import Tensor
 
 import losses
-from toy.figure import COLORS, make_figure, parse_plot, print_table, save
+from toy.figure import COLORS, make_figure, pale_line, parse_plot, print_table, save
 from toy.worlds import ADAM, PLAIN, Groups, Outcome, Row, train, way_log_probs
 
-CRUMB, RIGHT = 0.1, 0.45  # what the usual way earns; the chance of the rare way to earn 1
+CRUMB, RIGHT = 0.1, 0.45  # the usual strategy's reward; the rare one's probability to earn 1
 RARE_WAY = [Outcome(0, 1.0, CRUMB, 1), Outcome(1, RIGHT, 1.0, 1), Outcome(1, 1 - RIGHT, 0.0, 1)]
 FIRST, SECOND, THIRD = [(1.0, 0.7)], [(0.4, 1.0), (0.6, 0.5)], [(0.72, 0.75), (0.28, 0.1)]
 THREE_WAYS = [
@@ -37,23 +43,29 @@ THREE_WAYS = [
     for way, ends in enumerate((FIRST, SECOND, THIRD))
     for chance, reward in ends
 ]
-SCALES = {  # of group_advantages: in the picture label, colour (a method's with that scale), style
-    "mean": ("nothing (dr-grpo)", COLORS["dr-grpo"], "-"),
-    "batch": ("the batch's std", "#8C564B", "--"),
-    "std": ("the group's std (grpo)", COLORS["grpo"], "-"),
+SCALES = {  # of group_advantages: label and style in the pictures; two lines often coincide
+    "std": ("the group's std (grpo)", dict(color=COLORS["grpo"], linewidth=2)),
+    "batch": ("the batch's std", dict(color="black", linewidth=1.3, linestyle="--")),
+    "mean": ("nothing (dr-grpo)", pale_line("dr-grpo")),
+}
+STRATEGIES = {  # three of them, in the picture
+    "first": dict(color="#0072B2", linewidth=1.6, linestyle="--"),
+    "second": dict(color="#56B4E9", linewidth=1.6),
+    "third": dict(color="#CC79A7", linewidth=3),
 }
 STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
 THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
 G, BATCHES, THREE_BATCHES = 8, 300, 1200
+SHOWN = 600  # of the three strategies' updates, in the picture
 ADAM_RATE, PLAIN_RATE = 0.03, 2.0
 
 
 def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
-    """J, exactly. (..., W) -> (...)."""
+    """(..., W) -> (...)."""
     return sum(shares[..., o.way] * o.chance * o.reward for o in outcomes)
 
 
-# ---------------- the figure
+# ---------------- the figures
 
 
 def train_rare(scale: str) -> Tensor:
@@ -64,60 +76,70 @@ def train_rare(scale: str) -> Tensor:
 
 
 def train_three(scale: str, rate: float = PLAIN_RATE, optimizer=PLAIN) -> Tensor:
-    """The shares of the three ways, G = 4, from each of THREE_STARTS. (THREE_BATCHES + 1, 2, 3)."""
+    """The shares of the strategies from each of THREE_STARTS. (THREE_BATCHES + 1, 2, 3)."""
     row, groups, starts = Row(losses.grpo, scale), Groups(THREE_WAYS, 4), THREE_STARTS.log()
     path, _ = train(row, groups, way_log_probs, starts, 1, THREE_BATCHES, rate, optimizer)
     return path.softmax(2)
 
 
-def plot(rare: dict[str, Tensor], three: dict[str, Tensor]):
+def plot_rare(rewards: dict[str, Tensor]):
     figure = make_figure(
-        "Undivided, or divided by the batch's std, R - mean teaches the better way.\n"
-        "Divided by the group's std it keeps a usual way that earns 0.1, or a mixture of ways.",
-        3.9,
+        "Dividing by the group's std keeps the reward at 0.1 if better answers are rare", 3.9
     )
-    panels = figure.subplots(1, 2)
-    for scale, (label, color, dashes) in SCALES.items():
-        style = dict(color=color, linestyle=dashes, linewidth=2)
-        panels[0].plot(rare[scale], **style)
-        panels[1].plot(three[scale], **style)
-        panels[0].plot([], [], label=label, **style)
-    panels[0].text(300, 0.11, "from 0.02 and 0.05", color=COLORS["grpo"], ha="right")
-    panels[0].text(300, 0.42, "from 0.08", color=COLORS["grpo"], ha="right")
-    panels[0].set(
-        title="a rare way of share 0.02, 0.05, 0.08,\nexpected updates", ylabel="expected reward"
-    )
-    panels[1].set_title("three ways, two starts,\nexpected updates")
-    for panel in panels:
-        panel.set_xlabel("batches")
-    figure.legend(title="R - mean of the group is divided by", loc="outside lower center", ncols=3)
+    panels = figure.subplots(1, len(STARTS), sharey=True)
+    for k, (panel, start) in enumerate(zip(panels, STARTS, strict=True)):
+        for scale, (label, style) in SCALES.items():
+            panel.plot(rewards[scale][:, k], label=label, **style)
+        panel.set(title=f"rare strategy: {start[1]:.0%} at the start", xlabel="updates")
+    panels[0].set(ylabel="expected reward", ylim=(0, 0.5))
+    add_legend(figure, panels[0])
     return figure
+
+
+def plot_three(three: dict[str, Tensor]):
+    """The second of THREE_STARTS. three: the shares for each scale, (THREE_BATCHES + 1, 2, 3)."""
+    figure = make_figure(
+        "The group's std gives the largest share to the strategy with the lowest reward", 4.1
+    )
+    left, right = figure.subplots(1, 2)
+    for scale, (label, style) in SCALES.items():
+        left.plot(expected_reward(THREE_WAYS, three[scale][:SHOWN, 1]), label=label, **style)
+    left.set(title="reward of the policy", xlabel="updates", ylabel="expected reward")
+    for way, (name, style) in enumerate(STRATEGIES.items()):
+        earned = expected_reward(THREE_WAYS, torch.eye(3)[way])
+        right.plot(three["std"][:SHOWN, 1, way], label=f"{name}, earns {earned:.2f}", **style)
+    right.set(title="shares under the group's std", xlabel="updates", ylabel="share of the answers")
+    right.legend(loc="upper right")
+    add_legend(figure, left)
+    return figure
+
+
+def add_legend(figure, panel):
+    lines = panel.get_legend_handles_labels()
+    figure.legend(*lines, title="R - group mean, divided by", loc="outside lower center", ncols=3)
 
 
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    rare, rows = {}, {}
-    for scale in SCALES:
-        rare[scale] = train_rare(scale)
-        rows[scale] = [f"{J:.3f}" for J in rare[scale][-1]]
-    print(f"Expected reward after {BATCHES} batches, from three shares of the rare way; G = {G}.\n")
-    print_table(rows, [f"from {share:.2f}" for share in STARTS[:, 1].tolist()])
-    print(
-        "\nThree ways, G = 4, exact: the end of plain ascent from two starts; with Adam J from/to\n"
-    )
-    three, rows = {}, {}
-    for scale in SCALES:
-        plain = train_three(scale)
-        three[scale] = expected_reward(THREE_WAYS, plain)
+    rare = {scale: train_rare(scale) for scale in SCALES}
+    rows = {scale: [f"{x:.3f}" for x in rewards[-1]] for scale, rewards in rare.items()}
+    print(f"Expected reward after {BATCHES} updates, by the rare strategy's share; G = {G}.\n")
+    print_table(rows, [f"{share:.0%} at the start" for share in STARTS[:, 1].tolist()])
+    print("\nThree strategies, G = 4: the end by plain gradient ascent; with Adam, the range\n")
+    three = {scale: train_three(scale) for scale in SCALES}
+    rows = {}
+    for scale, path_of in three.items():
+        ends = [f"{x:.4f}" for x in expected_reward(THREE_WAYS, path_of[-1])]
+        shares = ", ".join(f"{share:.3f}" for share in path_of[-1, 0])
         adam = train_three(scale, ADAM_RATE, ADAM)[THREE_BATCHES // 2 :]
         swing = expected_reward(THREE_WAYS, adam)
-        ends = [f"{J:.4f}" for J in three[scale][-1]]
-        shares = ", ".join(f"{share:.3f}" for share in plain[-1, 0])
         rows[scale] = [*ends, shares, f"{swing.min():.3f} to {swing.max():.3f}"]
-    print_table(rows, ["J", "J", "shares, first start", "Adam"])
+    columns = ["reward, start 1", "reward, start 2", "shares, start 1", "reward with Adam"]
+    print_table(rows, columns)
     if path:
-        save(plot(rare, three), path)
+        save(plot_rare(rare), path)
+        save(plot_three(three), path.with_stem("mixture"))
 
 
 if __name__ == "__main__":

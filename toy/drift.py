@@ -1,4 +1,4 @@
-"""A token that earns nothing, and one batch that is used again and again: who moves the token?
+"""A token that earns nothing: which loss moves it, if one batch is used for 32 updates?
 
     python -m toy.drift        the table: seconds
 
@@ -8,12 +8,18 @@
                      |         `- slip    12
                      `- guess - wrong      3
 
-An answer begins with an opener, which earns nothing. Then comes a short or a long solution, of
-equal reward, or a guess, which is never right. A solution may slip. The policy has a logit for
-every choice, and one for the opener against another that nobody takes in this batch.
+An answer begins with an opener, which earns nothing. A short or a long solution of equal reward
+follows, or a guess, which is never right. A solution may slip. The policy has a logit for every
+choice, and one for the opener against another opener that no answer in this batch takes.
 
-The batch is 8 groups of 8 answers, used 32 times. All of them have the opener, so where pushes
-cancel at shared tokens it stays where it is. toy/README.md says what came out.
+The batch is 8 groups of 8 answers, used for 32 updates. All answers share the opener, so its
+log-odds stay where pushes cancel at shared tokens. toy/README.md states the results.
+
+With a fresh batch at each update the opener wanders, because its pushes are noise. Compared with a
+fixed number as baseline, a prefix baseline multiplies this noise by (1 - rho^2) n/(n - 1). It
+removes what all pushes at the prefix have in common, which gives the factor 1 - rho^2; rho^2 is the
+share of the reward's variance that the prefix explains. Being estimated from only n - 1 other
+answers gives the factor n/(n - 1). So the baseline lowers the noise if rho^2 > 1/n (C27).
 """
 
 from __future__ import annotations
@@ -29,11 +35,11 @@ import losses
 from losses import Batch
 from toy.figure import print_table
 from toy.policy import pad
-from toy.worlds import LOCAL, ROWS, Row, compute_push
+from toy.worlds import LOCAL, MEAN, ROWS, Row, compute_push
 
 SEEDS = 5  # start policies
-G, GROUPS, STEPS = 8, 8, 32  # answers of a group; groups of the batch; steps on it
-SIZE = 0.6  # the length of the first step
+G, GROUPS, UPDATES = 8, 8, 32  # answers of a group; groups of the batch; updates on it
+SIZE = 0.6  # the length of the first update
 
 # Every answer, with its length. Tokens: 1 is the opener; then 2 short, 3 long or 4 guess; after
 # short 5 right or 6 slip, after long 7 right or 8 slip. Filler, 0, gives an answer its length.
@@ -46,11 +52,11 @@ METHODS = ROWS | {
     # Its own clip range is made for long answers.
     "gspo": Row(functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)),
 }
-NAMES = ("grpo", LOCAL, "grpo, no clip", "gspo", "reinforce", "dfpo-min", "dfpo-min, eps 0.2")
+NAMES = (MEAN, LOCAL, "grpo, no clip", "gspo", "reinforce", "dfpo-min", "dfpo-min, eps 0.2")
 
 
 def log_table(w: Tensor) -> Tensor:
-    """log pi of every token where it may come. Six logits: the opener, short, long, guess, right
+    """log pi of every token at its place. Six logits: the opener, short, long, guess, right
     after short, right after long -> (9,)."""
     ends = logsigmoid(torch.stack([w[4:], -w[4:]], 1)).flatten()  # a choice of two has one logit
     return torch.cat([w.new_zeros(1), logsigmoid(w[:1]), w[1:4].log_softmax(0), ends])
@@ -62,7 +68,7 @@ def chances(w: Tensor) -> Tensor:
 
 
 def repeat(row: Row, seed: int) -> Tensor:
-    """What STEPS gradient steps on the same answers do: how far the opener's log-odds move, and the
+    """What UPDATES updates on the same answers do: how far the opener's log-odds move, and the
     expected reward before and after. (3,)."""
     generator = torch.Generator().manual_seed(seed)
     start = w = torch.randn(6, generator=generator, dtype=torch.float64)
@@ -71,9 +77,9 @@ def repeat(row: Row, seed: int) -> Tensor:
     A = losses.group_advantages(REWARDS[picks], G, row.scale)[:, None].expand(mask.shape)
     nodes, old = losses.prefix_nodes(tokens, mask, G), log_table(w)[tokens]
     batch, rate = Batch(old, old, A, mask, G, mask.shape[1]), None
-    for _ in range(STEPS):
+    for _ in range(UPDATES):
         push, _ = compute_push(row, batch, nodes, w, lambda w: log_table(w)[tokens])
-        rate = rate or SIZE / push.norm()  # the first step is equally long for all methods
+        rate = rate or SIZE / push.norm()  # all methods: first updates of one length
         w = w + rate * push
     return torch.stack([(w - start)[0].abs(), chances(start) @ REWARDS, chances(w) @ REWARDS])
 
@@ -85,7 +91,7 @@ def measure(name: str) -> Tensor:
 
 def main():
     torch.set_num_threads(1)
-    print(f"{STEPS} steps on {GROUPS} groups of {G}, mean of {SEEDS} start policies\n")
+    print(f"{UPDATES} updates on {GROUPS} groups of {G}, mean of {SEEDS} start policies\n")
     rows = {name: [f"{x:.3f}" for x in measure(name)] for name in NAMES}
     print_table(rows, ["drift of the opener's log-odds", "expected reward before", "after"])
 

@@ -1,9 +1,8 @@
-"""What the figures of toy/ and experiments/ share: a flag, tables, intervals, pictures."""
+"""The flag, tables, intervals and pictures that toy/ and experiments/ share."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,26 +11,26 @@ import pandas as pd
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
-# A method has one colour in all pictures. They are safe for the colour-blind: three of Okabe and
-# Ito, and one more.
+# A method has one colour in all pictures. The colours are safe for the colour-blind: two are Okabe
+# and Ito's.
 COLORS = {
     "grpo": "#D55E00",
-    "gspo": "#CC79A7",
     "dr-grpo": "#009E73",
     "grpo-symmetric": "#332288",
 }
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "font.size": 9,
-    "axes.titlesize": 9.5,
+    "font.size": 10.5,
+    "axes.titlesize": 11,
     "legend.frameon": False,
+    "legend.fontsize": 10.5,
     "savefig.dpi": 120,
 }
 
 
 def parse_plot(doc: str) -> Path | None:
-    """What --plot says, the only flag of a script with this docstring."""
+    """The value of --plot, the only flag of a script with this docstring."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
@@ -59,22 +58,19 @@ def format_interval(values: Iterable[float], form: str = ".3f") -> str:
 
 
 def make_figure(finding: str, height: float):
-    """An empty figure as wide as a README. Its title is what it shows."""
+    """An empty figure as wide as a README. Its title is its finding, in one line."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
     figure = Figure(figsize=(8.3, height), layout="constrained")
-    figure.suptitle(finding, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(finding, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
 
 
-def line_style(name: str) -> dict:
-    """Of a method; with a baseline at every prefix thin, black and dashed, so that it is seen on
-    another line."""
-    if "every prefix" in name:
-        return dict(color="#000000", linestyle="--", linewidth=1.2, zorder=3)
-    return dict(color=COLORS[re.split("[ ,]", name)[0]], linewidth=2)
+def pale_line(name: str) -> dict:
+    """The style of a method whose line is so wide and pale that a thin one on it is seen too."""
+    return dict(color=COLORS[name], alpha=0.35, linewidth=7, zorder=1)
 
 
 def save(figure, path: Path):

@@ -1,10 +1,10 @@
 """A language model small enough to know everything about it: logits = W phi(prefix).
 
 A real policy maps a prefix h (prompt + answer so far) to features with a transformer, and the
-features to logits with one matrix. Here phi is any fixed function, and the matrix W is all there is
-to learn. Then nothing has to be estimated: gradients, the Fisher matrix and the probability of
-every possible answer are short formulas, written out below. Nothing here uses autograd; only
-`log_probs` can be differentiated, so that the two can be compared.
+features to logits with one matrix. Here phi is any fixed function, and only the matrix W is
+learned. So nothing has to be estimated: gradients, the Fisher matrix and the probability of every
+possible answer are short formulas, written out below. The formulas do not use autograd. Only
+`log_probs` can be differentiated, so that autograd can be compared with them.
 
 V = vocabulary size, D = number of features. An answer ends with token 0 (EOS) or after `horizon`
 tokens.
@@ -77,7 +77,7 @@ class Policy:
         return sum(self.grad_log_prob(prompt + y[:t], a) for t, a in enumerate(y))
 
     def grad_expected_reward(self, prompt: Tokens, reward: Callable[[Tokens], float]) -> Tensor:
-        """grad_W of J = sum_y pi(y) R(y), which every method estimates. (V, D)
+        """grad_W of the expected reward, sum_y pi(y) R(y). (V, D)
 
         sum_y pi(y) R(y) grad_W log pi(y), over every possible answer.
         """
@@ -110,7 +110,7 @@ def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
 
 
 def count_orders(group: Sequence[Hashable]) -> int:
-    """In how many orders these answers can be drawn, some of them alike."""
+    """In how many orders these answers can be drawn; some may be equal."""
     return math.factorial(len(group)) // math.prod(map(math.factorial, Counter(group).values()))
 
 

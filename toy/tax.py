@@ -1,19 +1,26 @@
-"""When the learning tax costs reward, and that cancelling is not what saves it: three settings.
+"""When unequal weights cost reward, and why cancelling is not what saves it: three worlds.
 
     python -m toy.tax                      the tables: a minute
     python -m toy.tax --plot toy/tax.png   and the picture (needs matplotlib)
 
-An answer takes the better or the worse of two ways. On the better way it then makes a good or a
-bad plan. With a good plan it is right with probability 0.6, with a bad one never. On the worse way
-it is right with a fixed probability, at most 0.2. Filler without any choice follows and gives the
-answer its length. The policy has one logit for the way, 2 at the start, and one for the plan, 0 at
-the start.
+An answer follows the better or the worse of two strategies. With the better one it then makes a
+good or a bad plan. With a good plan it is right with probability 0.6, with a bad one never. With
+the worse strategy it is right with a fixed probability, at most 0.2. Filler without any choice
+follows and gives the answer its length. The policy has one logit for the strategy, 2 at the start,
+and one for the plan, 0 at the start.
 
 Nothing is sampled. All groups of 4 answers are enumerated, and each counts with its probability
-under the policy that began the batch. So an update is an expectation. The schedule is 120 batches
-of 8 updates each, by plain gradient ascent; the first update has the length 0.1, and its rate
-stays. A second table has Adam on the same exact updates. toy/README.md says what came out, and
-claims C18 and C22 why.
+under the policy that began the batch. So each update is an expected update. The schedule is 120
+batches of 8 updates each, by plain gradient ascent. The first update has the length 0.1, and its
+rate stays. toy/README.md states the results; claims C18 and C22 explain them.
+
+In brackets the first table prints the tax share, the part of all pushes on shared tokens that is
+due to unequal weights (1/T for GRPO). It is about as high in world 1 as in the others, so it does
+not say what the tax costs. Rows with an expected-reward baseline do not divide by the std (C22).
+
+A second table shows that the harm survives Adam. At rates from 0.01 to 0.3 GRPO ends near 0.42 in
+world 2 and at 0.200 in world 3. From a rate of 0.5 on, its end in world 2 depends on the rate. In
+world 3 the first updates are then so large that they settle the choice before the lengths can.
 """
 
 from __future__ import annotations
@@ -23,24 +30,42 @@ import itertools
 import torch
 from torch import Tensor
 
-from toy.figure import line_style, make_figure, parse_plot, print_table, save
-from toy.worlds import ADAM, BOTH, EXACT, LOCAL, ROWS, Groups, Outcome, Row, plan_log_probs, train
+from toy.figure import COLORS, make_figure, pale_line, parse_plot, print_table, save
+from toy.worlds import (
+    ADAM,
+    BOTH,
+    EXACT,
+    LOCAL,
+    MEAN,
+    ROWS,
+    Groups,
+    Outcome,
+    Row,
+    plan_log_probs,
+    train,
+)
 
 G, BATCHES, UPDATES = 4, 120, 8
-# The logits of the better way and of a good plan.
+# The logits of the better strategy and of a good plan.
 START = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
 RIGHT = 0.6  # with a good plan
-# lengths of right and wrong answers on the better way; chance to be right on the worse way, and
-# lengths there
+# Better strategy: lengths of right and wrong answers. Worse strategy: the probability to be right,
+# and the lengths of right and wrong answers.
 SETTINGS = {
-    "better way: wrong is long": ((6, 24), 0.0, (32, 32)),
-    "better way: wrong is short": ((24, 6), 0.0, (32, 32)),
-    "worse way: right is short": ((16, 16), 0.2, (4, 24)),
+    "better strategy: wrong is long": ((6, 24), 0.0, (32, 32)),
+    "better strategy: wrong is short": ((24, 6), 0.0, (32, 32)),
+    "worse strategy: right is short": ((16, 16), 0.2, (4, 24)),
 }
-NAMES = ("grpo", EXACT, BOTH, LOCAL, "gspo", "dr-grpo", "cispo", "dfpo-min")
+NAMES = (MEAN, EXACT, BOTH, LOCAL, "gspo", "dr-grpo", "cispo", "dfpo-min")
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 1, 3], dtype=torch.float64)
-ADAM_ROWS = ("grpo", "dr-grpo")
-LINES = (EXACT, BOTH, LOCAL, "gspo", "dr-grpo")  # of the picture
+ADAM_ROWS = (MEAN, "dr-grpo")
+LINES = {  # of the picture
+    MEAN: dict(color=COLORS["grpo"], linewidth=2),
+    EXACT: pale_line("grpo"),
+    BOTH: dict(color="black", linewidth=1.3, linestyle="--"),
+    LOCAL: dict(color="black", linewidth=1.6, linestyle=":"),
+    "dr-grpo": dict(color=COLORS["dr-grpo"], linewidth=2),
+}
 
 
 def make_groups(setting: str) -> Groups:
@@ -79,22 +104,19 @@ def find_adam_rewards(setting: str, row: Row) -> Tensor:
 
 
 def plot(curves: dict[tuple[str, str], Tensor]):
-    figure = make_figure(
-        "One divisor for all lengths (dr-grpo) ends best in all three worlds. In two of them\n"
-        "GRPO with J as baseline loses as much with a baseline at every prefix as without.",
-        4.0,
-    )
+    figure = make_figure("GRPO's division by length costs reward in two of three worlds", 4.4)
     axes = figure.subplots(1, len(SETTINGS), sharey=True)
-    axes[0].set_ylabel("expected reward (best: 0.6)")
-    for axis, setting in zip(axes, SETTINGS, strict=True):
-        for name in LINES:
-            style = line_style(name)
-            if name == LOCAL:
-                style["linestyle"] = ":"
+    axes[0].set(ylabel="expected reward (best: 0.6)", ylim=(0.13, 0.65))
+    for k, (axis, setting) in enumerate(zip(axes, SETTINGS, strict=True), 1):
+        for name, style in LINES.items():
             axis.plot(curves[setting, name], label=name, **style)
-        axis.set(title=setting, xlabel=f"batches of {UPDATES} updates")
+        for name, below in ((MEAN, -16), ("dr-grpo", 6)):
+            end = curves[setting, name][-1]
+            place = dict(textcoords="offset points", ha="right", color=LINES[name]["color"])
+            axis.annotate(f"{end:.3f}", (BATCHES, end), (0, below), **place)
+        axis.set(title=f"world {k}\n{setting}", xlabel=f"batches of {UPDATES} updates")
     lines = axes[0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=3)
+    figure.legend(*lines, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -106,11 +128,11 @@ def main():
         rows[name] = []
         for setting in SETTINGS:
             curves[setting, name], tax = find_rewards(setting, ROWS[name])
-            of_group = name not in (EXACT, BOTH, LOCAL)  # of this the tax speaks
+            of_group = name not in (EXACT, BOTH, LOCAL)  # the tax share is defined for these
             cell = f"{curves[setting, name][-1]:.3f}"
             rows[name].append(cell + f" ({tax:.3f})" * of_group)
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
-    print("In brackets: the learning tax of a batch's last update, mean of all batches\n")
+    print("In brackets: the tax share of a batch's last update, mean over all batches\n")
     print_table(rows, SETTINGS)
     print("\nThe same with Adam, by its learning rate\n")
     rows = {

@@ -1,21 +1,21 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
     python -m toy.tree                 tree.html: the article, which begins with a toy group
-    python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py; it also
-                                       prints how much the answers of its saved batches share
+    python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py; also prints
+                                       how much the answers of its saved batches share
 
-The page is one file, without a network or a library. tree_page.html has the tree, with its story in
-nine steps; article.html and article.js are what follows it. The tree has every method that is one
-loss of a batch, without and with a baseline at every prefix. All pushes c of all its
-settings are computed here, by token_pushes(loss(batch), logp) on the losses of losses.py. Its
-script draws them, and adds them up at the tokens that several answers share:
+The page is one file, and needs neither a network nor a library. tree_page.html contains the tree
+and its story in nine steps; article.html and article.js contain the sections below the tree. The
+tree shows every method that is one loss of a batch, without and with a prefix baseline. This file
+computes the pushes c of all settings, as token_pushes(loss(batch), logp) with the losses of
+losses.py. The page's script draws them, and adds them up at shared tokens:
 
-    sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
+    net push = sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
 
-The toy group answers "37+48=" four times. Its A has the scale "mean" for all methods, so it is
-reward minus the group's mean, as README says. toy/tree.svg, README's picture, is this group under
-REINFORCE and under GRPO. Beside it stands a group of a real model, from sums.json, with the same
-scale. A run's groups have the scale of the run, or of their method.
+The toy group answers "37+48=" four times. For all methods A is the reward minus the group mean, as
+in README. toy/tree.svg, README's picture, shows this group under REINFORCE and under GRPO. A group
+of a real model, from sums.json, has the same A. A run's groups have the scale of the run, or of
+their method.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from toy.policy import pad
 
 # ---------------- the toy group
 
-# Answer by answer, its tokens; "#" stands for the last number, which ends the answer. Answers 1
-# and 2 share a token that 3 and 4 do not have.
+# The tokens of each answer; "#" is the last number, which ends the answer. Answers 1 and 2 share a
+# token that 3 and 4 do not have.
 ANSWERS = {
     "equal": (
         "so|7+8=15|70+15=85|#",
@@ -59,12 +59,12 @@ ANSWERS = {
     ),
 }
 RIGHT, WRONG = "#85", ("#75", "#75", "#86", "#84")
-# What a loss sees of a policy's move are ratios. All tokens were sampled with probability 0.2, so
-# that in every setting the probabilities after a prefix sum to at most 1.
+# A loss sees a policy's move as ratios. All tokens were sampled with probability 0.2, so that in
+# every setting the probabilities after a prefix sum to at most 1.
 OLD = 0.2
 MOVED = ("0.6", "1", "1.6")  # the ratio of every token
 SPREAD = {"none": 0.0, "wide": 1.0}  # exponent of FACTOR
-FACTOR = (1.5, 0.7, 0.85, 1.0)  # on the ratios of the tokens that an answer has for itself
+FACTOR = (1.5, 0.7, 0.85, 1.0)  # on the ratios of tokens that only one answer has
 G, L = 4, 5
 
 
@@ -110,7 +110,7 @@ STATES = ["before the step", "after it"]
 
 
 def saved_batches(run: Path) -> list[dict]:
-    """The batches that a run has saved, from its last step to its first."""
+    """The saved batches of a run, from its last step to its first."""
     paths = sorted(run.glob("batches/step-*.pt"), reverse=True)
     return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
 
@@ -123,7 +123,7 @@ def run_groups(batch: dict) -> list[Group]:
 
 
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
-    """Group k of a saved batch; its two policies are those before and after the step."""
+    """Group k of a saved batch, with the policies before and after the step."""
     old, new = (batch[key][rows].double() for key in ("logp_old", "logp"))
     tokens, mask = batch["tokens"][rows], batch["mask"][rows]
     texts = [batch["pieces"][i][: mask[i - rows[0]].sum()] for i in rows.tolist()]
@@ -146,16 +146,16 @@ def real_group() -> Group:
 def shown_methods(scale: str) -> dict[str, Method]:
     """The methods that are one loss of a batch: without a credit rule or a second pass.
 
-    All have this scale; each has its own if it is empty.
+    All get this scale; if it is empty, each keeps its own.
     """
     single = {name: m for name, m in METHODS.items() if len(m.passes) == 1 and not m.credit}
     return {name: replace(m, scale=scale or m.scale) for name, m in single.items()}
 
 
 def toy_methods() -> dict[str, Method]:
-    """Them on the toy group: all with one scale, and GSPO with a clip range that suits it.
+    """The methods of the toy group: all with one scale, and GSPO with a wider clip range.
 
-    Its own is made for long answers, and would clip all of the toy's ratios but 1.
+    Its own range is made for long answers, and would clip all of the toy's ratios but 1.
     """
     methods = shown_methods("mean")
     wider = functools.partial(losses.gspo, eps_low=0.2, eps_high=0.28)
@@ -169,10 +169,9 @@ def advantages(group: Group, method: Method) -> Tensor:
 
 
 def pushes(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy, without a baseline at every prefix and with it.
+    """c of every token under every policy, without and with a prefix baseline. (S, G, T) each.
 
-    The S groups are one batch, in which averages over all tokens are what they are for one group.
-    (S, G, T) each.
+    The S groups are one batch, in which a token mean is the same as in one group.
     """
     S, G, T = group.logp.shape
     logp = group.logp.reshape(S * G, T).requires_grad_()
@@ -188,8 +187,8 @@ def pushes(group: Group, method: Method) -> tuple[Tensor, Tensor]:
 
 
 def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
-    """Of a saved batch, as it was sampled. *Shared* tokens are those that a sibling also has,
-    behind the same prefix; an answer's first token is at place 1."""
+    """How much the answers of a saved batch share, as it was sampled. A *shared* token is one that
+    a sibling also has after the same prefix; an answer's first token is at place 1."""
     mask, old, G = batch["mask"], batch["logp_old"].double(), batch["group_size"]
     nodes = losses.prefix_nodes(batch["tokens"], mask, G)
     _, node, visitors = nodes[mask].unique(return_inverse=True, return_counts=True)
@@ -207,7 +206,7 @@ def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
         spread = adv[:, None].expand_as(mask)
         loss = methods[name].passes[0](Batch(logp, old, spread, mask, G, batch["max_tokens"]))
         c = losses.token_pushes(loss, logp)
-        found[f"tax of {name}"] = losses.learning_tax(c, adv, nodes, mask)
+        found[f"tax share of {name}"] = losses.learning_tax(c, adv, nodes, mask)
     return found
 
 
@@ -221,7 +220,7 @@ def sequence_ratios(group: Group) -> Tensor:
 
 
 def scene(group: Group, methods: dict[str, Method]) -> str:
-    """What the page knows of a group. Tokens stand one after the other, answer by answer."""
+    """The page's data about a group. Tokens are listed one after the other, answer by answer."""
     mask, table = group.mask, {}
     for name, method in methods.items():
         off, on = (brief(c[:, mask]) for c in pushes(group, method))
@@ -239,14 +238,14 @@ def scene(group: Group, methods: dict[str, Method]) -> str:
 
 
 def brief(x: Tensor) -> list:
-    """Its numbers; 8 decimals tell what cancels from what does not."""
+    """The numbers of x; 8 decimals are enough to see what cancels."""
     return x.round(decimals=8).tolist()
 
 
 def control(name: str, label: str, options, kind: str, style: str = "radio", only="") -> dict:
-    """A control. kind: whether it chooses the scene, the loss, or the state, which is a policy.
+    """A control. kind: what it chooses, the scene, the loss, or the state, which is a policy.
 
-    only: the choice of *answers* for which there is such a control; empty: it is always there.
+    only: the choice of *answers* for which the control is shown; if empty, it always is.
     """
     about = {"id": name, "label": label, "options": list(options)}
     return about | {"kind": kind, "style": style, "only": only}
@@ -255,7 +254,7 @@ def control(name: str, label: str, options, kind: str, style: str = "radio", onl
 def write_page(data: dict, methods: dict[str, Method]) -> str:
     """The html, with all data packed in it. data: controls, scenes and start."""
     method = control("method", "method", methods, "loss", "select")
-    baseline = control("baseline", "baseline at every prefix", ("off", "on"), "loss")
+    baseline = control("baseline", "prefix baseline", ("off", "on"), "loss")
     data["controls"] = [method, baseline, *data["controls"]]
     data["methods"] = {
         name: "J = " + "; then ".join(losses.line_of(loss, "J = ") for loss in method.passes)
@@ -266,13 +265,13 @@ def write_page(data: dict, methods: dict[str, Method]) -> str:
 
 
 def read(name: str) -> str:
-    """A file that lies beside this one."""
+    """A file in this folder."""
     return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def toy_page() -> str:
-    """The page of the toy group, with all methods, lengths, winners and moves of the policy, and of
-    the real model's group."""
+    """The page of the toy group, with all methods, lengths, winners and moves of the policy, and
+    of the real model's group."""
     methods = toy_methods()
     winners = ["".join(digits) for digits in itertools.product("10", repeat=G)]
     keys = itertools.product(ANSWERS, winners)
@@ -298,7 +297,7 @@ def toy_page() -> str:
 
 # ---------------- the article below the tree
 
-# toy/article.png shows the article's tree. After `python -m toy.tree`, this makes it again:
+# toy/article.png shows the article's tree. After `python -m toy.tree`, these commands draw it:
 #     chromium --headless --hide-scrollbars --window-size=1250,1100 --virtual-time-budget=9999 \
 #         --screenshot=toy/article.png tree.html
 #     python -c "from PIL import Image; picture = Image.open('toy/article.png').convert('RGB'); \
@@ -306,12 +305,12 @@ def toy_page() -> str:
 
 
 def add_article(page: str) -> str:
-    """The sections after the tree, with what they take from Python in place of their capitals."""
+    """Adds the sections below the tree. Data from Python replaces the words in capitals."""
     settings = enumerate(tax.SETTINGS.items(), 1)
     facts = {
         "ratios": clips.RATIOS,
         "clips": clips.weights(),
-        # The worlds of toy/tax.py: four lengths, and the chance to be right on the worse way.
+        # The worlds of toy/tax.py: four lengths, and how often the worse strategy is right.
         "worlds": [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings],
     }
     panels = "\n".join(f"<div>{clips.panel(name)}<output></output></div>" for name in clips.NAMES)
@@ -321,8 +320,8 @@ def add_article(page: str) -> str:
 
 
 def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
-    """The page of a run: three groups of the newest saved batch in which rewards differ, before and
-    after the step."""
+    """The page of a run: three groups of the newest saved batch in which rewards differ, before
+    and after the step."""
     name, methods = flags["method"], shown_methods(flags["scale"])
     mixed = [(batch["step"], groups) for batch in batches if (groups := run_groups(batch))]
     if not mixed:
@@ -330,7 +329,7 @@ def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     step, groups = mixed[0]
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
-    lead += " Where a card has several tokens, the pushes are those on the first."
+    lead += " If a card has several tokens, it shows the pushes on the first."
     if name in methods:
         pairs = (pair.split("=", 1) for pair in flags["hyper"].split())
         # Not the KL term: the log-probs of the reference are not saved.

@@ -1,7 +1,7 @@
-"""Worlds in which every group can be enumerated: ways that an answer may go, right or wrong.
+"""Worlds in which every group of answers can be enumerated. An answer follows a strategy.
 
-Nothing is sampled. All groups of G answers stand in one batch, and each counts with its
-probability. So a push is the expected one, and training follows the expected updates.
+Nothing is sampled. One batch holds all groups of G answers, and each counts with its probability.
+So training follows the expected update, the mean over all groups that the policy could sample.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from toy.policy import Policy, count_orders, tabular
 class Outcome(NamedTuple):
     """What may become of an answer."""
 
-    way: int  # its first token, which other answers may share
-    chance: float  # of what follows the tokens that it may share
+    way: int  # its strategy: the first token, which other answers may share
+    chance: float  # the probability of what follows the tokens that it may share
     reward: float
     length: int
     plan: int | None = None  # a second token that it may share; after that all answers differ
@@ -61,15 +61,15 @@ class Groups:
     def batch(self, logp: Tensor, scale: str, shares: Tensor | None = None) -> Batch:
         """All groups on-policy, for P policies one below the other. logp: (P N, T).
 
-        A is that of `scale`. With "batch" it is that of a very large batch of this one prompt, and
-        with "exact" it is R minus the reward that the policy expects. shares: how much each group
-        counts, (P, groups); without them it counts with its probability.
+        `scale` decides A. "batch" divides by the std of a very large batch of this one prompt;
+        "exact" subtracts the policy's expected reward from R. shares: how much each group counts,
+        (P, groups); by default its probability.
         """
         if shares is None:
             policies = logp.chunk(len(logp) // len(self.rewards))
             shares = torch.stack([self.probabilities(x) for x in policies])
         counts = (shares / self.G).repeat_interleave(self.G, 1)  # (P, N): how much each row counts
-        above = self.rewards - (counts @ self.rewards)[:, None]  # (P, N): R - J
+        above = self.rewards - (counts @ self.rewards)[:, None]  # (P, N): R - expected reward
         if scale == "exact":
             A = above
         elif scale == "batch":
@@ -84,18 +84,18 @@ class Groups:
         return Batch(logp, logp.detach(), adv, mask, self.G, mask.shape[1])
 
 
-# ---------------- policies that have logits for the choices and for nothing else
+# ---------------- policies whose only logits are those of the choices
 
 
 def way_log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """log pi of all tokens, with a logit for each way, under P policies. (P, W) -> (P N, T)."""
+    """log pi of all tokens, one logit for each strategy, under P policies. (P, W) -> (P N, T)."""
     logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)
-    return pad(logp, (0, groups.mask.shape[1] - 1))  # after the way there is no choice: log pi = 0
+    return pad(logp, (0, groups.mask.shape[1] - 1))  # no choice follows it: log pi = 0
 
 
 def plan_log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """log pi of all tokens, with one logit for way 0 against way 1 and one for plan 0 against
-    plan 1, under P policies. (P, 2) -> (P N, T)."""
+    """log pi of all tokens, with one logit for strategy 0 against 1 and one for plan 0 against 1,
+    under P policies. (P, 2) -> (P N, T)."""
     choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0, 1, or -1 for none
     logp = logsigmoid((1 - 2 * choices) * logits[:, None])  # (P, N, 2)
     logp = logp.masked_fill(choices < 0, 0.0).flatten(0, 1)
@@ -106,18 +106,20 @@ def plan_log_probs(groups: Groups, logits: Tensor) -> Tensor:
 
 
 class Row(NamedTuple):
-    """A line of a table: a loss, its advantage, and whether it has a baseline at every prefix."""
+    """A line of a table: a loss, its advantage, and whether it has a prefix baseline."""
 
     loss: Callable[[Batch], Tensor]
-    scale: str = "std"  # R minus the group's mean, or "exact": R minus what the policy expects
+    scale: str = "std"  # as losses.group_advantages, or "exact": R minus the expected reward
     prefix_baseline: bool = False
 
 
-PREFIX = ", baseline at every prefix"  # what a row's name has if it is so
-EXACT = "grpo, J as baseline"
-LOCAL, BOTH = "grpo" + PREFIX, EXACT + PREFIX
+# GRPO with each baseline. All other rows measure A from the group mean.
+MEAN = "grpo, group mean"
+EXACT = "grpo, expected-reward baseline"
+BOTH = "grpo, expected-reward and prefix baseline"
+LOCAL = "grpo, group mean and prefix baseline"
 ROWS = {
-    "grpo": Row(losses.grpo),
+    MEAN: Row(losses.grpo),
     EXACT: Row(losses.grpo, "exact"),
     BOTH: Row(losses.grpo, "exact", prefix_baseline=True),
     LOCAL: Row(losses.grpo, prefix_baseline=True),
@@ -132,7 +134,7 @@ ROWS = {
 }
 SIZE = 0.1  # the length of the first update where there is no rate
 PLAIN = partial(SGD, lr=1.0)  # theta += rate * push
-ADAM = partial(Adam, lr=1.0, betas=(0.9, 0.95))  # of expected pushes
+ADAM = partial(Adam, lr=1.0, betas=(0.9, 0.95))
 
 
 def compute_push(
@@ -162,15 +164,15 @@ def train(
     optimizer: Callable[..., Optimizer] = PLAIN,
 ) -> tuple[Tensor, float]:
     """The logits of P policies at the start and after every update, (batches * updates + 1, P, K);
-    and the tax share of a batch's last update, mean of all batches.
+    and the tax share of a batch's last update, the mean over all batches.
 
     policy: way_log_probs or plan_log_probs. starts: (P, K). rates: one for all policies, or one for
-    each, (P, 1); without rates the first update has the length SIZE.
+    each, (P, 1); by default the first update has the length SIZE.
     """
     forward = partial(policy, groups)
     first = groups.nodes.numel() * torch.arange(len(starts))  # policies share no node
     nodes = (groups.nodes + first[:, None, None]).flatten(0, 1)  # (P N, T)
-    # The optimiser's own rate is 1. It moves this from 0, and a policy's rate is put on after it.
+    # The optimiser, whose own rate is 1, moves this tensor from 0. Each policy's rate scales it.
     moved = torch.zeros_like(starts)
     step = optimizer([moved])
     path, taxes = [starts], []
@@ -191,14 +193,14 @@ def train(
 
 
 class World(Groups):
-    """All groups of answers that go several ways, and how often the policy goes each."""
+    """All groups of answers, and how often the policy follows each strategy."""
 
     def __init__(self, G: int, outcomes: list[Outcome], shares: list[float]):
         super().__init__(outcomes, G)
         self.outcomes, self.shares = outcomes, shares
 
     def mean(self, f: Callable[[Outcome], float], *ways: int) -> float:
-        """The mean of f(outcome), given that the answer goes one of these ways."""
+        """The mean of f(outcome), given that the answer follows one of these strategies."""
         chances = [(o, o.chance * self.shares[o.way]) for o in self.outcomes if o.way in ways]
         return sum(p * f(o) for o, p in chances) / sum(p for _, p in chances)
 
@@ -206,8 +208,7 @@ class World(Groups):
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
 
     def expected_batch(self, logits: Tensor, scale: str) -> Batch:
-        """By the logits of the ways, which are all that is learnt; each group counts as it is
-        probable."""
+        """All groups, each with its probability; the weights are the logits of the strategies."""
         return self.batch(way_log_probs(self, logits[None]), scale)
 
 
@@ -238,7 +239,7 @@ class Toy:
     def batch(self, off_policy: bool, average: str = "budget", scale: str = "mean") -> Batch:
         """All groups at once.
 
-        An average over tokens has a random denominator; here it is that of very many groups.
+        A token mean has a random denominator; here it is that of very many groups.
         """
         logp_old = self.logp_old if off_policy else self.logp.detach()
         groups, shares = self.groups, self.groups.probabilities(logp_old)
