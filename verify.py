@@ -173,7 +173,9 @@ def explain(words: list[str]) -> str:
         for claim in CLAIMS
         if equation.search(" ".join(claim.text[:2]))  # statement and source
     ]
-    return "\n".join(found) or f"No claim is about {text}. PAPERS.md goes through all equations."
+    return (
+        "\n".join(found) or f"No claim is about {text}. PAPERS.md lists the equations that we know."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

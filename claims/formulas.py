@@ -1,8 +1,8 @@
-"""M1 to M3: each loss of losses.py is what its paper writes.
+"""M1 to M3: each loss of losses.py is its formula, as we read it in the paper or in its sources.
 
 A loss that is always 0 would pass every claim of the form "the sum is 0". So these claims come
 first. They compare each loss, number by number, with a twin in plain Python, which is written from
-the paper's definition and shares no code with losses.py.
+that formula and shares no code with losses.py. A misreading is in both.
 
 The twin of a loss is a row of FORMULAS: a function of an answer y, a place t and the loss's
 hyperparameters hyper (hyper.eps_low, ...), and the name of a divisor. The function returns two
@@ -218,9 +218,9 @@ def formula(name: str, batch: losses.Batch, **hyper) -> tuple[float, Tensor]:
 
 @claim("M1", *FORMULAS)
 def m1(name, draws, evidence):
-    """Each loss, and the push on every token, is what the paper's formula gives.
+    """Each loss, and the push on every token, is what its formula gives.
 
-    Source: each method's paper (P; DFPO and grpo-symmetric S)
+    Source: each method's paper (P; DFPO's transforms S, its losses and grpo-symmetric D)
 
     Measured: the value and the pushes against two loops over plain numbers, on-policy and
     off-policy, at several hyperparameters, with advantages that differ from token to token. A float
