@@ -16,6 +16,8 @@ then the std is also 0.
 
 Trainers add a small number such as 1e-4 to the std. You may do so as well: it is not graded.
 
+**If you are early:** what is A for three rewards of 8000.9, in float64? How could it be exactly 0?
+
 **Hint:** `view(-1, group_size)` makes a row of each group. `torch.where` can treat a std of 0.
 
 **Grade it:** `python -m exercises.grader 1`

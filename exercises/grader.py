@@ -133,9 +133,7 @@ def judge(question: Question, function: Callable | None) -> Verdict:
     if any(isinstance(y, NotImplementedError) and not y.args for y in yours):  # torch's has a text
         return Verdict(name, "NOT YET (blank)", [question.blank] if question.blank else [])
     lines = explain(lesson, yours) if lesson else find_problem(question, yours[0])
-    if lines:
-        return Verdict(name, "NOT YET", lines)
-    return Verdict(name, "PASS", find_bonus(lesson, function) if lesson else [])
+    return Verdict(name, "NOT YET" if lines else "PASS", lines)
 
 
 def find_problem(question: Question, value) -> list[str]:
@@ -149,22 +147,12 @@ def find_problem(question: Question, value) -> list[str]:
     return [f"yours     {show(value)[:90]}", problem] if problem else []
 
 
-def find_bonus(lesson: Lesson, function: Callable) -> list[str]:
-    """What to look at next, if there is a case that a right answer may still get wrong."""
-    for inputs, text in lesson.bonus:
-        yours = answer(lesson.question, function, inputs)
-        right = answer(lesson.question, lesson.question.right, inputs)
-        if not is_same(yours, right):
-            return [f"Bonus: {text}", f"yours     {show(yours)}", f"expected  {show(right)}"]
-    return []
-
-
 # ---------------- hints
 
 ERRORS = {  # what torch says: what a student may not know
     "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
     "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
-    "does not require grad": "The result does not depend on the log-probs. A detach, or no_grad?",
+    "does not require grad": "The log-probs have no part in it: are they missing, or detached?",
     "not a tensor": "A loss must be differentiable: return it without item() or float().",
     "scalar outputs": "A loss is one number. Add up its terms.",
     "ambiguous": "A tensor of several numbers is not true or false. See torch.where.",
@@ -180,7 +168,6 @@ class Lesson:
     inputs: list[str]  # their names
     cases: list  # the small ones of mistakes.json, then random ones
     mistakes: dict[tuple[str, ...], str]  # old, new, ...: what is replaced by what; and the hint
-    bonus: list  # inputs that are not graded, and what to say where the answer is wrong
 
     def ask(self, function: Callable) -> list:
         """What a function answers in every case."""
@@ -202,7 +189,6 @@ def read_lessons() -> dict[str, Lesson]:
                 text["inputs"],
                 text["cases"] + drawn,
                 {tuple(edits): hint for *edits, hint in text["mistakes"]},
-                text.get("bonus", []),
             )
     return lessons
 

@@ -68,12 +68,12 @@ ANSWERS = [
     ("lone_advantage(R, c, G)", "((R > c) - (R < c)) * (G - 1) / G**0.5", "advantage PASS"),
     # A tensor of one's own loses no digit.
     ("net_push_by_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).sum()", "length PASS"),
-    # A small number in the divisor is no mistake; 8000.9 three times is for those who are early.
+    # A small number in the divisor is no mistake.
     (
         "group_advantages(R, G, scale)",
         "(R - R.view(-1, G).mean(1).repeat_interleave(G)) / "
         "((R.view(-1, G).std(1) + 1e-8).repeat_interleave(G) if scale == 'std' else 1)",
-        "advantages PASS Bonus: .* expected .0, 0, 0.",
+        "advantages PASS",
     ),
     # Two mistakes at once.
     (
@@ -90,7 +90,7 @@ ANSWERS = [
     ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),
     ("min_replace(w)", "w.min(1).expand_as(w)", "line 3, in min_replace.* Try amin"),
     ("loss(log_pi, A, T, method)", "(A * log_pi).sum().item()", "not a tensor.* without item"),
-    ("loss(log_pi, A, T, method)", "-(A / T).sum()", "not depend on the log-probs"),
+    ("loss(log_pi, A, T, method)", "-(A / T).sum()", "are they missing, or detached"),
     ("prediction()", "(0.6, 60)", "between 0 and 1"),
     ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
     ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "blind_spot PASS"),

@@ -1,4 +1,4 @@
-"""To a class: the notebooks run from end to end, and a page on the web shows the pictures."""
+"""To a class: the notebooks run from end to end, and a page on the web shows the picture."""
 
 import json
 import os
@@ -29,8 +29,8 @@ def test_lab_has_the_texts_of_the_numbered_files():
     assert len(sources(lab, "code")) == 2 + 2 * 11
 
 
-def test_the_tours_pictures_are_saved():
-    assert shown(json.loads(notebooks.TOUR.read_text("utf-8"))).count("image/png") == 2
+def test_the_tours_picture_is_saved():
+    assert shown(json.loads(notebooks.TOUR.read_text("utf-8"))).count("image/png") == 1
 
 
 @LONG
