@@ -1,8 +1,13 @@
 """Grade the exercises: PASS or NOT YET for every function, and what to look at.
 
-    python -m exercises.grader 6            grade exercise 6
-    python -m exercises.grader 6 mine.py    grade a copy of it
+    python -m exercises.grader 2            grade exercise 2
+    python -m exercises.grader 2 mine.py    grade a copy of it
     python -m exercises.grader              how far you are
+
+It calls a student's function with small inputs and with random ones, and compares the results with
+those of losses.py. If they differ, it tries the known mistakes of mistakes.json, alone and in
+pairs, and prints the hints of those that give the student's results. A mistake is written as texts:
+a piece of the code in solutions.py, the wrong code that takes its place, and the hint.
 
 Exit code 0: all functions pass, or you asked how far you are. 1: some do not pass yet. 2: a wrong
 command line.
@@ -31,7 +36,7 @@ from pathlib import Path
 import torch
 
 from exercises import solutions
-from exercises.questions import EXERCISES, Group, Question
+from exercises.questions import EXERCISES, Exercise, Group, Question
 
 FOLDER = Path(__file__).parent
 RANDOM_CASES = 16
@@ -96,12 +101,26 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
         student = load(path.read_bytes())
     except Exception as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
+    called = set()
     for question in questions:
-        verdicts.append(judge(question, student.get(question.function)))
-        if verdicts[-1].state != "PASS":
+        called.clear()
+        verdict = judge(question, student.get(question.function))
+        verdict.lines += [f"(It called our {name}, as yours does not pass yet.)" for name in called]
+        verdicts.append(verdict)
+        if verdict.state != "PASS":
             # The next function may call this one, and is not to blame for it.
-            student[question.function] = getattr(solutions, question.function)
+            student[question.function] = stand_in(question.function, called)
     return verdicts
+
+
+def stand_in(name: str, called: set[str]) -> Callable:
+    """Our solution, which notes that it is called."""
+
+    def solution(*inputs):
+        called.add(name)
+        return getattr(solutions, name)(*inputs)
+
+    return solution
 
 
 def judge(question: Question, function: Callable | None) -> Verdict:
@@ -112,7 +131,7 @@ def judge(question: Question, function: Callable | None) -> Verdict:
     lesson = read_lessons().get(name)  # none where many answers are right
     yours = lesson.ask(function) if lesson else [answer(question, function, ())]
     if any(isinstance(y, NotImplementedError) and not y.args for y in yours):  # torch's has a text
-        return Verdict(name, "NOT YET (blank)")
+        return Verdict(name, "NOT YET (blank)", [question.blank] if question.blank else [])
     lines = explain(lesson, yours) if lesson else find_problem(question, yours[0])
     return Verdict(name, "NOT YET" if lines else "PASS", lines)
 
@@ -133,8 +152,9 @@ def find_problem(question: Question, value) -> list[str]:
 ERRORS = {  # what torch says: what a student may not know
     "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
     "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
-    "does not require grad": "The result does not depend on batch.logp: a detach, item or no_grad?",
+    "does not require grad": "The log-probs have no part in it: are they missing, or detached?",
     "not a tensor": "A loss must be differentiable: return it without item() or float().",
+    "scalar outputs": "A loss is one number. Add up its terms.",
     "ambiguous": "A tensor of several numbers is not true or false. See torch.where.",
 }
 
@@ -186,16 +206,16 @@ def make_mistakes(lesson: Lesson, *mistakes: tuple[str, ...]) -> Callable | None
         return None
 
 
-def find_wrong(answers: list, right: list) -> set[int]:
+def find_wrong(lesson: Lesson, answers: list, right: list) -> set[int]:
     """The cases with a wrong answer."""
-    pairs = zip(answers, right, strict=True)
-    return {k for k, (x, y) in enumerate(pairs) if not is_same(x, y)}
+    pairs, tolerance = zip(answers, right, strict=True), lesson.question.tolerance
+    return {k for k, (x, y) in enumerate(pairs) if not is_same(x, y, tolerance)}
 
 
 def explain(lesson: Lesson, yours: list) -> list[str]:
     """The first case that fails, and what to look at. Nothing if none fails."""
     right = lesson.ask(lesson.question.right)
-    wrong = find_wrong(yours, right)
+    wrong = find_wrong(lesson, yours, right)
     if not wrong:
         return []
     k = min(wrong)
@@ -214,15 +234,16 @@ def find_mistakes(lesson: Lesson, yours: list, right: list) -> list[str]:
     They must say the same in two of three cases where one of them is wrong. Not in all: then a
     mistake elsewhere, at the edge, would hide this one.
     """
-    best, most, wrong = (), 2 / 3, find_wrong(yours, right)
+    best, most, wrong = (), 2 / 3, find_wrong(lesson, yours, right)
+    tolerance = max(lesson.question.tolerance, 1e-6)
     pairs = itertools.combinations(lesson.mistakes, 2)
     for some in itertools.chain(itertools.combinations(lesson.mistakes, 1), pairs):
         mistaken = make_mistakes(lesson, *some)
         if not mistaken:
             continue
         theirs = lesson.ask(mistaken)
-        same = [k for k in wrong if is_same(yours[k], theirs[k], 1e-6)]
-        agreement = len(same) / len(wrong | find_wrong(theirs, right))
+        same = [k for k in wrong if is_same(yours[k], theirs[k], tolerance)]
+        agreement = len(same) / len(wrong | find_wrong(lesson, theirs, right))
         if agreement > most:
             best, most = some, agreement
         if most == 1:
@@ -270,16 +291,18 @@ def find_files() -> dict[int, Path]:
     return {int(path.name[:2]): path for path in sorted(FOLDER.glob("[0-9]*.py"))}
 
 
-def show_exercise(number: int, verdicts: list[Verdict]) -> None:
+def show_verdicts(verdicts: list[Verdict]) -> None:
     for verdict in verdicts:
         print(f"\n  {verdict.function}  {verdict.state}")
         for line in verdict.lines:
             wrapped = textwrap.fill(line, 96, subsequent_indent="  ")
             print(textwrap.indent(wrapped, "    "))
     print()
-    if is_done(verdicts):
-        print(textwrap.fill(f"Why it is so: {EXERCISES[number].why}", 96))
-        print(f"More: {EXERCISES[number].more}\nWhat is next: make exercises")
+
+
+def show_why(exercise: Exercise) -> None:
+    print(textwrap.fill(f"Why it is so: {exercise.why}", 96))
+    print(f"More: {exercise.more}\nWhat is next: python -m exercises.grader")
 
 
 def show_progress(files: dict[int, Path]) -> None:
@@ -302,9 +325,19 @@ def main(argv: list[str] | None = None) -> int:
     if options.exercise is None:
         show_progress(files)
         return 0
-    verdicts = grade_file(options.file or files[options.exercise], options.exercise)
-    show_exercise(options.exercise, verdicts)
-    return 0 if is_done(verdicts) else 1
+    exercise, path = EXERCISES[options.exercise], options.file or files[options.exercise]
+    verdicts = grade_file(path, options.exercise)
+    show_verdicts(verdicts)
+    if not is_done(verdicts):
+        return 1
+    if exercise.after:
+        try:
+            exercise.after(load(path.read_bytes()))
+        except Exception as error:  # the student may have changed more than the blanks
+            print(f"  {describe(error)}\n")
+            return 1
+    show_why(exercise)
+    return 0
 
 
 if __name__ == "__main__":

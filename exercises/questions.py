@@ -1,7 +1,8 @@
 """What each exercise asks for: the right answer, from losses.py, and what to say after a PASS.
 
 An answer is tried on the small cases of mistakes.json first, and on random ones, drawn here, after
-them.
+them. Pushes are added, as exercise 2 says. losses.py divides a loss by the number of answers N, and
+token_pushes multiplies by N again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import losses
+from exercises.training import show_training
 from losses import Batch, token_pushes
 
 
@@ -27,6 +29,8 @@ class Question:
     draw: Callable = lambda group: ()  # a Group -> random inputs
     call: Callable = lambda function, *inputs: function(*inputs)  # the inputs are plain lists
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
+    tolerance: float = 1e-9  # how far off a right number may be
+    blank: str = ""  # what else to say where it is blank
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Exercise:
     why: str
     more: str  # where its solution is explained
     questions: tuple[Question, ...]
+    after: Callable[[dict], None] | None = None  # what to do with the file once all is right
 
 
 # ---------------- inputs
@@ -113,16 +118,87 @@ def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:
     return token_pushes(loss(batch, **options), batch.logp)[:, 0]
 
 
-# ---------------- 2. and 3. the cancellation by hand, the gate
+def value_and_pushes(loss, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """A student's loss, and its push dJ/dlogp at every token."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
+    return loss, -torch.autograd.grad(loss, logp)[0]
 
 
-def left_at_a_shared_token(rho, advantages, eps_low=math.inf, eps_high=math.inf) -> float:
+# ---------------- 2. and 3. the net push, PPO's clip
+
+
+def net_push(rho, advantages, eps_low=math.inf, eps_high=math.inf) -> float:
     batch = start_alike(rho, advantages)
     c = first_pushes(losses.dr_grpo, batch, eps_low=eps_low, eps_high=eps_high)
     return float(c.sum())
 
 
-# ---------------- 4. symmetric clipping
+# ---------------- 4. train it
+
+
+def call_with_log_pi(function, log_pi, advantages, lengths, method) -> tuple:
+    x = numbers(log_pi).requires_grad_()
+    return value_and_pushes(function(x, numbers(advantages), torch.tensor(lengths), method), x)
+
+
+def loss(log_pi: Tensor, A: Tensor, T: Tensor, method: str) -> Tensor:
+    return -(log_pi * A / (T if method == "grpo" else 24)).sum()
+
+
+def check_prediction(answer) -> Iterator[str]:
+    grpo, dr_grpo = answer
+    if not (0 <= grpo <= 1 and 0 <= dr_grpo <= 1):
+        yield "Two mean rewards between 0 and 1 are asked for: of GRPO, and of Dr. GRPO."
+
+
+# ---------------- 5. the format bonus
+
+
+def lone_advantage(reward: float, bonus: float, group_size: int, scale: str = "std") -> float:
+    """With the 1e-4 of the std taken out again."""
+    rewards = numbers([reward] + [bonus] * (group_size - 1))
+    adv = losses.group_advantages(rewards, group_size, scale)[0]
+    return float(adv * (1 + 1e-4 / rewards.std()) if scale == "std" and adv else adv)
+
+
+def mean_advantages(chance: float, bonus: float, group_size: int) -> list[float]:
+    return [
+        chance * lone_advantage(1.0, bonus, group_size, scale)
+        + (1 - chance) * lone_advantage(0.0, bonus, group_size, scale)
+        for scale in ("std", "mean")
+    ]
+
+
+def check_better_strategy(answer) -> Iterator[str]:
+    bonus, chance = answer
+    if not (0 < bonus < 1 and 0 <= chance <= 1):
+        yield "Two numbers between 0 and 1 are asked for. The bonus comes first."
+    if not chance >= 20 * bonus:
+        yield f"It earns {chance / bonus:.3g} times the bonus: 20 times is asked for."
+    std, _ = mean_advantages(chance, bonus, 8)
+    if not std < 0:
+        yield f"With the std its mean A is {std:.3g}, not below 0. How often may it win?"
+
+
+# ---------------- 6. the prefix baseline
+
+
+def prefix_baseline(c: list[float]) -> list[float]:
+    """One prefix, at which all answers take a token, and an empty answer beside them."""
+    batch = start_alike(1.0, [*c, 0.0], [1] * len(c) + [0])
+    loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
+    return token_pushes(loss, batch.logp)[:-1, 0].tolist()
+
+
+def expect_without_baseline(pi: list[float], c: list[float]) -> tuple[Tensor, float]:
+    """The expected push of two answers without the baseline, and no net push. C22: it is the
+    same."""
+    push = numbers(pi) * numbers(c)
+    return 2 * (push - numbers(pi) * push.sum()), 0.0
+
+
+# ---------------- 7. a sign-blind clip
 
 
 def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high) -> tuple:
@@ -132,21 +208,18 @@ def call_with_batch(function, ratios, advantages, max_tokens, eps_low, eps_high)
     logp_old = torch.where(mask, logp - ratio.log(), -1e4)
     adv = numbers(advantages)[:, None].expand_as(logp)
     batch = Batch(logp.requires_grad_(), logp_old, adv, mask, 2, max_tokens)
-    loss = function(batch, eps_low, eps_high)
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
-    return loss, token_pushes(loss, batch.logp)
+    return value_and_pushes(function(batch, eps_low, eps_high), batch.logp)
 
 
-# ---------------- 6. and 7. Min-Replace and Adv-Orthogonal
+# ---------------- 8. and 9. Min-Replace and Adv-Orthogonal
 
 
 def draw_weights(group: Group) -> tuple:
     return [group.values(), group.values()], [group.centred(), group.centred()]
 
 
-def call_with_weights(function: Callable, w: list, adv: list):
-    weights = function(numbers(w).requires_grad_(), numbers(adv))
+def call_with_weights(function: Callable, w: list, *adv: list):
+    weights = function(numbers(w).requires_grad_(), *map(numbers, adv))
     return (weights, "with a gradient") if weights.requires_grad else weights
 
 
@@ -160,7 +233,7 @@ def check_blind_spot(weights) -> Iterator[str]:
         yield f"The size of the sum is {abs(left):.3f}: more than 0.1 is asked for. See the hint."
 
 
-# ---------------- 8. the learning tax
+# ---------------- 10. the tax share
 
 
 def call_with_nodes(function: Callable, pushes: list, advantages: list, nodes: list):
@@ -168,36 +241,7 @@ def call_with_nodes(function: Callable, pushes: list, advantages: list, nodes: l
     return function(c, numbers(advantages), torch.tensor(nodes), mask)
 
 
-# ---------------- 9. the crumb
-
-
-def lone_advantage(reward: float, crumb: float, group_size: int, scale: str = "std") -> float:
-    """With the 1e-4 of the std taken out again."""
-    rewards = numbers([reward] + [crumb] * (group_size - 1))
-    adv = losses.group_advantages(rewards, group_size, scale)[0]
-    return float(adv * (1 + 1e-4 / rewards.std()) if scale == "std" and adv else adv)
-
-
-def expected_advantages(chance: float, crumb: float, group_size: int) -> list[float]:
-    return [
-        chance * lone_advantage(1.0, crumb, group_size, scale)
-        + (1 - chance) * lone_advantage(0.0, crumb, group_size, scale)
-        for scale in ("std", "mean")
-    ]
-
-
-def check_better_way(answer) -> Iterator[str]:
-    crumb, chance = answer
-    if not (0 < crumb < 1 and 0 <= chance <= 1):
-        yield "Two numbers between 0 and 1 are asked for. The crumb comes first."
-    if not chance >= 20 * crumb:
-        yield f"The rare way earns {chance / crumb:.3g} times the crumb: 20 times is asked for."
-    std, _ = expected_advantages(chance, crumb, 8)
-    if not std < 0:
-        yield f"With the std the rare way expects A = {std:.3g}, not below 0. How often may it win?"
-
-
-# ---------------- 10. why is the loss 0
+# ---------------- 11. why is the loss 0
 
 
 def draw_answers(group: Group) -> tuple:
@@ -205,25 +249,9 @@ def draw_answers(group: Group) -> tuple:
 
 
 def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) -> tuple:
-    """The value of a loss, and the sum of its pushes at the token that all share."""
+    """The value of the loss, summed over answers, and its net push at the token that all share."""
     batch = start_alike(1.0, advantages, lengths, budget)
-    return loss(batch).item(), float(first_pushes(loss, batch).sum())
-
-
-# ---------------- 11. a baseline at every prefix
-
-
-def prefix_baseline(c: list[float]) -> list[float]:
-    """One prefix, at which all answers take a token, and an empty answer beside them."""
-    batch = start_alike(1.0, [*c, 0.0], [1] * len(c) + [0])
-    loss = losses.prefix_baseline(losses.reinforce(batch), batch, batch.mask.long())
-    return token_pushes(loss, batch.logp)[:-1, 0].tolist()
-
-
-def expect_without_baseline(pi: list[float], c: list[float]) -> tuple[Tensor, float]:
-    """The expected push of the loss as it was, without a sum over groups. C22: it is the same."""
-    push = numbers(pi) * numbers(c)
-    return push - numbers(pi) * push.sum(), 0.0
+    return len(advantages) * loss(batch).item(), float(first_pushes(loss, batch).sum())
 
 
 # ---------------- all eleven
@@ -242,17 +270,21 @@ EXERCISES = {
                     group.choice(["mean", "std"]),
                 ),
                 lambda function, rewards, *how: function(numbers(rewards), *how),
+                tolerance=0.01,  # whatever small number is added to the std
             ),
         ),
     ),
     2: Exercise(
-        "Every answer pushes the token by rho A_i / G. Nothing is left where the A sum to 0.",
-        "python verify.py --explain C2",
+        "One divisor for all answers leaves the sum of the A, which is 0. 1/T_i weighs each A by "
+        "itself, and weighted with unequal numbers the A sum to 0 only by accident: the board's "
+        "net push is 0.15.",
+        "python verify.py --explain C2 C8",
         (
+            Question("net_push", net_push, lambda group: (group.choice(RATIOS), group.values())),
             Question(
-                "shared_token_gradient",
-                lambda rho, A: left_at_a_shared_token(rho, A) / len(A),
-                lambda group: (group.choice(RATIOS), group.values()),
+                "net_push_by_length",
+                lambda T, A: float(first_pushes(losses.grpo, start_alike(1.0, A, T)).sum()),
+                lambda group: (group.lengths(), group.values()),
             ),
         ),
     ),
@@ -262,24 +294,86 @@ EXERCISES = {
         "python verify.py --explain C6",
         (
             Question(
-                "gate_is_open",
-                lambda r, A, *bounds: left_at_a_shared_token(r, [A, 0.0], *bounds) != 0,
+                "still_pushes",
+                lambda r, A, *bounds: net_push(r, [A, 0.0], *bounds) != 0,
                 lambda group: (group.choice(RATIOS), group.values()[0], *group.bounds()),
             ),
             Question(
-                "left_at_a_shared_token",
-                left_at_a_shared_token,
+                "net_push_with_clip",
+                net_push,
                 lambda group: (group.choice(RATIOS), group.centred(), *group.bounds()),
             ),
         ),
     ),
     4: Exercise(
+        "GRPO pushes a right shortcut up by A/4, and a wrong one down by only A/24. So the "
+        "shortcut becomes more likely, although it earns less. Dr. GRPO divides both by 24, and "
+        "only the reward counts. toy/tax.png shows the same world without sampling.",
+        "python verify.py --explain C18",
+        (
+            Question(
+                "prediction",
+                check=check_prediction,
+                blank="Nothing is trained before you have written down what you expect.",
+            ),
+            Question(
+                "loss",
+                loss,
+                lambda group: (
+                    [-abs(x) for x in group.values()],
+                    group.values(),
+                    group.lengths(),
+                    group.choice(["grpo", "dr-grpo"]),
+                ),
+                call_with_log_pi,
+            ),
+        ),
+        after=show_training,
+    ),
+    5: Exercise(
+        "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Only the "
+        "sign counts, because the std grows with the difference. So a rare strategy that wins less "
+        "than every second time is pushed down, by -0.25 in the example, however much it earns. "
+        "With the mean it gets (1 - 1/G) times what it earns more, +0.31. This matters on hard "
+        "prompts with a small bonus for something else.",
+        "the docstring of group_advantages in losses.py",
+        (
+            Question(
+                "lone_advantage",
+                lone_advantage,
+                lambda group: (group.choice([0.0, 0.5, 1.0, 2.0]), group.random(), group.size),
+            ),
+            Question(
+                "mean_advantages",
+                mean_advantages,
+                lambda group: (group.random(), group.random(), group.size),
+            ),
+            Question("a_better_strategy_that_loses", check=check_better_strategy),
+        ),
+    ),
+    6: Exercise(
+        "The pushes cancel because the c' sum to 0. The expected push stays because the other "
+        "answer is drawn without looking at this one, and grad log pi has the mean 0. Only the "
+        "noise changes. This needs a push that depends on its own answer only. If the group mean "
+        "is subtracted from the rewards, a push depends on the others, and the expected push "
+        "moves.",
+        "python verify.py --explain C22 C27",
+        (
+            Question("prefix_baseline", prefix_baseline, lambda group: (group.values(),)),
+            Question(
+                "over_all_pairs",
+                expect_without_baseline,
+                lambda group: (group.chances(), group.values()),
+            ),
+        ),
+    ),
+    7: Exercise(
         "A clip without the min asks how far r is from 1, and not who won.",
         "python verify.py --explain C7",
         (
             Question(
                 "grpo_symmetric",
-                losses.grpo_symmetric,
+                lambda batch, *bounds: len(batch.logp) * losses.grpo_symmetric(batch, *bounds),
                 lambda group: (
                     group.rows() + group.rows(),
                     group.values() + group.values(),
@@ -290,31 +384,19 @@ EXERCISES = {
             ),
         ),
     ),
-    5: Exercise(
-        "1/T_i weighs each A. The A sum to 0, but weighted with unequal numbers they do so only by "
-        "accident.",
-        "python verify.py --explain C8",
-        (
-            Question(
-                "left_by_the_length",
-                lambda T, A: float(first_pushes(losses.grpo, start_alike(1.0, A, T)).mean()),
-                lambda group: (group.lengths(), group.values()),
-            ),
-        ),
-    ),
-    6: Exercise(
-        "With one weight w for the group the push is w sum A, and sum A is 0.",
+    8: Exercise(
+        "With one weight w for the group the net push is w sum A, and sum A is 0.",
         "python verify.py --explain C9",
         (
             Question(
                 "min_replace",
-                lambda w, adv: losses.min_replace(w),
-                draw_weights,
+                losses.min_replace,
+                lambda group: draw_weights(group)[:1],
                 call_with_weights,
             ),
         ),
     ),
-    7: Exercise(
+    9: Exercise(
         "The sum of w~ A is 0 over the whole group. Nothing says that it is 0 over a part of it.",
         "python verify.py --explain C10",
         (
@@ -322,7 +404,7 @@ EXERCISES = {
             Question("blind_spot", check=check_blind_spot),
         ),
     ),
-    8: Exercise(
+    10: Exercise(
         "tax_v is the number of visitors times the covariance of their w and A. Equal w: no tax.",
         "python verify.py --explain C15",
         (
@@ -334,31 +416,10 @@ EXERCISES = {
             ),
         ),
     ),
-    9: Exercise(
-        "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Only the "
-        "sign counts, because the std grows with the difference. So a rare way that wins less than "
-        "every second time is pushed down, -0.25 in the example, however much it earns. With the "
-        "mean it gets (1 - 1/G) times what it earns more, +0.31. This matters on hard prompts with "
-        "a small bonus for something else.",
-        "the docstring of group_advantages in losses.py",
-        (
-            Question(
-                "lone_advantage",
-                lone_advantage,
-                lambda group: (group.choice([0.0, 0.5, 1.0, 2.0]), group.random(), group.size),
-            ),
-            Question(
-                "expected_advantages",
-                expected_advantages,
-                lambda group: (group.random(), group.random(), group.size),
-            ),
-            Question("a_better_way_that_loses", check=check_better_way),
-        ),
-    ),
-    10: Exercise(
-        "In the example GRPO's loss is 0, and its sum of c is 0.108. Dr. GRPO's loss is 0.5/L, and "
-        "its sum of c is 0. The value of a loss does not say what is learned. Only where all "
-        "rewards of a group are equal, each A is 0 (exercise 1), and nothing is learned from it.",
+    11: Exercise(
+        "In the example GRPO's loss is 0, and its net push 0.108. Dr. GRPO's loss is 2/L, and its "
+        "net push is 0. The value of a loss does not say what is learned. Only where all rewards "
+        "of a group are equal, each A is 0 (exercise 1), and nothing is learned from it.",
         "python verify.py --explain Q1",
         (
             Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), draw_answers),
@@ -366,21 +427,6 @@ EXERCISES = {
                 "dr_grpo_on_policy",
                 lambda *x: on_policy(losses.dr_grpo, *x),
                 lambda group: (*draw_answers(group), group.size + 2),
-            ),
-        ),
-    ),
-    11: Exercise(
-        "The pushes cancel because the c' sum to 0. The expected push stays because the other "
-        "answer is drawn without looking at this one, and grad log pi has the mean 0. Only the "
-        "noise changes. This needs a push that depends on its own answer alone. If you subtract "
-        "the group's mean from the rewards, it depends on the others, and the expected push moves.",
-        "python verify.py --explain C22 C27",
-        (
-            Question("prefix_baseline", prefix_baseline, lambda group: (group.values(),)),
-            Question(
-                "over_all_pairs",
-                expect_without_baseline,
-                lambda group: (group.chances(), group.values()),
             ),
         ),
     ),

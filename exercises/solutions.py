@@ -1,6 +1,6 @@
 """The answer key: one right answer for every function. Look here last.
 
-    python -m exercises.grader 6 exercises/solutions.py
+    python -m exercises.grader 8 exercises/solutions.py
 
 The mistakes in mistakes.json are edits of these functions' text.
 """
@@ -18,19 +18,74 @@ def group_advantages(rewards, group_size, scale):
     return adv.masked_fill(equal, 0.0).view(-1)
 
 
-def shared_token_gradient(rho, advantages):
-    return rho * sum(advantages) / len(advantages)
+def net_push(rho, advantages):
+    return rho * sum(advantages)
 
 
-def gate_is_open(r, A, eps_low=0.2, eps_high=0.2):
+def net_push_by_length(lengths, advantages):
+    return sum(A / T for A, T in zip(advantages, lengths))
+
+
+def still_pushes(r, A, eps_low=0.2, eps_high=0.2):
     low, high = 1 - eps_low, 1 + eps_high
     return r < high if A > 0 else r > low
 
 
-def left_at_a_shared_token(rho, advantages, eps_low, eps_high):
+def net_push_with_clip(rho, advantages, eps_low, eps_high):
     low, high = 1 - eps_low, 1 + eps_high
     factor = rho
     return factor * sum(A for A in advantages if (rho < high if A > 0 else rho > low))
+
+
+def prediction():
+    return 0.2, 0.6
+
+
+def loss(log_pi, A, T, method):
+    L = 24
+    c = A / T if method == "grpo" else A / L
+    return -(c * log_pi).sum()
+
+
+def lone_advantage(reward, bonus, group_size):
+    G, rewards = group_size, [reward] + [bonus] * (group_size - 1)
+    mean = sum(rewards) / G
+    variance = sum((R - mean) ** 2 for R in rewards) / (G - 1)
+    return (reward - mean) / variance**0.5 if reward != bonus else 0.0
+
+
+def mean_advantages(chance, bonus, group_size):
+    G, miss = group_size, 1 - chance
+    std = (chance - miss) * (G - 1) / G**0.5
+    mean = (chance - bonus) * (1 - 1 / G)
+    return std, mean
+
+
+def a_better_strategy_that_loses():
+    return 0.01, 0.45
+
+
+def prefix_baseline(c):
+    n, new = len(c), []
+    if n == 1:
+        return c
+    for i in range(n):
+        others = [c[j] for j in range(n) if j != i]
+        new.append(c[i] - sum(others) / len(others))
+    return new
+
+
+def over_all_pairs(pi, c):
+    K = len(pi)
+    push, left = [0.0] * K, 0.0
+    for a, b in [(a, b) for a in range(K) for b in range(K)]:
+        x, y = c[a] - c[b], c[b] - c[a]
+        chance = pi[a] * pi[b]
+        if a == b:
+            left = max(left, abs(x + y))
+        for k in range(K):
+            push[k] += chance * (x * ((k == a) - pi[k]) + y * ((k == b) - pi[k]))
+    return push, left
 
 
 def grpo_symmetric(batch, eps_low, eps_high):
@@ -39,15 +94,10 @@ def grpo_symmetric(batch, eps_low, eps_high):
     r = log_ratio.masked_fill(~batch.mask, 0.0).exp()
     A = batch.adv  # 0 on padding
     x = r.clamp(low, high) * A
-    return -x.sum() / (len(x) * L)
+    return -x.sum() / L
 
 
-def left_by_the_length(lengths, advantages):
-    G = len(lengths)
-    return sum(A / T for A, T in zip(advantages, lengths)) / G
-
-
-def min_replace(w, adv):
+def min_replace(w):
     w = w.detach()
     return w.amin(1, keepdim=True).expand_as(w)
 
@@ -79,56 +129,15 @@ def learning_tax(pushes, advantages, nodes, mask):
     return float(top / bottom) if bottom else 0.0
 
 
-def lone_advantage(reward, crumb, group_size):
-    G, rewards = group_size, [reward] + [crumb] * (group_size - 1)
-    mean = sum(rewards) / G
-    variance = sum((R - mean) ** 2 for R in rewards) / (G - 1)
-    return (reward - mean) / variance**0.5 if reward != crumb else 0.0
-
-
-def expected_advantages(chance, crumb, group_size):
-    G, miss = group_size, 1 - chance
-    std = (chance - miss) * (G - 1) / G**0.5
-    mean = (chance - crumb) * (1 - 1 / G)
-    return std, mean
-
-
-def a_better_way_that_loses():
-    return 0.01, 0.45
-
-
 def grpo_on_policy(advantages, lengths):
-    G, rows = len(advantages), list(zip(advantages, lengths))
-    value = sum(A for A, T in rows) / G
+    rows = list(zip(advantages, lengths))
+    value = sum(A for A, T in rows)
     c = sum(A / T for A, T in rows)
     return -value, c
 
 
 def dr_grpo_on_policy(advantages, lengths, budget):
-    G, L, rows = len(advantages), budget, list(zip(advantages, lengths))
+    L, rows = budget, list(zip(advantages, lengths))
     value = sum(A * T for A, T in rows) / L
     c = sum(A for A, T in rows) / L
-    return -value / G, c
-
-
-def prefix_baseline(c):
-    n, new = len(c), []
-    if n == 1:
-        return c
-    for i in range(n):
-        others = [c[j] for j in range(n) if j != i]
-        new.append(c[i] - sum(others) / len(others))
-    return new
-
-
-def over_all_pairs(pi, c):
-    K = len(pi)
-    push, left = [0.0] * K, 0.0
-    for a, b in [(a, b) for a in range(K) for b in range(K)]:
-        x, y = c[a] - c[b], c[b] - c[a]
-        chance = pi[a] * pi[b]
-        if a == b:
-            left = max(left, abs(x + y))
-        for k in range(K):
-            push[k] += chance * (x * ((k == a) - pi[k]) + y * ((k == b) - pi[k])) / 2
-    return push, left
+    return -value, c

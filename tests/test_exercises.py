@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import losses
-from claims.audit import AUDIT
 from exercises import grader, solutions
 from exercises.questions import EXERCISES
 
@@ -66,29 +64,44 @@ def test_every_known_mistake_gets_its_hint(name):
 
 # Written as a student writes, not as edits of a solution: the body, and what the command says.
 ANSWERS = [
-    ("gate_is_open(r, A, a=0.2, b=0.2)", "r * A <= min(max(r, 1 - a), 1 + b) * A", "is_open PASS"),
+    ("still_pushes(r, A, a=0.2, b=0.2)", "r * A <= min(max(r, 1 - a), 1 + b) * A", "pushes PASS"),
     ("lone_advantage(R, c, G)", "((R > c) - (R < c)) * (G - 1) / G**0.5", "advantage PASS"),
     # A tensor of one's own loses no digit.
-    ("left_by_the_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).mean()", "length PASS"),
+    ("net_push_by_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).sum()", "length PASS"),
+    # A small number in the divisor is no mistake.
+    (
+        "group_advantages(R, G, scale)",
+        "(R - R.view(-1, G).mean(1).repeat_interleave(G)) / "
+        "((R.view(-1, G).std(1) + 1e-8).repeat_interleave(G) if scale == 'std' else 1)",
+        "advantages PASS",
+    ),
     # Two mistakes at once.
     (
-        "left_by_the_length(T, A)",
-        "-sum(a / t for a, t in zip(A, T))",
-        "without the 1/G.* The sign: J",
+        "net_push_by_length(T, A)",
+        "-sum(a / t for a, t in zip(A, T)) / len(A)",
+        "the mean of the pushes.* The sign: J",
     ),
-    # A known mistake, and another one where the reward is the crumb.
+    # A known mistake, and another one where the reward is the bonus.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
     # No known mistake: no hint is better than a wrong one.
-    ("shared_token_gradient(r, A)", "r * sum(A) / 3", r"expected +[\d.-]+$"),
-    ("shared_token_gradient(r, A)", "r * sum(A) / (len(A) + 1e-3)", "nearly right"),
-    ("shared_token_gradient(r, A)", "print(r * sum(A) / len(A))", "returns nothing"),
+    ("net_push_by_length(T, A)", "sum(a / t for a, t in zip(A, T)) / 3", r"expected +[\d.-]+$"),
+    ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
+    ("net_push(r, A)", "print(r * sum(A))", "returns nothing"),
     ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),
-    ("min_replace(w, adv)", "w.min(1).expand_as(w)", "line 3, in min_replace.* Try amin"),
+    ("min_replace(w)", "w.min(1).expand_as(w)", "line 3, in min_replace.* Try amin"),
+    # The second number is a push: A/T, up for a winner.
+    (
+        "loss(log_pi, A, T, method)",
+        "(A * log_pi).sum().item()",
+        r"not a tensor expected \[0.5, \[0.25\]\] .* without item",
+    ),
+    ("loss(log_pi, A, T, method)", "-(A / T).sum()", "are they missing, or detached"),
+    ("prediction()", "(0.6, 60)", "between 0 and 1"),
     ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
     ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "blind_spot PASS"),
     ("blind_spot()", "3", "another form"),
-    ("a_better_way_that_loses()", "(0.09, 0.45)", "earns 5 times the crumb"),
-    ("a_better_way_that_loses()", "(0.02, 0.6)", "expects A = 0.495, not below 0"),
+    ("a_better_strategy_that_loses()", "(0.09, 0.45)", "It earns 5 times the bonus"),
+    ("a_better_strategy_that_loses()", "(0.02, 0.6)", "mean A is 0.495, not below 0"),
 ]
 
 
@@ -108,21 +121,26 @@ def test_a_wrong_function_is_not_held_against_the_next(grade):
     wrong = "def prefix_baseline(c):\n    return [0 * x for x in c]\n\n"
     solution = LESSONS["over_all_pairs"].solution
     calls = re.sub(r"x, y = .*", "x, y = prefix_baseline([c[a], c[b]])", solution)
-    code, out = grade(11, wrong + calls)
-    assert code == 1 and "prefix_baseline  NOT YET" in out and "over_all_pairs  PASS" in out
+    code, out = grade(6, wrong + calls)
+    assert code == 1 and "prefix_baseline  NOT YET" in out
+    assert "over_all_pairs  PASS\n    (It called our prefix_baseline" in out
+    assert "It called" not in grade(6, wrong + solution)[1]
+
+
+def test_exercise_4_trains_after_a_prediction(grade, monkeypatch, tmp_path):
+    """At the end GRPO follows the worse strategy (0.2), Dr. GRPO the better one (0.6)."""
+    monkeypatch.chdir(tmp_path)  # the picture goes into runs/
+    source = grader.find_files()[4].read_text() + "\n" + LESSONS["loss"].solution
+    code, out = grade(4, source + "\ndef prediction():\n    raise NotImplementedError\n")
+    assert code == 1 and "Nothing is trained before" in out and "mean reward" not in out
+    code, out = grade(4, source + "\ndef prediction():\n    return 0.5, 0.6\n")
+    ends = re.findall(r"predicted (\S+), the mean of the seeds is (\S+)", out)
+    assert code == 0 and [float(guess) for guess, _ in ends] == [0.5, 0.6]
+    assert [float(end) for _, end in ends] == pytest.approx([0.2, 0.6], abs=0.05)
 
 
 def test_the_command_says_what_the_readme_shows(grade):
-    code, out = grade(6, "def min_replace(w, adv):\n    return w.sort(1)[0][:, :1].expand_as(w)")
+    mean = "sum(A / T for A, T in zip(advantages, lengths)) / len(lengths)"
+    code, out = grade(2, f"def net_push_by_length(lengths, advantages):\n    return {mean}")
     readme = (FOLDER / "README.md").read_text()
-    assert code == 1 and re.search(r"  min_replace  NOT YET\n.*?(?=```)", readme, re.S)[0] in out
-
-
-def test_the_sheets_table_is_the_audits():
-    lines = (FOLDER / "sheet.html").read_text().splitlines()
-    cells = [re.findall(r"<td[^>]*>([^<]*)", line) for line in lines]
-    rows = [row for row in cells if len(row) == 8]
-    assert len(rows) == 9
-    for name, scale, _, _, *left in rows:
-        assert scale == losses.METHODS[name].scale
-        assert "".join("0" if x == "0" else "x" for x in left) == AUDIT[name.replace("-", "_")]
+    assert code == 1 and re.search(r"  net_push_by_length .*?(?=```)", readme, re.S)[0] in out

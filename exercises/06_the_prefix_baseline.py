@@ -1,37 +1,38 @@
 # %% [markdown]
 """
-# 11. A baseline at every prefix (25 minutes)
+# 6. The prefix baseline (25 minutes)
 
 **Aim:** make the pushes of any loss cancel at shared tokens, and see what that changes on average.
 
-Everything is on-policy here: all ratios are 1, as in the first update from a batch.
+All ratios are 1 here, as in the first update from a batch.
 
-**a)** Answers that begin alike stand at one prefix. Each of these n answers takes a next token
-there, and a loss pushes this token with c_i. Subtract a leave-one-out baseline, the mean of the
-others:
+**a)** Answers that begin alike have the same prefix. Each of these n answers takes a next token
+there, and a loss pushes this token with c_i. The *prefix baseline* subtracts the mean push of the
+other answers:
 
     c'_i = c_i - mean_j c_j            over the others, j != i
 
-An answer that is alone keeps its c. `c` is a list of n numbers, and so is the result. Show on paper
-that the c' sum to 0 if n is at least 2. So nothing is left where all n take the same token.
+An answer that is alone with its prefix keeps its c. `c` is a list of n numbers, and so is the
+result. Show on paper that the c' sum to 0 if n is at least 2. So the net push is 0 where all n
+answers take the same token.
 
 **b)** Does this change what is learned on average? Guess first. Then take all groups of two
 answers. An answer is one token out of K, drawn from the policy `pi`. Token a has the push c[a], for
 example its reward. A group (a_1, a_2) pushes the K logits by
 
-    1/2 sum_i c'_i grad log pi(a_i)
+    sum_i c'_i grad log pi(a_i)
 
 `grad_log_pi(pi, a)` below gives you the K numbers of grad log pi(a). Return two things:
 
 1. the expected push, a list of K numbers. It is the sum over all K times K groups, each times its
-   chance pi(a_1) pi(a_2).
-2. the most that is left at a shared token. It is the largest |c'_1 + c'_2| of the groups with
+   probability pi(a_1) pi(a_2).
+2. the largest net push on a shared token, that is, the largest |c'_1 + c'_2| of the groups with
    a_1 = a_2.
 
-**Hint:** two loops, and `prefix_baseline([c[a], c[b]])`. After a PASS use c in place of c', and run
+**Hint:** two loops, and `prefix_baseline([c[a], c[b]])`. After a PASS use c instead of c', and run
 the grader again. Which of the two results changes?
 
-**Grade it:** `make exercise N=11`
+**Grade it:** `python -m exercises.grader 6`
 """
 
 
@@ -47,5 +48,5 @@ def grad_log_pi(pi: list[float], a: int) -> list[float]:
 
 
 def over_all_pairs(pi: list[float], c: list[float]) -> tuple[list[float], float]:
-    """The expected push on the K logits, and the most that is left at a shared token."""
+    """b) The expected push on the K logits, and the largest net push on a shared token."""
     raise NotImplementedError

@@ -1,15 +1,16 @@
 # %% [markdown]
 """
-# 4. Equal bounds are not a symmetric clip (15 minutes)
+# 7. Equal bounds do not make a clip blind to the sign (15 minutes)
 
-**Aim:** write a clip that is blind to the sign of A. GRPO's is not, even with eps_low = eps_high
+**Aim:** write a clip that ignores the sign of A. PPO's clip does not, even with eps_low = eps_high
 (exercise 3), because of its min. So the min has to go.
 
-Write GRPO without it:
+Write GRPO without it, with one divisor for all answers:
 
-    J = (1/(N L)) sum_i sum_t clip(r_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}
+    J = (1/L) sum_i sum_t clip(r_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}
 
-N is the number of all answers, and L the largest number of tokens that an answer may have.
+The first sum is over all answers of the batch. L is the largest number of tokens that an answer may
+have.
 
 A loss is something to minimise: return -J, a tensor that can be differentiated by `batch.logp`.
 
@@ -20,16 +21,14 @@ otherwise a padded 1e4 becomes inf, and 0 * inf is nan in the backward pass.
 
 A batch may have no token at all. Its loss is a tensor with the value 0 and the gradient 0.
 
-You are graded on the loss, and on its push c = -N dLoss/dlogp at every token.
+You are graded on the loss, and on its push c = dJ / dlogp at every token.
 
 To try it on two answers of one token, with the ratios 1.5 and 0.5:
 
     from exercises.questions import start_alike
     print(grpo_symmetric(start_alike([1.5, 0.5], [1, -1])))
 
-**Hint:** `from losses import divide_by_constant, token_ratio` works here, but try without.
-
-**Grade it:** `make exercise N=4`
+**Grade it:** `python -m exercises.grader 7`
 """
 
 # %%

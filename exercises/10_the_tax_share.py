@@ -1,19 +1,20 @@
 # %% [markdown]
 """
-# 8. The tax is a covariance (25 minutes)
+# 10. The tax is a covariance (25 minutes)
 
 **Aim:** measure what a loss does to shared tokens, for any loss and any model, from token ids and
-d loss / d logp alone.
+d loss / d logp.
 
 A node v is a place in the tree of a group's answers: the tokens up to and with this one. Its
 visitors S_v are the answers that begin with these tokens. c_i is the push on that last token in
-answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the node gets
+answer i. With w_i = c_i / A_i, and wbar its mean over S_v, the net push at the node is
 
     sum_{S_v} c_i = wbar sum A_i + sum (w_i - wbar) A_i = credit + tax
 
 The credit says how much more the visitors earned than the group did. All their tokens so far have
 a part in it, by luck or merit, not only the last one. At a token that the whole group shares, the
-credit is 0. The tax comes from unequal weights: with equal weights it is 0. The result is
+credit is 0. The tax comes from unequal weights: with equal weights it is 0. The result, the tax
+share, is
 
     sum_v |tax_v| / sum_v sum_{S_v} |c_i|        over the nodes v with at least two visitors
 
@@ -27,7 +28,7 @@ the same node. Where `mask` (N, T) is False there is no token.
 Without a loop: `torch.unique(..., return_inverse=True)` numbers the nodes, and `index_add_` sums
 over them.
 
-**Grade it:** `make exercise N=8`
+**Grade it:** `python -m exercises.grader 10`
 """
 
 # %%

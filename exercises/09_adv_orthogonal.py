@@ -1,6 +1,6 @@
 # %% [markdown]
 """
-# 7. Adv-Orthogonal, and its blind spot (20 minutes)
+# 9. Adv-Orthogonal, and its blind spot (20 minutes)
 
 **Aim:** write DFPO's second repair, and find what it does not see. It removes from w only what
 correlates with A (Eq. 18 of the paper):
@@ -9,19 +9,19 @@ correlates with A (Eq. 18 of the paper):
 
 Then `sum_i w~_i A_i = 0`. And if sum A = 0, `sum_i w~_i = sum_i w_i`.
 
-**a)** Write it. `w` and `adv` are (P, G), a row per group, and so is the result. Return it
+**a)** Write it. `w` and `adv` are (P, G), a row for each group, and so is the result. Return it
 detached. A group whose advantages are all 0 keeps its w.
 
 **b)** Some answers of a group may share a token that the others lack: that is its blind spot. Take
 the advantages 1, 1, -1, -1, and let the first and the third answer share such a token. Their
-advantages cancel. Give four weights for which the two pushes w~ A do not: the size of their sum
-must exceed 0.1.
+advantages cancel. Give four weights for which their two pushes `w~ A` do not cancel: the size of
+the net push must exceed 0.1.
 
-**Hint** for b): the pair is left with w~_1 - w~_3, so its two w~ must differ. Make one of its
+**Hint** for b): the pair's net push is `w~_1 - w~_3`, so its two `w~` must differ. Make one of its
 weights much larger than all others. The correction is spread over all four answers, so it does not
-mend the pair.
+repair the pair.
 
-**Grade it:** `make exercise N=7`
+**Grade it:** `python -m exercises.grader 9`
 """
 
 # %%
@@ -34,5 +34,5 @@ def adv_orthogonal(w: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
 
 # %%
 def blind_spot() -> list[float]:
-    """Four weights."""
+    """b) Four weights."""
     raise NotImplementedError

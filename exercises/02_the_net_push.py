@@ -1,0 +1,43 @@
+# %% [markdown]
+"""
+# 2. The net push on a shared token (12 minutes, pencil first)
+
+**Aim:** see with your own eyes when the pushes on a token that all answers share cancel.
+
+G answers begin with the same token a. The prefix h is what comes before it, here the prompt. So the
+token's ratio, rho = pi(a|h) / pi_old(a|h), is the same number in all G answers.
+
+The push of an answer on a is the derivative of its part of J by log pi(a|h). The sum of the G
+pushes is the net push. **In all exercises, as on the board, pushes are added: J is a sum over
+answers, not a mean.** (Papers and losses.py also divide by the number of answers. This changes no
+sign and no zero.)
+
+**a)** Without a divisor and without a clip, the objective is
+
+    J = sum_i sum_t r_{i,t} A_i                  r_{i,t}: the ratio of token t of answer i
+
+What is the net push on a? Write it for any advantages, even if they do not sum to 0. When is it 0?
+
+**b)** GRPO divides each answer by its own length T_i:
+
+    J = sum_i (1/T_i) sum_t r_{i,t} A_i
+
+Let all ratios be 1, as in the first update. What is the net push on a? When is it 0? (The board's
+answers have the lengths 4, 5, 2, 4 and A = 0.5, -0.5, 0.5, -0.5.)
+
+**Hint:** each answer has one term with log pi(a|h). Add up the G derivatives. Use dr / dlog pi = r.
+
+**Grade it:** `python -m exercises.grader 2`
+"""
+
+
+# %%
+def net_push(rho: float, advantages: list[float]) -> float:
+    """a) The net push at the ratio rho."""
+    raise NotImplementedError
+
+
+# %%
+def net_push_by_length(lengths: list[int], advantages: list[float]) -> float:
+    """b) The net push at the ratio 1, if each answer is divided by its own length."""
+    raise NotImplementedError
