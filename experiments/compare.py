@@ -11,7 +11,8 @@ If the task is a file, and it has been edited since a run began, a line says so.
 
 The seeds are --seed and those after it, --seeds of them. --runs trains nothing, and reads runs of
 train.py. --curves names numbers of metrics.jsonl. The table has the last value of each, and --plot
-draws them: the mean over seeds, in a band from the lowest seed to the highest.
+draws them: the mean over seeds, in a band from the lowest seed to the highest. --panels draws the
+first curve instead, a panel for each method, with the first method's in grey.
 
 The table has the mean over seeds and half its 95% interval (Student's t). Below are the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
@@ -61,10 +62,12 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--at-once", type=int, default=at_once)
     parser.add_argument("--runs", nargs="+", type=Path)
     parser.add_argument("--plot")
+    parser.add_argument("--panels", action="store_true")
     parser.add_argument("--curves", nargs="+", default=["reward", "greedy", "entropy"])
     options, shared = parser.parse_known_args(argv)
     seeds = range(options.seed, options.seed + options.seeds)
     folders = options.runs or train_all(options.method, seeds, shared, options.out, options.at_once)
+    folders = list(dict.fromkeys(folders))  # the first may be named again by a *
     finished = [folder for folder in folders if is_finished(folder)]
     for folder in filter(is_outdated, folders):
         anew = "to train anew, delete the folder or choose another --out"
@@ -76,7 +79,8 @@ def main(argv: list[str] | None = None):
     runs = read_runs(finished)
     print(make_tables(compute_outcomes(runs, options.curves)))
     if options.plot:
-        draw(runs, options.curves).savefig(options.plot)
+        draw_this = draw_panels if options.panels else draw
+        draw_this(runs, options.curves).savefig(options.plot)
 
 
 # ---------------- making runs
@@ -138,7 +142,7 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     runs = {}
     for folder, config in zip(folders, configs, strict=True):
         given = [key for key in differing if config[key] != "" and config[key] is not False]
-        settings = [f"{key} {config[key]}" for key in given]
+        settings = [key if config[key] is True else f"{key} {config[key]}" for key in given]
         lines = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
         run = ", ".join([config["method"], *settings]), config["seed"]
         if run in runs:
@@ -190,8 +194,7 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
     """A matplotlib Figure with a panel for each of the curves."""
     figure = make_figure("Mean and range over the seeds", 3.3)
     for axis, key in zip(figure.subplots(1, len(curves), squeeze=False).flat, curves, strict=True):
-        table = pd.DataFrame({run: lines[key] for run, lines in runs.items()})
-        table = table.dropna(how="all")  # greedy and sampled: of evaluated steps only
+        table = tabulate(runs, key)
         axis.axhline(0, color="black", linewidth=0.5)  # so that panels begin there
         for method in table.columns.unique(0):
             seeds = table[method].agg(["mean", "min", "max"], axis="columns")
@@ -202,6 +205,29 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
             axis.set_ylabel("share right")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
+
+
+def draw_panels(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
+    """A matplotlib Figure of the first curve: a panel for each method, the first method in grey."""
+    key = curves[0]
+    means = tabulate(runs, key).T.groupby(level=0, sort=False).mean().T
+    first, *others = means
+    n_rows = -(-len(others) // 4)
+    figure = make_figure(f"{key} against steps; {first} in grey", 0.6 + 1.7 * n_rows)
+    axes = figure.subplots(n_rows, 4, squeeze=False, sharex=True, sharey=True).flat
+    for axis, method in itertools.zip_longest(axes, others):
+        if method is None:
+            axis.set_visible(False)
+            continue
+        axis.plot(means[first], color="0.7")
+        axis.plot(means[method])
+        axis.set_title(method, fontsize="medium")
+    return figure
+
+
+def tabulate(runs: dict[tuple[str, int], pd.DataFrame], key: str) -> pd.DataFrame:
+    """A row for each step and a column for each run; greedy and sampled: evaluated steps only."""
+    return pd.DataFrame({run: lines[key] for run, lines in runs.items()}).dropna(how="all")
 
 
 if __name__ == "__main__":

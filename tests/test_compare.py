@@ -52,6 +52,9 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     (picture,) = compare.draw(compare.read_runs(folders[:2]), ["reward"]).axes
     assert picture.get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
     assert picture.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [0, 0.5]
+    panel, *_ = compare.draw_panels(compare.read_runs(folders[:4]), ["reward"]).axes
+    grey, other = (line.get_ydata()[-1] for line in panel.get_lines())
+    assert (grey, other) == (0.25, pytest.approx(0.36))  # the first method's mean in each panel
     with pytest.raises(SystemExit, match="a1 is a second run of grpo with seed 1"):
         compare.read_runs([folders[1], folders[1]])
 
