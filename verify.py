@@ -131,8 +131,12 @@ def condition_of(claim: Claim) -> list[str]:
 
 
 def proofs() -> dict[str, str]:
-    """The sections of PROOFS.md by their titles. "C27 and C28" is the proof of both."""
-    _, *sections = PROOFS.read_text("utf-8").split("\n## ")
+    """The sections of PROOFS.md by their titles, without the claims that they quote first.
+
+    "C27 and C28" is the proof of both.
+    """
+    text = re.sub("^>.*\n", "", PROOFS.read_text("utf-8"), flags=re.MULTILINE)
+    _, *sections = text.split("\n## ")
     pairs = (section.partition("\n") for section in sections)
     return {id_: text.strip() for title, _, text in pairs for id_ in title.split(" and ")}
 

@@ -122,6 +122,11 @@ def test_a_claim_notices_a_fault(id_, function, fault, monkeypatch):
 
 def test_each_claim_has_one_proof_in_its_docstring_or_in_proofs_md():
     assert [*verify.proofs()] == ["Notation", *(claim.id for claim in CLAIMS if not claim.proof)]
+    page = " ".join(
+        re.sub("^> ?", "", verify.PROOFS.read_text("utf-8"), flags=re.MULTILINE).split()
+    )
+    for claim in CLAIMS:
+        assert claim.proof or claim.text[0].replace("*", r"\*") in page, claim.id
     for id_, statement, proof in (
         ("C15", "The net push on a node", "\n    sum_i w_i A_i = wbar"),
         ("C18", "On-policy, the expected push", "**For good.**"),
