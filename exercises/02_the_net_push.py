@@ -22,8 +22,9 @@ What is the net push on a? Write it for any advantages, even if they do not sum 
 
     J = sum_i (1/T_i) sum_t r_{i,t} A_i
 
-Let all ratios be 1, as in the first update. What is the net push on a? When is it 0? (The board's
-answers have the lengths 4, 5, 2, 4 and A = 0.5, -0.5, 0.5, -0.5.)
+Let all ratios be 1, as in the first update. What is the net push on a? When is it 0? (A is 0.5,
+-0.5, 0.5, -0.5 for the board's answers, of the lengths 4, 5, 2, 4, and for the sheet's, of the
+lengths 4, 6, 3, 5.)
 
 **Hint:** each answer has one term with log pi(a|h). Add up the G derivatives. Use dr / dlog pi = r.
 

@@ -1,6 +1,6 @@
 # %% [markdown]
 """
-# 4. Train it (15 minutes)
+# 4. Train it (12 minutes)
 
 **Aim:** train one policy with GRPO and another with Dr. GRPO, and see which strategy each ends at.
 
@@ -29,8 +29,8 @@ is complete; read `train`, because it is the whole of GRPO.
 
 The grader then trains with three seeds, in a few seconds, and draws what it sees.
 
-**If you are early:** change one number of `sample` so that GRPO ends at the better strategy. Predict,
-and run again.
+**If you are early:** after a PASS, change one number of `sample` so that one of the methods ends at
+the other strategy. Predict, and run again.
 
 **Hint** for b): one line for each method.
 

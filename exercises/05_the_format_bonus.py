@@ -18,7 +18,7 @@ its mean A with the scale "std", and what with "mean"? Put in 0.45, 0.1 and 8. I
 above 0, the strategy becomes more likely.
 
 **c)** Give a bonus and a chance for which the rare strategy earns at least 20 times the bonus on
-average, although "std" makes it less likely. G is 8.
+average, and for which the two numbers of b) have opposite signs. G is 8.
 
 **Hint:** for a): with d = reward - bonus, what is R - mean, and what is the std? For c): what does
 the sign of the first number in b) depend on, and what does it not depend on?
@@ -40,6 +40,6 @@ def mean_advantages(chance: float, bonus: float, group_size: int) -> tuple[float
 
 
 # %%
-def a_better_strategy_that_loses() -> tuple[float, float]:
+def opposite_signs() -> tuple[float, float]:
     """c) The bonus, and the chance of the rare strategy."""
     raise NotImplementedError

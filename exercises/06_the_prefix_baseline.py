@@ -29,8 +29,10 @@ example its reward. A group (a_1, a_2) pushes the K logits by
 2. the largest net push on a shared token, that is, the largest |c'_1 + c'_2| of the groups with
    a_1 = a_2.
 
-**Hint:** two loops, and `prefix_baseline([c[a], c[b]])`. After a PASS use c instead of c', and run
-the grader again. Which of the two results changes?
+**Hint:** two loops, and `prefix_baseline([c[a], c[b]])`.
+
+**After a PASS,** use c instead of c' for a moment, and grade again. You then get a NOT YET, as you
+should. Which of your two results still is the expected one?
 
 **Grade it:** `python -m exercises.grader 6`
 """

@@ -155,6 +155,7 @@ ERRORS = {  # what torch says: what a student may not know
     "does not require grad": "The log-probs have no part in it: are they missing, or detached?",
     "not a tensor": "A loss must be differentiable: return it without item() or float().",
     "scalar outputs": "A loss is one number. Add up its terms.",
+    "local variable": "It has no value yet. Is none of the ifs before it true?",
     "ambiguous": "A tensor of several numbers is not true or false. See torch.where.",
 }
 
@@ -254,7 +255,7 @@ def find_mistakes(lesson: Lesson, yours: list, right: list) -> list[str]:
 def find_form(yours: list, right: list) -> list[str]:
     """Nothing, the right numbers but for rounding, or an error that many meet."""
     if None in yours:
-        return ["Your function returns nothing. Did you print?"]
+        return ["Your function returns nothing. Is a return missing, or is none of its ifs true?"]
     if all(is_same(x, y, 0.01) for x, y in zip(yours, right, strict=True)):
         return ["It is nearly right. Is there a small number in a divisor, or float32?"]
     errors = " ".join(str(y) for y in yours if isinstance(y, Exception))
@@ -302,7 +303,7 @@ def show_verdicts(verdicts: list[Verdict]) -> None:
 
 def show_why(exercise: Exercise) -> None:
     print(textwrap.fill(f"Why it is so: {exercise.why}", 96))
-    print(f"More: {exercise.more}\nWhat is next: python -m exercises.grader")
+    print(f"More: {exercise.more}")
 
 
 def show_progress(files: dict[int, Path]) -> None:
@@ -337,6 +338,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {describe(error)}\n")
             return 1
     show_why(exercise)
+    if not options.file:  # which looks at exercises/, not at a notebook's copies
+        print("What is next: python -m exercises.grader")
     return 0
 
 

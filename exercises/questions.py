@@ -118,8 +118,10 @@ def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:
     return token_pushes(loss(batch, **options), batch.logp)[:, 0]
 
 
-def value_and_pushes(loss, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """A student's loss, and its push dJ/dlogp at every token."""
+def value_and_pushes(loss, logp: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A student's loss, and its push dJ/dlogp at every token. None if nothing was returned."""
+    if loss is None:
+        return None
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
     return loss, -torch.autograd.grad(loss, logp)[0]
@@ -276,8 +278,8 @@ EXERCISES = {
     ),
     2: Exercise(
         "One divisor for all answers leaves the sum of the A, which is 0. 1/T_i weighs each A by "
-        "itself, and weighted with unequal numbers the A sum to 0 only by accident: the board's "
-        "net push is 0.15.",
+        "itself, and weighted with unequal numbers the A sum to 0 only by accident: the net push "
+        "is 0.15 on the board, and 0.108 on the sheet.",
         "python verify.py --explain C2 C8",
         (
             Question("net_push", net_push, lambda group: (group.choice(RATIOS), group.values())),
@@ -348,7 +350,7 @@ EXERCISES = {
                 mean_advantages,
                 lambda group: (group.random(), group.random(), group.size),
             ),
-            Question("a_better_strategy_that_loses", check=check_better_strategy),
+            Question("opposite_signs", check=check_better_strategy),
         ),
     ),
     6: Exercise(

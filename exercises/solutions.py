@@ -61,7 +61,7 @@ def mean_advantages(chance, bonus, group_size):
     return std, mean
 
 
-def a_better_strategy_that_loses():
+def opposite_signs():
     return 0.01, 0.45
 
 
@@ -103,7 +103,8 @@ def min_replace(w):
 
 
 def adv_orthogonal(w, adv):
-    w, dim = w.detach(), 1
+    w = w.detach()
+    dim = 1
     norm = (adv * adv).sum(dim, keepdim=True)
     norm = norm.masked_fill(norm == 0, 1.0)
     return w - (adv * w).sum(dim, keepdim=True) / norm * adv
@@ -133,11 +134,13 @@ def grpo_on_policy(advantages, lengths):
     rows = list(zip(advantages, lengths))
     value = sum(A for A, T in rows)
     c = sum(A / T for A, T in rows)
-    return -value, c
+    loss = -value
+    return loss, c
 
 
 def dr_grpo_on_policy(advantages, lengths, budget):
     L, rows = budget, list(zip(advantages, lengths))
     value = sum(A * T for A, T in rows) / L
     c = sum(A for A, T in rows) / L
-    return -value, c
+    loss = -value
+    return loss, c

@@ -87,6 +87,11 @@ ANSWERS = [
     ("net_push_by_length(T, A)", "sum(a / t for a, t in zip(A, T)) / 3", r"expected +[\d.-]+$"),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
     ("net_push(r, A)", "print(r * sum(A))", "returns nothing"),
+    (
+        "loss(log_pi, A, T, method)",
+        "-(A / T * log_pi).sum() if method == 'grpo' else None",
+        "method = dr-grpo yours None .* returns nothing",
+    ),
     ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),
     ("min_replace(w)", "w.min(1).expand_as(w)", "line 3, in min_replace.* Try amin"),
     # The second number is a push: A/T, up for a winner.
@@ -100,8 +105,8 @@ ANSWERS = [
     ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
     ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "blind_spot PASS"),
     ("blind_spot()", "3", "another form"),
-    ("a_better_strategy_that_loses()", "(0.09, 0.45)", "It earns 5 times the bonus"),
-    ("a_better_strategy_that_loses()", "(0.02, 0.6)", "mean A is 0.495, not below 0"),
+    ("opposite_signs()", "(0.09, 0.45)", "It earns 5 times the bonus"),
+    ("opposite_signs()", "(0.02, 0.6)", "mean A is 0.495, not below 0"),
 ]
 
 
@@ -136,7 +141,7 @@ def test_exercise_4_trains_after_a_prediction(grade, monkeypatch, tmp_path):
     code, out = grade(4, source + "\ndef prediction():\n    return 0.5, 0.6\n")
     ends = re.findall(r"predicted (\S+), the mean of the seeds is (\S+)", out)
     assert code == 0 and [float(guess) for guess, _ in ends] == [0.5, 0.6]
-    assert [float(end) for _, end in ends] == pytest.approx([0.2, 0.6], abs=0.05)
+    assert [float(end) for _, end in ends] == pytest.approx([0.2, 0.6], abs=0.015)
 
 
 def test_the_command_says_what_the_readme_shows(grade):
