@@ -1,25 +1,28 @@
 """What a clip does: how hard a winner and a loser push a token, against the token's ratio.
 
-    python -m toy.clips      toy/clips.svg: a small panel for each method
+    python -m toy.clips                        the table
+    python -m toy.clips --plot toy/clips.svg   and the picture, a panel for each kind of clip
 
 A shared token has one ratio r in all answers. losses.py computes |push| / |A| for a winner (A = 1)
 and a loser (A = -1) of one length. Where the two lines part, the pushes on a shared token do not
-cancel. The article of toy/tree.py shows the same panels.
+cancel. The article of toy/tree.py shows such a panel for each method of the table.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from losses import METHODS, Batch, token_pushes
+from toy.figure import parse_plot, print_table
 
 NAMES = "reinforce grpo grpo-symmetric cispo dapo gspo dppo symmetric-trust sapo".split()
 OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability need it
 # They avoid the edges of clip ranges, where rounding decides a derivative.
 RATIOS = sorted([*(k / 100 for k in range(1, 200, 2)), 1.0])
+TABLE_RATIOS = (0.51, 1.0, 1.51)
 TOP, WIDTH, HEIGHT = 2.0, 150, 110  # the largest ratio and |push| / |A|; a panel's frame
 
 
@@ -37,16 +40,21 @@ def weights() -> dict[str, list[list[float]]]:
         logp = (old + ratio.log()).requires_grad_()
         batch = Batch(logp, old, adv, torch.ones_like(adv, dtype=torch.bool), 2, max_tokens=1)
         weight = token_pushes(METHODS[name].passes[0](batch), logp) / adv
-        table[name] = weight.view(-1, 2).T.round(decimals=6).tolist()
+        weight = weight.view(-1, 2).T.round(decimals=6)
+        table[name] = (weight + 0.0).tolist()  # -0 becomes 0
     return table
 
 
-def panel(name: str, place: str = "") -> str:
+def point(ratio: float, weight: float) -> tuple[str, str]:
+    """Where a panel draws it."""
+    return f"{ratio / TOP * WIDTH:.1f}", f"{HEIGHT * (1 - weight / TOP):.1f}"
+
+
+def panel(name: str, place: str = "", labels: str = "") -> str:
     """Two lines in a frame, and the gap between them. place: attributes of its <svg>."""
 
     def points(line: list[float]) -> list[str]:
-        pairs = zip(RATIOS, line, strict=True)
-        return [f"{r / TOP * WIDTH:.1f},{HEIGHT * (1 - w / TOP):.1f}" for r, w in pairs]
+        return [",".join(point(*pair)) for pair in zip(RATIOS, line, strict=True)]
 
     win, lose = map(points, weights()[name])
     parts = [
@@ -62,7 +70,7 @@ def panel(name: str, place: str = "") -> str:
         f'<text x="{WIDTH * 0.75:g}" y="{HEIGHT + 15}" class="middle label">ratio r</text>',
         '<text x="5" y="8" class="label">|push| / |A|</text>',
         f'<text x="-4" y="{HEIGHT / 2 + 4:g}" class="end">1</text>',
-        f'<text x="-4" y="8" class="end">{TOP:g}</text></svg>',
+        f'<text x="-4" y="8" class="end">{TOP:g}</text>{labels}</svg>',
     ]
     return "\n".join(parts)
 
@@ -85,35 +93,59 @@ STYLE = """\
 """
 
 
+# The picture's panels: what a clip does, and the labels of lines, each with its colour and place.
+WINNERS, LOSERS, BOTH = ("winners", "win"), ("losers", "lose"), ("winners and losers", "ink")
+SHOWN = {
+    "grpo": (
+        "PPO's clip stops one of them",
+        [(*WINNERS, 0.4, 0.75), (*LOSERS, 0.45, 0.08), (*LOSERS, 1.36, 1.66)]
+        + [(*WINNERS, 1.6, 0.08), ("net push", "ink", 1.6, 0.75)],
+    ),
+    "grpo-symmetric": ("a sign-blind clip stops both", [(*BOTH, 1, 1.35)]),
+    "cispo": ("this clip stops neither", [(*BOTH, 1.3, 0.3)]),
+}
+
+
 def picture() -> str:
-    """All panels in one file for a README, light or dark like the reader's screen."""
-    columns = 3
-    rows = -(-len(NAMES) // columns)
-    frames = [
-        panel(
-            name,
-            f'x="{10 + k % columns * 200}" y="{64 + k // columns * 165}" width="185" height="160"',
-        )
-        for k, name in enumerate(NAMES)
-    ]
+    """Three panels in one file for a README, light or dark like the reader's screen."""
+    frames = []
+    for k, (name, (says, labels)) in enumerate(SHOWN.items()):
+        style = 'class="middle label" style="fill: var(--{})"'
+        texts = [f'<text x="{WIDTH / 2:g}" y="{HEIGHT + 34}" class="middle label">{says}</text>']
+        for label, color, *place in labels:
+            x, y = point(*place)
+            texts.append(f'<text x="{x}" y="{y}" {style.format(color)}>{label}</text>')
+        place = f'x="{10 + k * 200}" y="36" width="185" height="160"'
+        frames.append(panel(name, place, "\n" + "\n".join(texts)))
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 {64 + rows * 165}">',
-        "<title>|push| / |A| of winners and losers against the ratio, for each method</title>",
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 218">',
+        "<title>|push| / |A| of winners and losers against the ratio, for three methods</title>",
         f"<style>\n:root {{ {LIGHT} }}",
         f"@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n{STYLE}</style>",
-        '<path d="M0 0H620V1000H0z" style="fill: var(--card)"/>',
+        '<path d="M0 0H620V218H0z" style="fill: var(--card)"/>',
         '<g class="panel"><text x="14" y="20" class="name" style="font-size: 15px">',
-        "Where the two lines part, pushes on a shared token do not cancel</text>",
-        '<path d="M14 38h24" class="win"/><text x="44" y="42">winners</text>',
-        '<path d="M114 38h24" class="lose"/><text x="144" y="42">losers</text>',
-        '<path d="M206 32h24v12h-24z" class="gap"/><text x="236" y="42">their net push</text></g>',
+        "PPO's clip lets winners and losers push a shared token unequally</text></g>",
         *frames,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
+def main():
+    path = parse_plot(__doc__)
+    if path and path.suffix != ".svg":
+        sys.exit(f"error: {path}: this picture is an .svg")
+    places = [RATIOS.index(ratio) for ratio in TABLE_RATIOS]
+    rows = {
+        name: [f"{win[k]:.2f}, {lose[k]:.2f}" for k in places]
+        for name, (win, lose) in weights().items()
+    }
+    print("|push| / |A| of a winner and of a loser, by the ratio of their token\n")
+    print_table(rows, [f"r = {ratio:g}" for ratio in TABLE_RATIOS])
+    if path:
+        path.write_text(picture(), "utf-8")
+        print(f"\npicture: {path}")
+
+
 if __name__ == "__main__":
-    path = Path(__file__).with_name("clips.svg")
-    path.write_text(picture(), "utf-8")
-    print(path)
+    main()

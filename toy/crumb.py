@@ -43,20 +43,14 @@ THREE_WAYS = [
     for way, ends in enumerate((FIRST, SECOND, THIRD))
     for chance, reward in ends
 ]
-SCALES = {  # of group_advantages: label and style in the pictures; two lines often coincide
-    "std": ("the group's std (grpo)", dict(color=COLORS["grpo"], linewidth=2)),
-    "batch": ("the batch's std", dict(color="black", linewidth=1.3, linestyle="--")),
-    "mean": ("nothing (dr-grpo)", pale_line("dr-grpo")),
-}
-STRATEGIES = {  # three of them, in the picture
-    "first": dict(color="#0072B2", linewidth=1.6, linestyle="--"),
-    "second": dict(color="#56B4E9", linewidth=1.6),
-    "third": dict(color="#CC79A7", linewidth=3),
+SCALES = {  # of group_advantages: the style in the pictures, in which two lines often coincide
+    "std": dict(color=COLORS["grpo"], linewidth=2),
+    "batch": dict(color="black", linewidth=1.3, linestyle="--"),
+    "mean": pale_line("dr-grpo"),
 }
 STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
 THREE_STARTS = torch.tensor([[0.33, 0.33, 0.34], [0.1, 0.1, 0.8]], dtype=torch.float64)
 G, BATCHES, THREE_BATCHES = 8, 300, 1200
-SHOWN = 600  # of the three strategies' updates, in the picture
 ADAM_RATE, PLAIN_RATE = 0.03, 2.0
 
 
@@ -84,39 +78,53 @@ def train_three(scale: str, rate: float = PLAIN_RATE, optimizer=PLAIN) -> Tensor
 
 def plot_rare(rewards: dict[str, Tensor]):
     figure = make_figure(
-        "Dividing by the group's std keeps the reward at 0.1 if better answers are rare", 3.9
+        "Dividing by the group's std keeps the reward at 0.1 if better answers are rare", 3.5
     )
     panels = figure.subplots(1, len(STARTS), sharey=True)
     for k, (panel, start) in enumerate(zip(panels, STARTS, strict=True)):
-        for scale, (label, style) in SCALES.items():
-            panel.plot(rewards[scale][:, k], label=label, **style)
+        for scale, style in SCALES.items():
+            panel.plot(rewards[scale][:, k], **style)
         panel.set(title=f"rare strategy: {start[1]:.0%} at the start", xlabel="updates")
+        low, high = rewards["std"][-1, k], rewards["mean"][-1, k]
+        divisors = f"nothing (dr-grpo)\nor the batch's\nstd (dashed): {high:.3f}"
+        color = COLORS["dr-grpo"]
+        if low < CRUMB + 0.001:
+            text = f"divided by the\ngroup's std (grpo):\n{low:.3f}"
+            panel.text(BATCHES, low + 0.015, text, color=COLORS["grpo"], ha="right")
+        else:
+            divisors, color = f"the group's std,\n{divisors}", "black"
+        text = f"divided by\n{divisors}"
+        panel.text(BATCHES, high - 0.02, text, color=color, ha="right", va="top")
     panels[0].set(ylabel="expected reward", ylim=(0, 0.5))
-    add_legend(figure, panels[0])
     return figure
 
 
 def plot_three(three: dict[str, Tensor]):
     """The second of THREE_STARTS. three: the shares for each scale, (THREE_BATCHES + 1, 2, 3)."""
     figure = make_figure(
-        "The group's std gives the largest share to the strategy with the lowest reward", 4.1
+        "The group's std gives the largest share to the strategy with the lowest reward", 3.7
     )
     left, right = figure.subplots(1, 2)
-    for scale, (label, style) in SCALES.items():
-        left.plot(expected_reward(THREE_WAYS, three[scale][:SHOWN, 1]), label=label, **style)
+    for scale, style in SCALES.items():
+        left.plot(expected_reward(THREE_WAYS, three[scale][:, 1]), **style)
     left.set(title="reward of the policy", xlabel="updates", ylabel="expected reward")
-    for way, (name, style) in enumerate(STRATEGIES.items()):
-        earned = expected_reward(THREE_WAYS, torch.eye(3)[way])
-        right.plot(three["std"][:SHOWN, 1, way], label=f"{name}, earns {earned:.2f}", **style)
-    right.set(title="shares under the group's std", xlabel="updates", ylabel="share of the answers")
-    right.legend(loc="upper right")
-    add_legend(figure, left)
+    orange, green = COLORS["grpo"], COLORS["dr-grpo"]
+    low, high = (expected_reward(THREE_WAYS, three[scale][-1, 1]) for scale in ("std", "mean"))
+    text = f"divided by the group's\nstd (grpo): {low:.3f}"
+    left.text(THREE_BATCHES, 0.635, text, color=orange, ha="right", va="top")
+    text = f"divided by nothing (dr-grpo)\nor the batch's std (dashed):\n{high:.3f}"
+    left.text(THREE_BATCHES, 0.695, text, color=green, ha="right", va="top")
+    earned = expected_reward(THREE_WAYS, torch.eye(3))
+    ways = zip(("first", "second", "third"), earned, strict=True)
+    for scale, name, shift in (("std", "grpo", -0.2), ("mean", "dr-grpo", 0.2)):
+        shares = three[scale][-1, 1]
+        color, texts = COLORS[name], [f"{share:.0%} ({name})" for share in shares]
+        bars = right.barh(torch.arange(3) + shift, shares, 0.38, color=color)
+        right.bar_label(bars, texts, padding=3, color=color)
+    right.set(title="share of each strategy at the end", xlim=(0, 0.7), xticks=[])
+    right.set_yticks(range(3), [f"{way} strategy,\nearns {x:.2f}" for way, x in ways])
+    right.invert_yaxis()
     return figure
-
-
-def add_legend(figure, panel):
-    lines = panel.get_legend_handles_labels()
-    figure.legend(*lines, title="R - group mean, divided by", loc="outside lower center", ncols=3)
 
 
 def main():

@@ -68,17 +68,33 @@ def sweep(row: Row, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tenso
 
 def plot(plain: dict[str, Tensor], adam: dict[str, Tensor]):
     figure = make_figure(
-        "With Adam at ordinary rates PPO's clip costs nothing; without Adam it costs 0.1", 4.1
+        "With Adam at ordinary rates PPO's clip costs nothing; without Adam it costs 0.1", 4.3
     )
-    panels = figure.subplots(1, 2, sharey=True)
-    for axis, rates, ends in zip(panels, (ADAM_RATES, RATES), (adam, plain), strict=True):
-        axis.plot(rates, ends[MEAN], label="PPO's clip (grpo)", **pale_line("grpo"))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axis, rates, ends in ((left, ADAM_RATES, adam), (right, RATES, plain)):
+        axis.plot(rates, ends[MEAN], **pale_line("grpo"))
         style = dict(color=COLORS["grpo-symmetric"], linewidth=2, linestyle="--")
-        axis.plot(rates, ends["grpo-symmetric"], label="sign-blind clip (grpo-symmetric)", **style)
+        axis.plot(rates, ends["grpo-symmetric"], **style)
         axis.set(xscale="log", xlabel="learning rate")
-    panels[0].set(title="Adam", ylabel="final expected reward (best: 0.5)")
-    panels[1].set_title("plain gradient ascent")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    left.set(title="Adam", ylabel="final expected reward", ylim=(0.285, 0.52))
+    levels = {0.5: "both tokens\nare good", 0.4: "one token\nis good", 0.3: "no token\nis good"}
+    left.set_yticks([*levels], [f"{level}: {text}" for level, text in levels.items()])
+    right.set_title("plain gradient ascent")
+    orange, violet = COLORS["grpo"], COLORS["grpo-symmetric"]
+    best = plain[MEAN].max()
+    left.text(0.12, 0.49, "both clips:\n0.500 at rates\nfrom 0.1 to 2", va="top")
+    left.text(3, 0.39, "PPO's clip\n(grpo)", color=orange, ha="center", va="top")
+    right.text(95, 0.49, "sign-blind clip\n(grpo-symmetric):\n0.500", color=violet, va="top")
+    right.text(1.8, 0.39, "token 2\nlearns too\nslowly", va="top")
+    right.text(19, 0.3, "PPO's clip:\ntoken 1 is\npushed back", color=orange, ha="right")
+    late = f"PPO's clip:\ntoken 2 is\npushed back,\n{best:.3f} at best"
+    right.text(190, 0.39, late, color=orange, va="top")
+    world = (
+        "The world: an answer has two tokens, and is right with probability 0.3, plus 0.1 for each "
+        "good token.\nAt the start, token 1 is good in half of the answers, and token 2 in one of "
+        "a thousand."
+    )
+    figure.supxlabel(world, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
