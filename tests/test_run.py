@@ -21,6 +21,7 @@ from transformers import AutoModel
 
 import train
 from llm import loading
+from llm.chat import ChatTask
 from llm.gsm8k import GSM8K, Item
 from llm.neighbours import add_scores
 from toy import plain
@@ -184,18 +185,20 @@ def test_the_best_policy_is_kept_and_one_group_of_every_step(tmp_path, monkeypat
 
 def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
     first = {"step": 0, "greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
-    bad = {"step": 9, "greedy": 0.4, "greedy_se": 0.03, "sampled": 0.6, "truncated": 0.3}
-    fine = bad | {"greedy": 0.42, "truncated": 0.2}  # within two standard errors, of .042
+    last = {"step": 9, "greedy_se": 0.03, "sampled": 0.6}
     steps = [{"step": 1, "generated": 30, "seconds": 2.0}, {"step": 2, "generated": 10}]
     steps[1]["seconds"] = 3.0
-    for last, wrong in ((bad, True), (fine, False)):
+    # 0.42 is within two standard errors, of 0.042. What went wrong most is said, and no more.
+    for greedy, truncated, wrong in ((0.4, 0.3, "below"), (0.42, 0.3, "cut off"), (0.42, 0.2, "")):
+        last |= {"greedy": greedy, "truncated": truncated}
         lines = map(json.dumps, (first, *steps, last))
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
         train.summarize(tmp_path)
         said = capsys.readouterr().out
-        assert f"greedy 0.500 -> {last['greedy']:.3f}, sampled 0.500 -> 0.600, 8 tokens a" in said
-        assert f"changed by {last['greedy'] - 0.5:+.3f} (standard error 0.042)" in said
-        assert ("below its start" in said) == ("30% of the last answers" in said) == wrong
+        assert f"greedy 0.500 -> {greedy:.3f}, sampled 0.500 -> 0.600, 8 tokens a" in said
+        assert f"changed by {greedy - 0.5:+.3f} (standard error 0.042)" in said
+        assert ("below its start" in said) == (wrong == "below")
+        assert ("30% of the last answers were cut off" in said) == (wrong == "cut off")
 
 
 def test_costs_are_said_before_they_are_spent(tmp_path, capsys, scratch):
@@ -227,6 +230,8 @@ def test_a_run_that_has_ended_resumes_with_more_steps_and_another_rate(tmp_path,
     assert lines[:5] == before and ["greedy" in line for line in lines[4:]] == [True] * 3
     assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
     assert "already made 6" in refused(train.main, [*more, "5"])
+    train.main(more[:2])
+    assert "after step 6 of 6, --steps adds more" in capsys.readouterr().out
     config = json.loads((folder / "config.json").read_text())
     changed = {"steps": 6, "lr": 0.002, "eval_every": 5}
     assert config.items() >= changed.items() and config["prompts"] == 4
@@ -373,7 +378,6 @@ item.answer in text | None if text != item.demo else 0         | is None; accept
 range(9)]           | range(9)]; self.test = []                | test split has no item
 range(9)]           | range(9)]; self.train[7] = Item("1" * 1100, "", "") | the model's context
 "so !"              | ""                                       | no item has a demonstration
-(BaseTask):         | (__import__("llm.chat").chat.ChatTask):  | two or more different texts
 def __init__(self): | def init(self):                          | train split has no item
 """
 
@@ -382,10 +386,7 @@ def __init__(self): | def init(self):                          | train split has
 def test_a_mistake_in_a_task_of_ones_own_is_one_line(line, tmp_path):
     """Its reward is tried before a run, and a sampled answer's when it comes."""
     old, new, said = (part.strip() for part in line.split("|"))
-    source = OWN_TASK.replace(old, new)
-    if "ChatTask" in new:
-        source = source.partition("    def __init__")[0] + "    prompts = ['one', 'one']"
-    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "mine.py").write_text(OWN_TASK.replace(old, new))
     assert said in refused(run, tmp_path / "run", "--task", tmp_path / "mine.py")
 
 
@@ -511,5 +512,11 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k, qwen_path):
     said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
+    for wrong in ("one", ["one", "one"], [1, 2], [("one", "two", "three"), "four"]):
+        with pytest.raises(ValueError, match="two or more different texts"):
+            type("Task", (ChatTask,), {"prompts": wrong})()
+    toy = ["--task", "llm/five_words.py", "--out", str(tmp_path / "toy")]
+    assert "no item has a demonstration" in refused(train.main, toy)  # it needs --model
+    assert not (tmp_path / "toy").exists()
     gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
     assert len(metrics(run(tmp_path / "gsm8k", *flags, *gsm8k))) == 2
