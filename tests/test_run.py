@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from llm.chat import ChatTask
 from llm.gsm8k import GSM8K, Item
 from llm.neighbours import add_scores
 from toy import plain
-from toy.arithmetic import Arithmetic
+from toy.arithmetic import Arithmetic, BaseTask
 
 pytestmark = pytest.mark.usefixtures("easy")
 
@@ -503,9 +504,12 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
         add_scores(None, policy, None, train.Config())
 
 
-def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k, qwen_path):
+def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k):
     """So is llm/five_words.py; and GSM8K trains from local files, whatever sampler a model has."""
-    flags = f"--model {qwen_path} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
+    letters, path = BaseTask(), build("qwen2", tmp_path, vocab_size=128)
+    letters.train, letters.test = [Item(string.printable, "", "")], []
+    letters.make_tokenizer().save_pretrained(path)
+    flags = f"--model {path} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
     folder = run(tmp_path / "five", *flags, "--task", "llm/five_words.py")
     assert len(metrics(folder)) == 2
     task = train.load_task(train.parse(["--task", "llm/five_words.py"]))
