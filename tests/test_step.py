@@ -172,7 +172,7 @@ def test_a_push_is_the_slope_that_autograd_finds(A):
 def test_two_passes_and_a_reference(start, rows):
     """What toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, other scales."""
     policy, reference = copy.deepcopy(start[0]), start[2]
-    config, seen = train.Config(**SIZES, minibatches=1, lr=0.01, scale="mean"), []
+    config, seen = train.Config(**SIZES, minibatches=2, lr=0.01, scale="mean"), []
 
     def spy(name, batch):
         seen.append((name, batch.max_tokens, batch.logp_ref, batch.logp_old))
@@ -189,16 +189,16 @@ def test_two_passes_and_a_reference(start, rows):
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
     config.max_tokens, optimizer = 9, train.adamw(policy.model, 1.0)
     updates = train.learn(policy, optimizer, rollout, method, 2, config)
-    assert [x[:2] for x in seen] == [("low", 9), ("high", 9)]
+    assert [x[:2] for x in seen] == [("low", 9)] * 2 + [("high", 9)] * 2
     old, ref = (
         padded([plain.log_probs(tempered(p), row.prompt, row.answer).detach() for row in rows])
         for p in (start[0], reference)
     )
     order = torch.randperm(4, generator=train.rng(5, "learn", 2))
-    order = torch.arange(16).view(4, G)[order].flatten()
-    for _, _, logp_ref, logp_old in seen:
-        torch.testing.assert_close(logp_ref, ref[order], rtol=0, atol=1e-9)
-        torch.testing.assert_close(logp_old, old[order], rtol=0, atol=1e-9)
+    parts = torch.arange(16).view(4, G)[order].view(2, 8).tolist()
+    for (_, _, logp_ref, logp_old), rows_of_part in zip(seen, parts * 2, strict=True):
+        torch.testing.assert_close(logp_ref, ref[rows_of_part], rtol=0, atol=1e-9)
+        torch.testing.assert_close(logp_old, old[rows_of_part], rtol=0, atol=1e-9)
     log_q = (ref - old)[rollout.mask]
     kl = train.diagnose(policy, rollout, updates, 2, config)["kl"]
     assert kl == pytest.approx((log_q.exp() - log_q - 1).mean().item()) and kl > 0
