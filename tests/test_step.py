@@ -349,7 +349,7 @@ def prepared():
     sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
     config, method = train.Config(**sizes), losses.bind("grpo", {})
     rollout = train.sample(policy, task, task.train[:4], 1, config)
-    rollout.rewards = torch.tensor([1.0, 0.0, 0.0] * 2 + [0.0] * 6)
+    rollout.rewards = torch.tensor([1.0, 0.0, 0.0] * 2 + [0.0] * 3 + [1.0] * 3)
     return policy, rollout, method, config
 
 
@@ -388,8 +388,10 @@ def test_a_sampler_that_is_not_the_scorer_stops(prepared, gap, temperature):
     config.epochs = 2  # else the sampler's numbers are all that there is
     if (gap, temperature) == (0.01, 0.05):
         updates = step(*prepared)
-        logged = train.diagnose(policy, rollout, updates, 1, config)["max_logp_gap"]
-        assert logged == pytest.approx(gap, rel=1e-3)  # of the first update, where weights are old
+        logged = train.diagnose(policy, rollout, updates, 1, config)
+        # Of the first update, where weights are old.
+        assert logged["max_logp_gap"] == pytest.approx(gap, rel=1e-3)
+        assert logged["equal_groups"] == 0.5  # one is all wrong, one all right
     else:
         assert stops(prepared)
 
