@@ -58,12 +58,15 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 
 
 def test_a_credit_rule_acts_between_assessing_and_learning(tmp_path, monkeypatch):
+    """And what it logs counts: ibpo's number of tokens includes the corrections."""
     calls = []
+    monkeypatch.setattr(train, "reshape_credit", lambda *_: {"generated": 7})
     for name in ("assess", "reshape_credit", "learn"):
         real = getattr(train, name)
         monkeypatch.setattr(train, name, lambda *a, f=real, n=name: calls.append(n) or f(*a))
-    run(tmp_path / "run", "--method", "advantage-reweighting", "--steps", 2)
+    folder = run(tmp_path / "run", "--method", "advantage-reweighting", "--steps", 2)
     assert calls == ["assess", "reshape_credit", "learn"] * 2
+    assert [line.get("generated") for line in metrics(folder)] == [None, 7, 7]
 
 
 def test_a_kl_term_compares_with_the_start_policy(tmp_path, monkeypatch):
@@ -184,6 +187,15 @@ def test_the_best_policy_is_kept_and_one_group_of_every_step(tmp_path, monkeypat
             assert float(reward.strip("[").partition(",")[0]) == said.count("1") % 2
 
 
+def test_a_group_to_read_says_which_answers_were_cut_off(scratch):
+    """Those without an end, and not the longest that has one."""
+    tokens = torch.tensor([[3, 3, 1], [3, 1, 0], [3, 3, 3]])
+    zeros, item = torch.zeros(3, 3), Item("1+1", "2", "")
+    rows = [item] * 3, ["a", "b", "c"], tokens, tokens, tokens > 0, zeros, zeros, torch.ones(3)
+    said = train.describe_group(scratch, train.Rollout(*rows), 9, train.Config(group_size=3))
+    assert said == "=== step 9: 1+1 (2)\n[1] a\n[1] b\n[1, cut off] c\n\n"
+
+
 def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
     first = {"step": 0, "greedy": 0.5, "greedy_se": 0.03, "sampled": 0.5}
     last = {"step": 9, "greedy_se": 0.03, "sampled": 0.6}
@@ -230,6 +242,7 @@ def test_a_run_that_has_ended_resumes_with_more_steps_and_another_rate(tmp_path,
     lines = metrics(folder)
     assert lines[:5] == before and ["greedy" in line for line in lines[4:]] == [True] * 3
     assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
+    assert train.learning_rate(60, train.Config()) == pytest.approx(0.001 / 60)  # no floor
     assert "already made 6" in refused(train.main, [*more, "5"])
     train.main(more[:2])
     assert "after step 6 of 6, --steps adds more" in capsys.readouterr().out
