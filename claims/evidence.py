@@ -107,8 +107,10 @@ def examine(claim: Claim, function: str, draws: list[Draw]) -> Evidence:
     Numbers and tables come from the ordinary trees, unless the claim fails on the others.
     """
     evidence = examine_on([draw for draw in draws if not draw.kind], claim, function)
-    if evidence.mean_otherwise < NOTICEABLE and not evidence.message:
-        evidence.message = "otherwise is 0, but must not be"
+    if evidence.otherwise and not evidence.mean_otherwise >= NOTICEABLE and not evidence.message:
+        evidence.message = "otherwise is 0 or nan, but must not be"
+    if evidence.error < 0 and not evidence.otherwise and not evidence.message:
+        evidence.message = "nothing was measured"
     if not evidence.message:
         beyond = examine_on([draw for draw in draws if draw.kind], claim, function)
         if beyond.message:

@@ -64,7 +64,7 @@ def answer(question: Question, function: Callable, inputs: tuple):
     """
     try:
         return to_plain(question.call(function, *copy.deepcopy(inputs)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return error
 
 
@@ -99,7 +99,7 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
     questions, verdicts = EXERCISES[number].questions, []
     try:
         student = load(path.read_bytes())
-    except Exception as error:  # the file's own, outside of its functions
+    except (Exception, SystemExit) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
     called = set()
     for question in questions:
@@ -138,7 +138,7 @@ def judge(question: Question, function: Callable | None) -> Verdict:
 
 def find_problem(question: Question, value) -> list[str]:
     """What an answer lacks, of which many are right. Nothing if it is right."""
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         return [describe(value)]
     try:
         problem = next(question.check(value), None)
@@ -258,7 +258,7 @@ def find_form(yours: list, right: list) -> list[str]:
         return ["Your function returns nothing. Is a return missing, or is none of its ifs true?"]
     if all(is_same(x, y, 0.01) for x, y in zip(yours, right, strict=True)):
         return ["It is nearly right. Is there a small number in a divisor, or float32?"]
-    errors = " ".join(str(y) for y in yours if isinstance(y, Exception))
+    errors = " ".join(str(y) for y in yours if isinstance(y, BaseException))
     return [hint for words, hint in ERRORS.items() if words in errors][:1]
 
 
@@ -267,7 +267,7 @@ def find_form(yours: list, right: list) -> list[str]:
 
 def show(value) -> str:
     """An input or an answer."""
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         return describe(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(show, value))}]"

@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--panels", action="store_true")
     parser.add_argument("--curves", nargs="+", default=["reward", "greedy", "entropy"])
     options, shared = parser.parse_known_args(argv)
+    if options.runs and shared:
+        parser.error(f"--runs trains nothing, so it takes no {shared[0]}")
     seeds = range(options.seed, options.seed + options.seeds)
     folders = options.runs or train_all(options.method, seeds, shared, options.out, options.at_once)
     folders = list(dict.fromkeys(folders))  # the first may be named again by a *
@@ -95,7 +97,7 @@ def train_all(
     # them would be too long for the name of a file.)
     flags_id = zlib.crc32(" ".join(shared).encode())
     for method, seed in itertools.product(methods, seeds):
-        name = re.sub(r"[^\w.=]+", "-", f"{method} {flags_id:08x} s{seed}")
+        name = re.sub(r"[^\w.=+]+", "-", f"{method} {flags_id:08x} s{seed}")
         flags = [*shared, "--method", *shlex.split(method), "--seed", str(seed)]
         commands[Path(out, name)] = flags
     todo = [folder for folder in commands if not is_finished(folder)]
@@ -197,7 +199,7 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
         table = tabulate(runs, key)
         axis.axhline(0, color="black", linewidth=0.5)  # so that panels begin there
         for method in table.columns.unique(0):
-            seeds = table[method].agg(["mean", "min", "max"], axis="columns")
+            seeds = table[method].agg(["mean", "min", "max"], axis="columns").dropna()
             axis.plot(seeds["mean"], label=method)
             axis.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.2)
         axis.set(title=key, xlabel="step")

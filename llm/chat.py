@@ -19,23 +19,23 @@ class ChatTask(BaseTask):
 
     A prompt may also be a pair of what the user says and an answer, which the reward finds as
     item.answer. One prompt of five, chosen at random, is held out for evaluation. Raises ValueError
-    if the prompts are something else, or fewer than two are different.
+    if the prompts are something else, fewer than two are different, or one has two answers.
     """
 
     prompts: Sequence[str | tuple[str, str]] = ()
 
     def __init__(self):
-        prompts = self.prompts
-        if isinstance(prompts, str):  # its letters would be prompts
-            prompts = [prompts]
-        pairs = [tuple(x) if isinstance(x, tuple | list) else (x, "") for x in prompts]
+        # Of a text, the letters would be prompts, and of a dict only the keys.
+        prompts = self.prompts if isinstance(self.prompts, list | tuple) else []
+        pairs = [tuple(x) if isinstance(x, list | tuple) else (x, "") for x in prompts]
+        pairs = list(dict.fromkeys(pairs))  # each once
         right = all(len(x) == 2 and all(isinstance(text, str) for text in x) for x in pairs)
-        if not right or len(dict(pairs)) < 2:
+        if not right or len(pairs) < 2 or len(dict(pairs)) < len(pairs):
             raise ValueError(
                 "a ChatTask needs `prompts`, a list of two or more different texts, "
-                "or of pairs of a text and an answer"
+                "or of pairs of a text and its answer"
             )
-        items = [Item(prompt, answer, "") for prompt, answer in dict(pairs).items()]
+        items = [Item(*pair, "") for pair in pairs]
         random.Random(0).shuffle(items)
         held_out = max(1, len(items) // 5)
         self.test, self.train = items[:held_out], items[held_out:]

@@ -51,7 +51,10 @@ def test_a_claim_must_agree_fail_without_its_condition_and_hold_on_extreme_trees
         return examine(Claim("X", check, ("grpo",)), "grpo", list(draws)).message
 
     assert not look(1 + 1e-11) and look(1 + 1e-9) and look(math.nan)
-    assert look(1, otherwise=1e-12) == "otherwise is 0, but must not be"
+    assert look(1, otherwise=1e-12) == "otherwise is 0 or nan, but must not be"
+    assert look(1, otherwise=math.nan) == "otherwise is 0 or nan, but must not be"
+    hollow = Claim("X", lambda name, draws, evidence: evidence.equal([], []), ("grpo",))
+    assert examine(hollow, "grpo", []).message == "nothing was measured"
     assert look(1, draws=random_draws(0, 2)).endswith("(on extreme trees)")  # one of them is long
     with pytest.raises(ValueError, match="shape"):
         Evidence().equal([1.0, 2.0], [1.0])

@@ -49,6 +49,9 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     assert other.startswith("grpo, lr 0.1 3 ") and "none in 2 of 2" in base
     assert gap.startswith(f"grpo, lr 0.1 minus grpo, lr 0.001 2 0.110 +- {12.706 * 0.01:.3f} ")
 
+    with pytest.raises(SystemExit):
+        compare.main(["--runs", str(folders[0]), "--plt", "x.png"])  # a slip is not ignored
+
     (picture,) = compare.draw(compare.read_runs(folders[:2]), ["reward"]).axes
     assert picture.get_lines()[-1].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
     assert picture.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [0, 0.5]

@@ -87,6 +87,7 @@ ANSWERS = [
     ("net_push_by_length(T, A)", "sum(a / t for a, t in zip(A, T)) / 3", r"expected +[\d.-]+$"),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
     ("net_push(r, A)", "print(r * sum(A))", "returns nothing"),
+    ("net_push(r, A)", "__import__('sys').exit()", "SystemExit"),
     (
         "loss(log_pi, A, T, method)",
         "-(A / T * log_pi).sum() if method == 'grpo' else None",

@@ -214,9 +214,18 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
         assert ("30% of the last answers were cut off" in said) == (wrong == "cut off")
 
 
+def test_a_row_cuts_off_no_digit(capsys):
+    key = dict(greedy=1.0, sampled=-162000.25, reward=0.12345, entropy=2.0, equal_groups=0.5)
+    train.show({"step": 20, **key, "length": 123.45, "truncated": 0, "examples": ["1+1= -> 2"]})
+    row, example = capsys.readouterr().out.splitlines()
+    assert row.split()[1:] == "20: 1.000 -1.62e+05 0.123 2.000 0.500 123 0.000".split()
+    assert example == "    1+1= -> 2"
+
+
 def test_costs_are_said_before_they_are_spent(tmp_path, capsys, scratch):
     """9 steps of 30 s and 4 evaluations (steps 3, 6, 9 and 10) of 15 s are 5.5 minutes. A
-    checkpoint is three times as large as a model, and two models stay beside it."""
+    checkpoint is three times as large as a model. There are two for a moment, beside the best
+    model; at the end there is one, beside the best model and the last."""
     line = {"step": 0, "greedy": 0, "eval_seconds": 15}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     config = train.Config(out=str(tmp_path), steps=10, eval_every=3, warm_steps=0)
@@ -224,7 +233,8 @@ def test_costs_are_said_before_they_are_spent(tmp_path, capsys, scratch):
     large = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights))
     train.announce_costs(large, {"seconds": 30.0}, config)
     said = capsys.readouterr().out
-    assert said.startswith("about 6 minutes to go") and said.endswith("writes 2.0 GB\n")
+    assert said.startswith("about 6 minutes to go")
+    assert said.endswith("needs 2.8 GB of disk, and 2.0 GB at the end\n")
     config.steps = 2
     train.announce_costs(scratch, {"seconds": 1.0}, config)
     assert not capsys.readouterr().out
@@ -357,6 +367,7 @@ MISTAKES = """
 --task chess: no such file
 --warm-lr nan: --warm-lr nan
 --group-size 1: --group-size must be at least 2
+--width 12: --width 12 is not a multiple of 8
 --prompts 30 --minibatches 4: not divisible
 --model /no/such/model: --model /no/such/model
 --task sums --model no/such/SmolLM2-135M-Instruct: make real builds the directory models/SmolLM2
@@ -529,7 +540,8 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k):
     said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
-    for wrong in ("one", ["one", "one"], [1, 2], [("one", "two", "three"), "four"]):
+    triple, twice = [("one", "two", "three"), "four"], [("one", "1"), ("one", "2"), "two"]
+    for wrong in ("one", ["one", "one"], [1, 2], triple, twice, {"one": "1", "two": "2"}):
         with pytest.raises(ValueError, match="two or more different texts"):
             type("Task", (ChatTask,), {"prompts": wrong})()
     toy = ["--task", "llm/five_words.py", "--out", str(tmp_path / "toy")]

@@ -130,8 +130,6 @@ class BaseTask:
 class Arithmetic(BaseTask):
     """Task object: .train and .test split all 8,100 sums of two 2-digit numbers, as Items."""
 
-    name = "arithmetic"
-
     def __init__(self):
         rng = random.Random(0)
         pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
