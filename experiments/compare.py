@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import shlex
 import subprocess
@@ -125,22 +124,18 @@ def is_finished(folder: Path) -> bool:
     return (folder / "model").exists()  # what train.py writes last
 
 
-def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text("utf-8"))
-
-
 def is_outdated(folder: Path) -> bool:
     """Whether the task's file has changed since the run began. The run has a copy, task.py."""
     copy = folder / "task.py"
     if not copy.exists():  # one of our own tasks
         return False
-    file = Path(read_config(folder)["task"])
+    file = Path(train.read_config(folder)["task"])
     return file.exists() and file.read_bytes() != copy.read_bytes()
 
 
 def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     """A method's name has all flags in which the runs differ."""
-    configs = [read_config(folder) for folder in folders]
+    configs = [train.read_config(folder) for folder in folders]
     flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"], errors="ignore")
     differing = [key for key in flags if flags[key].nunique() > 1]
     runs = {}

@@ -60,9 +60,8 @@ def make_groups() -> Groups:
 
 def sweep(row: Row, rates: Tensor = RATES, optimizer=PLAIN, M: int = 2) -> Tensor:
     """The expected reward at the end of a run at each rate; M: updates on a batch."""
-    starts, rates = START.repeat(len(rates), 1), rates[:, None]
-    groups = make_groups()
-    path, _ = train(row, groups, plan_log_probs, starts, M, BATCHES, rates, optimizer)
+    groups, rates = make_groups(), rates[:, None]
+    path, _ = train(row, groups, plan_log_probs, START, M, BATCHES, rates, optimizer)
     return 0.3 + 0.1 * path[-1].sigmoid().sum(1)
 
 

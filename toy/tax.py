@@ -96,9 +96,8 @@ def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
 
 def find_adam_rewards(setting: str, row: Row) -> Tensor:
     """The expected reward after the last batch, with Adam at each of ADAM_RATES."""
-    starts, rates = START.repeat(len(ADAM_RATES), 1), ADAM_RATES[:, None]
-    groups = make_groups(setting)
-    path, _ = train(row, groups, plan_log_probs, starts, UPDATES, BATCHES, rates, ADAM)
+    groups, rates = make_groups(setting), ADAM_RATES[:, None]
+    path, _ = train(row, groups, plan_log_probs, START, UPDATES, BATCHES, rates, ADAM)
     return expected_reward(setting, path[-1])
 
 

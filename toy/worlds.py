@@ -167,8 +167,10 @@ def train(
     and the tax share of a batch's last update, the mean over all batches.
 
     policy: way_log_probs or plan_log_probs. starts: (P, K). rates: one for all policies, or one for
-    each, (P, 1); by default the first update has the length SIZE.
+    each, (P, 1), which may have one start, (1, K); by default the first update has the length SIZE.
     """
+    if isinstance(rates, Tensor):
+        starts = starts.expand(len(rates), -1)
     forward = partial(policy, groups)
     first = groups.nodes.numel() * torch.arange(len(starts))  # policies share no node
     nodes = (groups.nodes + first[:, None, None]).flatten(0, 1)  # (P N, T)
