@@ -28,14 +28,14 @@ class ChatTask(BaseTask):
         # Of a text, the letters would be prompts, and of a dict only the keys.
         prompts = self.prompts if isinstance(self.prompts, list | tuple) else []
         pairs = [tuple(x) if isinstance(x, list | tuple) else (x, "") for x in prompts]
-        pairs = list(dict.fromkeys(pairs))  # each once
         right = all(len(x) == 2 and all(isinstance(text, str) for text in x) for x in pairs)
-        if not right or len(pairs) < 2 or len(dict(pairs)) < len(pairs):
+        answers = dict(pairs) if right else {}  # each prompt once
+        if len(answers) < 2 or len(answers) < len(set(pairs)):
             raise ValueError(
                 "a ChatTask needs `prompts`, a list of two or more different texts, "
                 "or of pairs of a text and its answer"
             )
-        items = [Item(*pair, "") for pair in pairs]
+        items = [Item(prompt, answer, "") for prompt, answer in answers.items()]
         random.Random(0).shuffle(items)
         held_out = max(1, len(items) // 5)
         self.test, self.train = items[:held_out], items[held_out:]

@@ -215,8 +215,8 @@ def test_the_last_lines_say_what_went_wrong(tmp_path, capsys):
 
 
 def test_a_row_cuts_off_no_digit(capsys):
-    key = dict(greedy=1.0, sampled=-162000.25, reward=0.12345, entropy=2.0, equal_groups=0.5)
-    train.show({"step": 20, **key, "length": 123.45, "truncated": 0, "examples": ["1+1= -> 2"]})
+    first = dict(greedy=1.0, sampled=-162000.25, reward=0.12345, entropy=2.0, equal_groups=0.5)
+    train.show({"step": 20, **first, "length": 123.45, "truncated": 0, "examples": ["1+1= -> 2"]})
     row, example = capsys.readouterr().out.splitlines()
     assert row.split()[1:] == "20: 1.000 -1.62e+05 0.123 2.000 0.500 123 0.000".split()
     assert example == "    1+1= -> 2"
@@ -541,7 +541,8 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k):
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
     triple, twice = [("one", "two", "three"), "four"], [("one", "1"), ("one", "2"), "two"]
-    for wrong in ("one", ["one", "one"], [1, 2], triple, twice, {"one": "1", "two": "2"}):
+    pairs, nested = {"one": "1", "two": "2"}, [("one", ["1"]), "two"]
+    for wrong in ("one", ["one", "one"], [1, 2], triple, twice, pairs, nested):
         with pytest.raises(ValueError, match="two or more different texts"):
             type("Task", (ChatTask,), {"prompts": wrong})()
     toy = ["--task", "llm/five_words.py", "--out", str(tmp_path / "toy")]
