@@ -54,5 +54,6 @@ def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
     monkeypatch.setattr(neighbours, "LIMIT", 20_000)  # a broken loss never gets there
     published = {("grpo", 8): 1.01, ("ibpo", 8): 1.12, ("grpo at 0.7", 16): 1.22}
     found = {key: fmean(neighbours.measure_cost(*key)) for key in published}
-    # Another torch rounds otherwise, and sampled runs then take other paths: two intervals apart.
-    assert found == pytest.approx(published, rel=0.25)
+    # Another torch rounds otherwise, and a run that is sampled then takes another path. With torch
+    # 2.6 ibpo's number is 13% higher.
+    assert found == pytest.approx(published, rel=0.15)
