@@ -106,11 +106,11 @@ def time_step(side: str, flags: list[str], task, seen: list) -> dict[str, float]
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as out, redirect_stdout(StringIO()):
         flags = [*flags, "--fast", str(side == "fast"), "--out", f"{out}/run"]
-        config = train.parse(flags)
+        config, _ = train.parse(flags)
         if side == "TRL":
             run_trl(config, task, out)
         else:
-            train.main(flags)
+            train.main(flags, task)
     answers = config.prompts * config.group_size
     step = pd.DataFrame(seen[-answers:], columns=["time", "letters"])
     found = {"seconds": seen[-1][0] - seen[-1 - answers][0], "letters": step["letters"].mean()}
@@ -125,12 +125,12 @@ def main(argv: list[str] | None = None):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    config = train.parse(flags)
-    task = train.load_task(config)
-    train.load_task, seen, rows = lambda config: task, clock(task), []
+    config, Task = train.parse(flags)
+    task = Task(config.data) if config.data else Task()
+    seen, rows = clock(task), []
     with tempfile.TemporaryDirectory() as folder:
         if config.model == "scratch":  # what it is after its warm start
-            train.main([*flags, "--steps", "0", "--out", f"{folder}/run"])
+            train.main([*flags, "--steps", "0", "--out", f"{folder}/run"], task)
             flags += ["--model", f"{folder}/run/model"]  # at the sizes of the scratch model
             for size in ("prompts", "max_tokens", "micro_rows"):
                 flags += [f"--{size}", str(getattr(config, size))]

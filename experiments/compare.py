@@ -11,8 +11,7 @@ If the task is a file, and it has been edited since a run began, a line says so.
 
 The seeds are --seed and those after it, --seeds of them. --runs trains nothing, and reads runs of
 train.py. --curves names numbers of metrics.jsonl. The table has the last value of each, and --plot
-draws them: the mean over seeds, in a band from the lowest seed to the highest. --panels draws the
-first curve instead, a panel for each method, with the first method's in grey.
+draws them: the mean over seeds, in a band from the lowest seed to the highest.
 
 The table has the mean over seeds and half its 95% interval (Student's t). Below are the
 differences to the first method, paired by seed: runs of one seed share their warm start (unless
@@ -44,6 +43,7 @@ import pandas as pd
 import torch
 
 import train
+from llm.runs import count_cores, read_config
 from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
@@ -57,11 +57,10 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/compare")
-    at_once = 1 if torch.cuda.is_available() else train.count_cores()
+    at_once = 1 if torch.cuda.is_available() else count_cores()
     parser.add_argument("--at-once", type=int, default=at_once)
     parser.add_argument("--runs", nargs="+", type=Path)
     parser.add_argument("--plot")
-    parser.add_argument("--panels", action="store_true")
     parser.add_argument("--curves", nargs="+", default=["reward", "greedy", "entropy"])
     options, shared = parser.parse_known_args(argv)
     if options.runs and shared:
@@ -80,8 +79,7 @@ def main(argv: list[str] | None = None):
     runs = read_runs(finished)
     print(make_tables(compute_outcomes(runs, options.curves)))
     if options.plot:
-        draw_this = draw_panels if options.panels else draw
-        draw_this(runs, options.curves).savefig(options.plot)
+        draw(runs, options.curves).savefig(options.plot)
 
 
 # ---------------- making runs
@@ -129,13 +127,13 @@ def is_outdated(folder: Path) -> bool:
     copy = folder / "task.py"
     if not copy.exists():  # one of our own tasks
         return False
-    file = Path(train.read_config(folder)["task"])
+    file = Path(read_config(folder)["task"])
     return file.exists() and file.read_bytes() != copy.read_bytes()
 
 
 def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     """A method's name has all flags in which the runs differ."""
-    configs = [train.read_config(folder) for folder in folders]
+    configs = [read_config(folder) for folder in folders]
     flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"], errors="ignore")
     differing = [key for key in flags if flags[key].nunique() > 1]
     runs = {}
@@ -203,24 +201,6 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
         if key in ("sampled", "greedy"):
             axis.set_ylabel("share right")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def draw_panels(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
-    """A matplotlib Figure of the first curve: a panel for each method, the first method in grey."""
-    key = curves[0]
-    means = tabulate(runs, key).T.groupby(level=0, sort=False).mean().T
-    first, *others = means
-    n_rows = -(-len(others) // 4)
-    figure = make_figure(f"{key} against steps; {first} in grey", 0.6 + 1.7 * n_rows)
-    axes = figure.subplots(n_rows, 4, squeeze=False, sharex=True, sharey=True).flat
-    for axis, method in itertools.zip_longest(axes, others):
-        if method is None:
-            axis.set_visible(False)
-            continue
-        axis.plot(means[first], color="0.7")
-        axis.plot(means[method])
-        axis.set_title(method, fontsize="medium")
     return figure
 
 

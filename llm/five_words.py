@@ -1,10 +1,9 @@
 r"""A chat model learns to answer in exactly five words: a task of your own in ten lines of code.
 
 The reward pays for coming close, so that the first steps have something to compare. It takes many
-values, so advantages are not divided by the std (--scale mean). `make real` gets the model:
+values, so advantages are not divided by the std (scale="mean"). `make real` gets the model:
 
-    python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct --max-tokens 24 \
-        --lr 1e-5 --schedule constant --steps 30 --scale mean
+    python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct
 """
 
 from llm.chat import ChatTask
@@ -20,6 +19,7 @@ THINGS = (
 
 
 class Task(ChatTask):
+    settings = dict(max_tokens=24, steps=30, lr=1e-5, schedule="constant", scale="mean")
     prompts = [
         f"{ask} {thing}? Answer in exactly five words."
         for thing in THINGS.split(", ")

@@ -112,7 +112,17 @@ class GSM8K(BaseTask):
 
     wish = "\nReason step by step; end with '#### ' and the number."  # what follows a question
 
-    def __init__(self, data: str | None):
+    settings = dict(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        steps=200,
+        prompts=16,
+        max_tokens=512,
+        micro_rows=4,
+        lr=1e-6,
+        eval_items=200,
+    )
+
+    def __init__(self, data: str | None = None):
         if data is not None:
             files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
             self.train, self.test = map(read_items, files)
@@ -164,3 +174,6 @@ class GSM8K(BaseTask):
         )
         core = Tokenizer.from_str(bpe.to_str())  # the plain class, the one that transformers wraps
         return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+
+
+Task = GSM8K

@@ -14,9 +14,22 @@ class Sums(GSM8K):
     """
 
     wish = ""
+    settings = dict(
+        model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        steps=30,
+        max_tokens=24,
+        micro_rows=16,
+        lr=1e-5,
+        schedule="constant",
+        eval_every=10,
+        eval_samples=2,
+    )
 
     def __init__(self):
         pairs = [(a, b) for a in range(2, 30) for b in range(2, 30)]
         random.Random(0).shuffle(pairs)
         items = [Item(f"What is {a} + {b}?", str(a + b), f"{a} + {b} = {a + b}") for a, b in pairs]
         self.test, self.train = items[:200], items[200:]
+
+
+Task = Sums

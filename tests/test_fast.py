@@ -43,7 +43,7 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         answers = answer(policy, prompts, 24, 1.5, train.rng(1))
         rows = zip(answers.tokens, answers.mask, strict=True)
         assert [y[mask].tolist() for y, mask in rows] == expected
-        scored = policy.log_probs(policy, answers, 1.5)
+        scored = train.log_probs(policy, answers, 1.5)
         for found in (answers.logp_sampled, scored):
             torch.testing.assert_close(found[answers.mask], logp, rtol=1e-4, atol=1e-4)
         weight = torch.randn(scored.shape, generator=train.rng("weight"))
@@ -83,4 +83,4 @@ def test_the_check_sees_what_differs(monkeypatch, name, wrong):
     train.load_policy(config, Letters(), "scratch")
     real = getattr(fast, name)
     monkeypatch.setattr(fast, name, lambda *args: wrong(real(*args)))
-    assert "choose --fast false" in refused(train.load_policy, config, Letters(), "scratch")
+    assert "try --fast false" in refused(train.load_policy, config, Letters(), "scratch")

@@ -1,6 +1,5 @@
 """Whoever quotes a neighbour's figure gets what its page says it measures."""
 
-from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -23,13 +22,13 @@ def test_every_step_begins_with_the_same_policy(easy):
     assert (first * answers.adv)[answers.mask].sum() > 0.1
 
 
-def test_nthr_its_control_and_grpo_are_four_methods(easy, monkeypatch):
+def test_nthr_pos_only_and_grpo_are_three_methods(easy, monkeypatch):
     # All answers to the first question are wrong, and all to the second one right: neither counts.
     short = neighbours.SHORT | {"warm_steps": 1, "group_size": 2}
     for name, value in dict(SHORT=short, STARTS=1, QUESTIONS=1).items():
         monkeypatch.setattr(neighbours, name, value)
     deltas = neighbours.measure_deltas()
-    assert deltas.round(6).T.nunique().tolist() == [4]
+    assert deltas.round(6).T.nunique().tolist() == [3]
     assert deltas[["grpo", "pos-only"]].min().min() > 0  # right answers get likelier
 
 
@@ -47,13 +46,3 @@ def test_lopti_by_hand(monkeypatch):
     shares_and_norms = [2 / 7, 2 / 6, 1 / 7, 1 / 6, 0, 0, 4 / 7, 3 / 6]
     # Of the tokens with p > .75, two have A > 0, one has A < 0, and one has no A.
     assert found == pytest.approx(shares_and_norms + [2 / 3] * 3)
-
-
-def test_ibpo_needs_as_many_tokens_as_published(monkeypatch):
-    """At the rate that is best on other seeds."""
-    monkeypatch.setattr(neighbours, "LIMIT", 20_000)  # a broken loss never gets there
-    published = {("grpo", 8): 1.01, ("ibpo", 8): 1.12, ("grpo at 0.7", 16): 1.22}
-    found = {key: fmean(neighbours.measure_cost(*key)) for key in published}
-    # Another torch rounds otherwise, and a run that is sampled then takes another path. With torch
-    # 2.6 ibpo's number is 13% higher.
-    assert found == pytest.approx(published, rel=0.15)

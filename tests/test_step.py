@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 import losses
 import train
 from llm.neighbours import nthr_scores
+from llm.start import warm_start
 from toy import plain, plain_baseline
 from toy.arithmetic import Arithmetic
 
@@ -96,7 +97,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     config = train.Config(**SIZES, lr=0.05, grad_clip=0.51, **flags)
     ours, theirs = copy.deepcopy(start[config.fast]), tempered(copy.deepcopy(start[0]))
     rollout = sampled_and_assessed(ours, losses.bind("grpo", {}), config)
-    optimizer = train.adamw(ours.model, 9.0)  # a step sets its own learning rate
+    optimizer = train.adamw(ours.model)  # a step sets its own learning rate
     updates = train.learn(ours, optimizer, rollout, losses.bind("grpo", {}), 2, config)
     metrics = train.diagnose(ours, rollout, updates, 2, config)
 
@@ -187,7 +188,7 @@ def test_two_passes_and_a_reference(start, rows):
     train.assess(policy, reference, rollout, method, config)
     groups = torch.tensor([row.reward for row in rows]).view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
-    config.max_tokens, optimizer = 9, train.adamw(policy.model, 1.0)
+    config.max_tokens, optimizer = 9, train.adamw(policy.model)
     updates = train.learn(policy, optimizer, rollout, method, 2, config)
     assert [x[:2] for x in seen] == [("low", 9)] * 2 + [("high", 9)] * 2
     old, ref = (
@@ -311,7 +312,7 @@ def test_the_warm_start_is_the_naive_one(start):
     config, task = train.Config(grad_clip=0.3, **sizes), Arithmetic()
     task.train = [replace(task.train[0], demo=""), *task.train[:20]]  # the first shows nothing
     ours, theirs = (replace(copy.deepcopy(start[0]), eos=ENDS) for _ in range(2))
-    train.warm_start(ours, task, losses.bind("ibpo", {}), config)
+    warm_start(ours, task, train.adamw(ours.model), losses.bind("ibpo", {}), config)
     optimizer, norms, end = adam(theirs.model, 0.1), [], theirs.tokenizer.eos_token_id
     for step in range(25):
         picks = torch.randint(20, (10,), generator=train.rng(4, "warm", step)).tolist()
@@ -355,7 +356,7 @@ def prepared():
 
 def step(policy, rollout, method, config):
     train.assess(policy, None, rollout, method, config)
-    return train.learn(policy, train.adamw(policy.model, 0.01), rollout, method, 1, config)
+    return train.learn(policy, train.adamw(policy.model), rollout, method, 1, config)
 
 
 def stops(prepared) -> bool:

@@ -68,6 +68,7 @@ class BaseTask:
 
     train: list[Item]
     test: list[Item]
+    settings: dict = {}  # flags of train.py whose defaults differ for this task
 
     def reward(self, text: str, item: Item) -> float:
         """Any finite number; 1 means right. Of the answer without its end-of-text token."""
@@ -171,3 +172,6 @@ class Arithmetic(BaseTask):
         names = ("opener so", "opener ok", "opener hm", "opener other")
         names += ("form direct", "form ones first", "form tens first", "form other")
         return {name: seen[name] / len(texts) for name in names}
+
+
+Task = Arithmetic  # what train.py looks for
