@@ -268,9 +268,11 @@ def models_of(folder: Path) -> list[bytes]:
     return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
 
 
-def test_a_checkpoint_is_replaced_as_a_whole_and_by_finite_weights_only(tmp_path, monkeypatch):
+def test_files_are_replaced_as_a_whole_and_by_finite_weights_only(tmp_path, monkeypatch):
+    """A full disk, or a kill, leaves the last checkpoint and model."""
     folder, real = run(tmp_path / "run", "--steps", 2), torch.save
-    checkpoint, models = (folder / "checkpoint.pt").read_bytes(), models_of(folder)[:2]
+    checkpoint, start = folder / "checkpoint.pt", folder / "start"
+    before = checkpoint.read_bytes(), models_of(start), sorted(os.listdir(start))
 
     def fail(state, part):
         if "optimizer" in state:
@@ -283,11 +285,15 @@ def test_a_checkpoint_is_replaced_as_a_whole_and_by_finite_weights_only(tmp_path
         patch.setattr(torch, "save", fail)
         with pytest.raises(RuntimeError, match="No space"):
             train.main(more)
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "learning_rate", lambda step, _: 1e39 if step == 4 else 0.001)
-        assert "a weight is not finite" in refused(train.main, more)
-    assert (folder / "checkpoint.pt").read_bytes() == checkpoint
-    assert models_of(folder) == models
+        patch.setattr(runs, "first_group", lambda *_: "")
+        policy, config = load(start), train.Config(out=str(folder))
+        next(policy.model.parameters()).data[0, 0] = torch.inf
+        line = {"step": 3, "greedy": 1.0}
+        assert "step 3: a weight" in refused(runs.save, policy, None, True, line, config)
+        policy.tokenizer = None
+        with pytest.raises(AttributeError):
+            runs.write_model(policy, start)
+    assert (checkpoint.read_bytes(), models_of(start), sorted(os.listdir(start))) == before
     train.main(more)
     assert len(metrics(folder)) == 5
 
