@@ -36,9 +36,9 @@ THOUSANDS = r"(?<=[0-9]) ?(?:\{,\}|,?\\[,:;! ]|[~\u00a0\u2007-\u200a\u202f]) ?(?
 EXPONENT = r"(?<=[A-Za-z])\}?\^\{?[0-9]+\}?"  # of a unit: m^2
 NEXT = r"\n[^\w\n]*(?:Question|Q|Human|User)\W*:"
 
-# The marks, and which of several counts: the first (0) or the last (-1). Only symbols may separate a
-# mark from its number, and after '####' also a currency's code or \text{. A number that ends in a
-# point, a bracket or a dash before more text makes a heading of '####', and so does a colon.
+# The marks, and which of several counts: the first (0) or the last (-1). Only symbols may stand
+# between a mark and its number, and after '####' also a currency's code or \text{. A point, a
+# bracket or a dash between the number and more text makes a heading of '####'; so does a colon.
 HEADING = r".*:|[^\w\n]{0,9}[0-9]+(?:[.)] +\S| - *[^\W\d])"
 MARKS = (
     (rf"(?<!#)####+(?!#|{HEADING})(?=\W{{0,9}}(?:(?:[A-Z]{{2,3}}|Rs|\\[a-z]+)\W+)?[0-9])", 0),
