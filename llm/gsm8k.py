@@ -87,6 +87,12 @@ def extract(text: str) -> str | None:
     return None
 
 
+def is_same_number(text: str, gold: str) -> float:
+    """1.0 if the text's answer equals the gold one exactly, else 0.0."""
+    answer = extract(text)
+    return float(answer is not None and Decimal(answer) == Decimal(extract(f"####{gold}")))
+
+
 def to_item(row: dict) -> Item:
     """A GSM8K record, its solution without calculator marks such as <<48/2=24>>."""
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
@@ -145,8 +151,7 @@ class GSM8K(BaseTask):
 
     def reward(self, text: str, item: Item) -> float:
         """1.0 if the text's answer equals the gold one exactly, else 0.0."""
-        answer, gold = extract(text), extract(f"####{item.answer}")
-        return float(answer is not None and Decimal(answer) == Decimal(gold))
+        return is_same_number(text, item.answer)
 
     def plain(self, item: Item) -> str:
         """The prompt without a chat template; no token straddles the end of its last line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,6 +60,7 @@ def format_interval(values: Iterable[float], form: str = ".3f") -> str:
 
 def make_figure(finding: str, height: float):
     """An empty figure as wide as a README. Its title is its finding, in one line."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's own; a file needs none
     import matplotlib
     from matplotlib.figure import Figure
 
