@@ -1,7 +1,7 @@
 """A table of questions and answers as a task: a file, or a data set of the hub.
 
-    python train.py --task questions.csv --model DIR    one row in five is held out
-    python train.py --task questions.csv --data held_out.csv --model DIR
+python train.py --task questions.csv --model DIR    one row in five is held out
+python train.py --task questions.csv --data held_out.csv --model DIR
 """
 
 from __future__ import annotations
