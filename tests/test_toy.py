@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from toy import crumb, drift, gate, tax, tree
-from toy.worlds import ADAM, BOTH, LOCAL, MEAN, ROWS, Groups, way_log_probs
+from toy import crumb, drift, tax, tree
+from toy.worlds import BOTH, LOCAL, MEAN, ROWS, Groups, way_log_probs
 
 near = functools.partial(pytest.approx, abs=0.0006)
 
@@ -20,16 +20,6 @@ def test_what_a_learning_tax_costs():
     assert found[worse, "gspo"][1] == near(0.535)  # the tax share
     # With Adam, at the rates 0.01 and 0.1; from 0.3 on rounding decides.
     assert tax.find_adam_rewards(short, ROWS[MEAN])[[0, 2]].tolist() == near([0.419, 0.427])
-
-
-def test_what_the_min_costs():
-    published = {BOTH: 0.401, "gspo": 0.400, "grpo-symmetric": 0.5, "cispo": 0.5}
-    rates = gate.RATES[[6, 11, 16, 20]]  # each row's best is among them
-    best = {name: gate.sweep(ROWS[name], rates).max().item() for name in published}
-    assert best == near(published)
-    rates = torch.tensor([0.03, 0.3, 3.0], dtype=torch.float64)
-    for name, last in ((MEAN, 0.4), ("grpo-symmetric", 0.5)):
-        assert gate.sweep(ROWS[name], rates, ADAM).tolist() == near([0.473, 0.5, last])
 
 
 def test_the_crumb():
