@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import losses
-from claims.evidence import NOTICEABLE, claim, pushes_of
+from claims.evidence import NOTICEABLE, Draw, claim, pushes_of
 from claims.formulas import FORMULAS, fitting
 
 REGIMES = {  # spread and offset of the ratios, and whether lengths are equal
@@ -35,6 +37,18 @@ AUDIT = {  # regime by regime: 0 if pushes cancel, x if they do not
 }
 
 
+def net_pushes(loss: Callable, draws: list[Draw], spread, offset, equal_lengths) -> list[float]:
+    """|sum_i c_i| / sum_i |c_i| at the fully shared nodes that are pushed at all."""
+    net = []
+    for draw in draws:
+        if draw.equal_lengths == equal_lengths:
+            batch = draw.batch(spread, offset)
+            c = draw.at_shared(pushes_of(loss(batch), batch))  # (K, G)
+            size = c.abs().sum(1)
+            net += (c.sum(1).abs() / size)[size > 0].tolist()
+    return net
+
+
 @claim("AUDIT", *FORMULAS)
 def audit(name, draws, evidence):
     """The table says in which of four regimes the pushes of each method cancel at a fully shared
@@ -57,17 +71,11 @@ def audit(name, draws, evidence):
     lopti_high takes every token (eta = 0). A group must be in one update, because the advantages of
     a part of it do not sum to 0.
     """
-    loss = getattr(losses, name)
-    cells = []
+    loss, cells = getattr(losses, name), []
+    loss = partial(loss, **fitting(loss))
     regimes = itertools.zip_longest(REGIMES.values(), AUDIT.get(name, ""))
     for (spread, offset, equal_lengths), expected in regimes:
-        net = []
-        for draw in draws:
-            if draw.equal_lengths == equal_lengths:
-                batch = draw.batch(spread, offset)
-                c = draw.at_shared(pushes_of(loss(batch, **fitting(loss)), batch))  # (K, G)
-                size = c.abs().sum(1)
-                net += (c.sum(1).abs() / size)[size > 0].tolist()
+        net = net_pushes(loss, draws, spread, offset, equal_lengths)
         cells.append(sum(net) / max(1, len(net)))
         if expected == "0":
             evidence.equal([0] * len(net), net)

@@ -8,10 +8,13 @@ of a node are called exchangeable.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 import losses
-from claims.evidence import TOLERANCE, ascent, claim
+from claims.evidence import TOLERANCE, claim
 from claims.formulas import FORMULAS, average_of, fitting
 from toy.worlds import Toy
 
@@ -73,6 +76,29 @@ def c15(name, draws, evidence):
 # ---------------- C16: the price
 
 
+def cosine(x: Tensor, y: Tensor) -> float:
+    return float((x * y).sum() / x.norm() / y.norm())
+
+
+def weighed(batch: losses.Batch, ratio: str) -> Tensor:
+    """J if s A is all that an answer adds; L = 2."""
+    return (losses.sequence_ratio(batch, ratio) * batch.adv[:, 0]).mean() / 2
+
+
+def tokens_over_expected(toy: Toy, off_policy: bool, average: str) -> float:
+    """Turns the divisor of a token mean, the tokens of all groups, into that of an infinite batch,
+    in which each group counts with its probability. 1 for other losses."""
+    groups = toy.groups
+    shares = groups.probabilities(toy.logp_old if off_policy else toy.logp)
+    counted = torch.ones_like(shares)
+    if "tokens" in average:
+        counted *= groups.mask.view(len(shares), -1).sum(1)
+    if "mixed" in average:
+        rewards = groups.rewards.view(-1, groups.G)
+        counted *= rewards.amax(1) > rewards.amin(1)
+    return float(counted.mean() / (shares @ counted))
+
+
 @claim("C16", "sequence_ratio", *FORMULAS, only_if="on-policy, or the weight is the plain product")
 def c16(name, draws, evidence):
     """Off-policy, weighting each answer by its own plain product of ratios gives an unbiased
@@ -101,21 +127,21 @@ def c16(name, draws, evidence):
     """
     prices = []
     for toy in (Toy(draw.seed) for draw in draws[::4]):
-        W = toy.policy.W
         if name == "sequence_ratio":
-            off = toy.batch(off_policy=True)
-            ratios = (losses.sequence_ratio(off, kind) for kind in ("product", "geometric"))
-            unbiased, update = (ascent(-(s * off.adv[:, 0]).mean() / 2, W) for s in ratios)
+            unbiased, update = (
+                toy.expected_update(lambda x, kind=kind: -weighed(x, kind), off_policy=True)
+                for kind in ("product", "geometric")
+            )
             evidence.equal(toy.unbiased, unbiased)
             evidence.record_otherwise((update - unbiased).norm() / unbiased.norm())
             continue
         average, loss, row = average_of(name), getattr(losses, name), []
         for off_policy in (False, True):
-            g = ascent(loss(toy.batch(off_policy, average), **fitting(loss)), W)
-            cosine = float((g * toy.exact).sum() / g.norm() / toy.exact.norm())
-            row += [cosine, 2 * g.norm() / toy.exact.norm()]
+            g = toy.expected_update(partial(loss, **fitting(loss)), off_policy)
+            g = g * tokens_over_expected(toy, off_policy, average)
+            row += [cosine(g, toy.exact), 2 * g.norm() / toy.exact.norm()]
             if not off_policy:
-                evidence.equal(True, cosine > 0, what="whether it ascends on-policy")
+                evidence.equal(True, row[0] > 0, what="whether it ascends on-policy")
             if not off_policy and average == "budget":
                 evidence.equal(toy.unbiased, g)
         prices.append(row)

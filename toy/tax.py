@@ -26,13 +26,15 @@ world 3 the first updates are then so large that they settle the choice before t
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
+import losses
 from toy.figure import COLORS, make_figure, parse_plot, print_table, save
 from toy.worlds import (
-    ADAM,
     BOTH,
     EXACT,
     LOCAL,
@@ -41,8 +43,10 @@ from toy.worlds import (
     Groups,
     Outcome,
     Row,
+    adam,
     plan_log_probs,
     train,
+    weighed_pushes,
 )
 
 G, BATCHES, UPDATES = 4, 120, 8
@@ -67,7 +71,7 @@ LINES = {  # of the picture
 }
 
 
-def make_groups(setting: str) -> Groups:
+def outcomes_of(setting: str) -> list[Outcome]:
     (right, wrong), chance, (worse_right, worse_wrong) = SETTINGS[setting]
     outcomes = [
         Outcome(0, RIGHT, 1.0, right, plan=0),
@@ -76,10 +80,21 @@ def make_groups(setting: str) -> Groups:
         Outcome(1, chance, 1.0, worse_right),
         Outcome(1, 1 - chance, 0.0, worse_wrong),
     ]
-    return Groups([outcome for outcome in outcomes if outcome.chance], G)
+    return [outcome for outcome in outcomes if outcome.chance]
 
 
 # ---------------- the figure
+
+
+@cache
+def worlds() -> Groups:
+    """All three."""
+    return Groups([outcomes_of(setting) for setting in SETTINGS], G)
+
+
+def climb(row: Row) -> Tensor:
+    """The logits in all worlds, at the start and after every update."""
+    return train(row, worlds(), plan_log_probs, START.expand(3, -1), UPDATES, BATCHES)
 
 
 def expected_reward(setting: str, logits: Tensor) -> Tensor:
@@ -88,16 +103,29 @@ def expected_reward(setting: str, logits: Tensor) -> Tensor:
     return way * plan * RIGHT + (1 - way) * SETTINGS[setting][1]
 
 
-def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
-    """The expected reward before each batch and after the last, (BATCHES + 1,); the tax share."""
-    path, tax = train(row, make_groups(setting), plan_log_probs, START, UPDATES, BATCHES)
-    return expected_reward(setting, path[::UPDATES, 0]), tax
+def find_rewards(path: Tensor) -> Tensor:
+    """The expected reward before each batch and after the last. (3, BATCHES + 1)."""
+    return torch.stack([expected_reward(x, path[::UPDATES, k]) for k, x in enumerate(SETTINGS)])
+
+
+def find_taxes(row: Row, path: Tensor) -> Tensor:
+    """The tax share of a batch's last update in each world, the mean over all batches. (3,)."""
+    groups, taxes = worlds(), []
+    for first, last in zip(path[:-1:UPDATES], path[UPDATES - 1 :: UPDATES], strict=True):
+        batch, counts = groups.batch(plan_log_probs(groups, first), row.scale)
+        batch = replace(batch, logp=plan_log_probs(groups, last).requires_grad_())
+        c = weighed_pushes(row, batch, counts, groups.nodes)
+        facts = c, batch.adv[:, 0], groups.nodes, batch.mask
+        own = [groups.world == k for k in range(len(SETTINGS))]
+        taxes.append([losses.learning_tax(*(x[rows] for x in facts)) for rows in own])
+    return torch.tensor(taxes).mean(0)
 
 
 def find_adam_rewards(setting: str, row: Row) -> Tensor:
     """The expected reward after the last batch, with Adam at each of ADAM_RATES."""
-    groups, rates = make_groups(setting), ADAM_RATES[:, None]
-    path, _ = train(row, groups, plan_log_probs, START, UPDATES, BATCHES, rates, ADAM)
+    P = len(ADAM_RATES)
+    groups, step = Groups([outcomes_of(setting)] * P, G), adam(ADAM_RATES[:, None])
+    path = train(row, groups, plan_log_probs, START.expand(P, -1), UPDATES, BATCHES, step)
     return expected_reward(setting, path[-1])
 
 
@@ -130,12 +158,13 @@ def main():
     torch.set_num_threads(1)
     rows, curves = {}, {}
     for name in NAMES:
-        rows[name] = []
-        for setting in SETTINGS:
-            curves[setting, name], tax = find_rewards(setting, ROWS[name])
-            of_group = name not in (EXACT, BOTH, LOCAL)  # the tax share is defined for these
-            cell = f"{curves[setting, name][-1]:.3f}"
-            rows[name].append(cell + f" ({tax:.3f})" * of_group)
+        logits = climb(ROWS[name])
+        rewards = find_rewards(logits)
+        curves |= {(setting, name): x for setting, x in zip(SETTINGS, rewards, strict=True)}
+        rows[name] = [f"{x:.3f}" for x in rewards[:, -1]]
+        if name not in (EXACT, BOTH, LOCAL):  # the tax share is defined for the others
+            taxes = find_taxes(ROWS[name], logits)
+            rows[name] = [f"{x} ({t:.3f})" for x, t in zip(rows[name], taxes, strict=True)]
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
     print("In brackets: the tax share of a batch's last update, mean over all batches\n")
     print_table(rows, SETTINGS)
