@@ -43,9 +43,8 @@ TABLES = {  # claims with a table of their own: title, head
         ["loss", *REGIMES],
     ),
     "C16": (
-        "Expected update against the gradient of the expected reward, with A = R - mean(R). "
-        "Unbiased: cos 1, norm 0.667. A token mean has the divisor of an infinite batch",
-        ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
+        "Cosine of the expected update with the gradient of the expected reward, A = R - mean(R)",
+        ["loss", "on-policy", "off-policy"],
     ),
     "C27": (
         "Noise with a prefix baseline over the noise without it, for 4 visitors and b = 0.5. "

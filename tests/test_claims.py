@@ -26,8 +26,8 @@ from toy.policy import Policy, kl
 
 ROWS = """
 gspo 0 0.075 0.007 0.348
-grpo 0.983 0.793 0.670 0.708
-cispo 1.000 0.772 0.969 0.775
+grpo 0.983 0.670
+cispo 1.000 0.969
 earns nothing; right 0.9 0.640 0.480 0.480
 good strategy, taken with 0.1; right 0.9, other 0.1 0.410 0.787 2.952
 1.5 0.040 1.280 1.097

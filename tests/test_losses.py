@@ -126,7 +126,6 @@ WRONG = {
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
     "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
-    "a hyperparameter that is nan": lambda: bind("nthr", {"beta": "nan"}),
 }
 
 

@@ -377,8 +377,9 @@ MISTAKES = """
 --resume nowhere: no config.json
 --resume nowhere --group-size 4: keeps the run's --group-size; it takes --steps, --lr,
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
---hyper eps_low=-1: accepted: a number of at least 0
---hyper kl=true: kl=true: accepted: a number
+--hyper kl=true: could not convert string to float: 'true'
+--method gpo: method 'gpo' does not exist; accepted: reinforce, grpo,
+--method my.py: No such file or directory: 'my.py'
 --hyper kl_ratio=2: accepted: true, false
 --method dfpo-min --hyper ratio=sum: accepted: geometric, product
 """
@@ -386,7 +387,7 @@ MISTAKES = """
 
 @pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
 def test_a_mistake_is_one_line_before_anything_is_trained(line, tmp_path, monkeypatch):
-    """argparse says the rest, such as an unknown method."""
+    """argparse says the rest."""
     flags, _, what = line.partition(": ")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()

@@ -71,30 +71,27 @@ LINES = {  # of the picture
 }
 
 
-def outcomes_of(setting: str) -> list[Outcome]:
-    (right, wrong), chance, (worse_right, worse_wrong) = SETTINGS[setting]
-    outcomes = [
-        Outcome(0, RIGHT, 1.0, right, plan=0),
-        Outcome(0, 1 - RIGHT, 0.0, wrong, plan=0),
-        Outcome(0, 1.0, 0.0, wrong, plan=1),
-        Outcome(1, chance, 1.0, worse_right),
-        Outcome(1, 1 - chance, 0.0, worse_wrong),
-    ]
-    return [outcome for outcome in outcomes if outcome.chance]
+@cache
+def make_groups(*settings: str) -> Groups:
+    worlds = []
+    for (right, wrong), chance, (worse_right, worse_wrong) in map(SETTINGS.get, settings):
+        outcomes = [
+            Outcome(0, RIGHT, 1.0, right, plan=0),
+            Outcome(0, 1 - RIGHT, 0.0, wrong, plan=0),
+            Outcome(0, 1.0, 0.0, wrong, plan=1),
+            Outcome(1, chance, 1.0, worse_right),
+            Outcome(1, 1 - chance, 0.0, worse_wrong),
+        ]
+        worlds.append([outcome for outcome in outcomes if outcome.chance])
+    return Groups(worlds, G)
 
 
 # ---------------- the figure
 
 
-@cache
-def worlds() -> Groups:
-    """All three."""
-    return Groups([outcomes_of(setting) for setting in SETTINGS], G)
-
-
 def climb(row: Row) -> Tensor:
     """The logits in all worlds, at the start and after every update."""
-    return train(row, worlds(), plan_log_probs, START.expand(3, -1), UPDATES, BATCHES)
+    return train(row, make_groups(*SETTINGS), plan_log_probs, START.expand(3, -1), UPDATES, BATCHES)
 
 
 def expected_reward(setting: str, logits: Tensor) -> Tensor:
@@ -110,22 +107,21 @@ def find_rewards(path: Tensor) -> Tensor:
 
 def find_taxes(row: Row, path: Tensor) -> Tensor:
     """The tax share of a batch's last update in each world, the mean over all batches. (3,)."""
-    groups, taxes = worlds(), []
+    groups, taxes = make_groups(*SETTINGS), []
     for first, last in zip(path[:-1:UPDATES], path[UPDATES - 1 :: UPDATES], strict=True):
         batch, counts = groups.batch(plan_log_probs(groups, first), row.scale)
         batch = replace(batch, logp=plan_log_probs(groups, last).requires_grad_())
         c = weighed_pushes(row, batch, counts, groups.nodes)
-        facts = c, batch.adv[:, 0], groups.nodes, batch.mask
-        own = [groups.world == k for k in range(len(SETTINGS))]
-        taxes.append([losses.learning_tax(*(x[rows] for x in facts)) for rows in own])
+        own = [batch.mask & (groups.world == k)[:, None] for k in range(3)]
+        taxes.append([losses.learning_tax(c, batch.adv[:, 0], groups.nodes, x) for x in own])
     return torch.tensor(taxes).mean(0)
 
 
 def find_adam_rewards(setting: str, row: Row) -> Tensor:
     """The expected reward after the last batch, with Adam at each of ADAM_RATES."""
-    P = len(ADAM_RATES)
-    groups, step = Groups([outcomes_of(setting)] * P, G), adam(ADAM_RATES[:, None])
-    path = train(row, groups, plan_log_probs, START.expand(P, -1), UPDATES, BATCHES, step)
+    rates, starts = ADAM_RATES[:, None], START.expand(len(ADAM_RATES), -1)
+    groups = make_groups(*[setting] * len(rates))
+    path = train(row, groups, plan_log_probs, starts, UPDATES, BATCHES, adam(rates))
     return expected_reward(setting, path[-1])
 
 
