@@ -3,6 +3,7 @@
     runs/NAME/.lock          of the process that writes here
               config.json    flags, and what --resume changed after which step
               task.py        a copy of the task, if it is a file; a table keeps its own ending
+              method.py      a copy of the loss, if it is a file
               metrics.jsonl  a line a step
               samples.txt    a group of answers a step, to read
               start/         the policy after the warm start
@@ -23,6 +24,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 import uuid
@@ -117,6 +119,7 @@ def restore(policy, optimizer, config) -> int:
         write_aside(folder / name, state["logs"].get(name, ""))  # without the steps that were lost
     write_config(step, config)
     copy_file(config.task, folder / f"task{Path(config.task).suffix}")
+    copy_file(re.sub(r"(?<=\.py):\w+$", "", config.method), folder / "method.py")
     open_tracker(config)
     if step:
         then = "goes on" if step < config.steps else "--steps adds more"

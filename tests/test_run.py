@@ -308,6 +308,9 @@ MISTAKES = """
 --task gsm8k --model scratch --data /no/such/dir: train.jsonl
 --out taken: taken
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
+--hyper kl_ratio=2: accepted: true, false
+--method gpo: method 'gpo' does not exist; accepted: reinforce, grpo,
+--method my.py: my.py
 """
 
 

@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-import pandas as pd
-
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
 # A method has one colour in all pictures. The colours are safe for the colour-blind: two are Okabe
@@ -39,6 +37,8 @@ def parse_plot(doc: str) -> Path | None:
 
 
 def print_table(rows: dict[str, Iterable[str]], columns: Iterable[str]):
+    import pandas as pd  # here, because it takes half a second
+
     print(pd.DataFrame.from_dict(rows, orient="index", columns=[*columns]).to_string())
 
 
