@@ -30,13 +30,14 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from exercises import solutions
 from exercises.questions import EXERCISES, Group, Question
+from exercises.training import show_training
 
 FOLDER = Path(__file__).parent
 RANDOM_CASES = 16
@@ -91,7 +92,7 @@ class Verdict:
 
     function: str
     state: str  # PASS, NOTED, NOT YET, NOT YET (blank)
-    lines: list[str] = field(default_factory=list)
+    lines: list[str]
 
     @property
     def done(self) -> bool:
@@ -318,8 +319,8 @@ def main(argv: list[str] | None = None) -> int:
     show_verdicts(verdicts)
     if not is_done(verdicts):
         return 1
-    if exercise.after:
-        exercise.after(load(path.read_bytes()))
+    if options.exercise == 4:
+        show_training(load(path.read_bytes()))
     print(textwrap.fill(f"Why it is so: {exercise.why}", 96))
     print(f"More: {exercise.more}")
     return 0

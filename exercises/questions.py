@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import losses
-from exercises.training import show_training
 from losses import Batch, token_pushes
 
 
@@ -30,7 +29,7 @@ class Question:
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
     tolerance: float = 1e-9  # how far off a right number may be
     blank: str = ""  # what else to say where it is blank
-    passed: str = "PASS"
+    passed: str = "PASS"  # the verdict on a right answer
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Exercise:
     why: str
     more: str  # where its solution is explained
     questions: tuple[Question, ...]
-    after: Callable[[dict], None] | None = None  # what to do with the file once all is right
 
 
 # ---------------- inputs
@@ -331,7 +329,6 @@ EXERCISES = {
                 call_with_log_pi,
             ),
         ),
-        after=show_training,
     ),
     5: Exercise(
         "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Only the "

@@ -38,10 +38,12 @@ def as_a_process_begins():
 
 
 @pytest.mark.parametrize("number", EXERCISES)
-def test_solutions_pass_and_blanks_do_not(number, grade):
+def test_solutions_pass_and_blanks_do_not(number, grade, capsys):
     names = [question.function for question in EXERCISES[number].questions]
     code, out = grade(number, Path(solutions.__file__).read_text())
     assert code == 0 and "Why it is so:" in out
+    grader.show_progress({number: Path(solutions.__file__)})
+    assert capsys.readouterr().out.endswith(" PASS\n")
     blanks = [f"def {name}(*_):\n    raise NotImplementedError\n" for name in names]
     code, out = grade(number, "".join(blanks))
     assert code == 1 and out.count("  NOT YET (blank)\n") == len(names)
