@@ -7,26 +7,25 @@
 G answers begin with the same token a. The prefix h is what comes before it, here the prompt. So the
 token's ratio, rho = pi(a|h) / pi_old(a|h), is the same number in all G answers.
 
-The push of an answer on a is the derivative of its part of J by log pi(a|h). The sum of the G
-pushes is the net push. **In all exercises, as on the board, pushes are added: J is a sum over
-answers, not a mean.** (Papers and losses.py also divide by the number of answers. This changes no
-sign and no zero.)
+J is a mean over answers. The push of an answer on a is the derivative of its own term, in brackets
+below, by log pi(a|h). **The net push is the sum of the G pushes.** So a push does not contain the
+1/G of the mean. The same holds on the board, in toy/plain.py and in losses.py.
 
 **a)** Without a divisor and without a clip, the objective is
 
-    J = sum_i sum_t r_{i,t} A_i                  r_{i,t}: the ratio of token t of answer i
+    J = (1/G) sum_i [ sum_t r_{i,t} A_i ]        r_{i,t}: the ratio of token t of answer i
 
 What is the net push on a? Write it for any advantages, even if they do not sum to 0. When is it 0?
 
 **b)** GRPO divides each answer by its own length T_i:
 
-    J = sum_i (1/T_i) sum_t r_{i,t} A_i
+    J = (1/G) sum_i [ (1/T_i) sum_t r_{i,t} A_i ]
 
 Let all ratios be 1, as in the first update. What is the net push on a? When is it 0? (A is 0.5,
 -0.5, 0.5, -0.5 for the board's answers, of the lengths 4, 5, 2, 4, and for the sheet's, of the
 lengths 4, 6, 3, 5.)
 
-**Hint:** each answer has one term with log pi(a|h). Add up the G derivatives. Use dr / dlog pi = r.
+**Hint:** each answer has one term with log pi(a|h). Add up the G pushes. Use dr / dlog pi = r.
 
 **Grade it:** `python -m exercises.grader 2`
 """

@@ -23,11 +23,13 @@ std. The two methods differ in what divides A:
 **a)** Predict the mean reward at the end, once for GRPO and once for Dr. GRPO. Nothing is trained
 before you have written it down.
 
-**b)** Write the loss, -J, with J = sum_i c_i log pi_i. Here log pi_i is the log-probability of the
-whole answer, that is, the sum over its tokens. `log_pi`, `A` and `T` are (N,). The rest of the file
-is complete; read `train`, because it is the whole of GRPO.
+**b)** Write the loss, -J, with J = (1/N) sum_i c_i log pi_i, a mean over the N answers of the step.
+Here log pi_i is the log-probability of the whole answer, that is, the sum over its tokens.
+`log_pi`, `A` and `T` are (N,). The rest of the file is complete. Read `train`: it is GRPO without
+the std, and with one update per step, so without the ratio and the clip.
 
-The grader then trains with three seeds, in a few seconds, and draws what it sees.
+The grader then trains with three seeds, in a few seconds, and prints the mean reward of every 80
+steps.
 
 **If you are early:** after a PASS, change one number of `sample` so that one of the methods ends at
 the other strategy. Predict, and run again.
@@ -74,7 +76,7 @@ def train(method: str, seed: int, steps: int = 800) -> list[float]:
     """The mean reward of every step."""
     torch.manual_seed(seed)
     logits = torch.tensor([2.0, 0.0], requires_grad=True)  # the policy: for the strategy, the plan
-    optimizer = torch.optim.SGD([logits], lr=0.3)
+    optimizer = torch.optim.SGD([logits], lr=20.0)  # high, because the c are small
     rewards = []
     for _ in range(steps):
         log_pi, R, T = sample(logits, 16 * 4)

@@ -7,10 +7,10 @@
 
 Write GRPO without it, with one divisor for all answers:
 
-    J = (1/L) sum_i sum_t clip(r_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}
+    J = (1/N) sum_i (1/L) sum_t clip(r_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}
 
-The first sum is over all answers of the batch. L is the largest number of tokens that an answer may
-have.
+The first sum is over all N answers of the batch. L is the largest number of tokens that an answer
+may have.
 
 A loss is something to minimise: return -J, a tensor that can be differentiated by `batch.logp`.
 
@@ -21,7 +21,8 @@ otherwise a padded 1e4 becomes inf, and 0 * inf is nan in the backward pass.
 
 A batch may have no token at all. Its loss is a tensor with the value 0 and the gradient 0.
 
-You are graded on the loss, and on its push c = dJ / dlogp at every token.
+You are graded on the loss, and on its push at every token: c = N dJ / dlogp, as in exercise 2
+without the 1/N of the mean.
 
 To try it on two answers of one token, with the ratios 1.5 and 0.5:
 

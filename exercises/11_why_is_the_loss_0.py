@@ -7,19 +7,19 @@ learns.
 
 Everything is on-policy here: all r are 1. No clip acts.
 
-    GRPO:     J = sum_i (1/T_i) sum_t r_{i,t} A_i
-    Dr. GRPO: J = sum_i (1/L) sum_t r_{i,t} A_i
+    GRPO:     J = (1/G) sum_i [ (1/T_i) sum_t r_{i,t} A_i ]
+    Dr. GRPO: J = (1/G) sum_i [ (1/L) sum_t r_{i,t} A_i ]
 
-The loss is -J. All answers of the group share their first token. The push on a token is
-c = dJ / dlog pi.
+The loss is -J. All answers of the group share their first token. As in exercise 2, the push c of an
+answer on it is the derivative of the answer's brackets by log pi, and the net push is the sum of c.
 
-For each method give two numbers: the value of the loss, and the net push on the shared token, the
-sum of its c. Write them for any advantages, even if they do not sum to 0. Then look at
+For each method give two numbers: the value of the loss, and the net push on the shared token. Write
+them for any advantages, even if they do not sum to 0. Then look at
 rewards 1, 0, 1, 0 and lengths 4, 6, 3, 5. Which loss is 0 there, and which net push? (After a PASS
 you can compare. `python verify.py --explain Q1` says more.)
 
-**Hint:** dr / dlog pi = r = 1. So the value has a sum over all tokens, and the net push has only
-the shared one.
+**Hint:** dr / dlog pi = r = 1. So the value has a sum over all tokens, divided by G, and the net
+push has only the shared token.
 
 **Grade it:** `python -m exercises.grader 11`
 """

@@ -5,9 +5,9 @@
     python -m exercises.grader              how far you are
 
 It calls a student's function with small inputs and with random ones, and compares the results with
-those of losses.py. If they differ, it tries the known mistakes of mistakes.json, alone and in
-pairs, and prints the hints of those that give the student's results. A mistake is written as texts:
-a piece of the code in solutions.py, the wrong code that takes its place, and the hint.
+those of losses.py. If they differ, it tries the known mistakes of mistakes.json, and prints the
+hint of the one that gives the student's results. A mistake is written as texts: a piece of the code
+in solutions.py, the wrong code that takes its place, and the hint. A prediction is only noted.
 
 Exit code 0: all functions pass, or you asked how far you are. 1: some do not pass yet. 2: a wrong
 command line.
@@ -30,13 +30,14 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from exercises import solutions
-from exercises.questions import EXERCISES, Exercise, Group, Question
+from exercises.questions import EXERCISES, Group, Question
+from exercises.training import show_training
 
 FOLDER = Path(__file__).parent
 RANDOM_CASES = 16
@@ -90,8 +91,12 @@ class Verdict:
     """What a student is told about one function."""
 
     function: str
-    state: str  # PASS, NOT YET, NOT YET (blank)
-    lines: list[str] = field(default_factory=list)
+    state: str  # PASS, NOTED, NOT YET, NOT YET (blank)
+    lines: list[str]
+
+    @property
+    def done(self) -> bool:
+        return self.state in ("PASS", "NOTED")
 
 
 def grade_file(path: Path, number: int) -> list[Verdict]:
@@ -107,7 +112,7 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
         verdict = judge(question, student.get(question.function))
         verdict.lines += [f"(It called our {name}, as yours does not pass yet.)" for name in called]
         verdicts.append(verdict)
-        if verdict.state != "PASS":
+        if not verdict.done:
             # The next function may call this one, and is not to blame for it.
             student[question.function] = stand_in(question.function, called)
     return verdicts
@@ -133,7 +138,7 @@ def judge(question: Question, function: Callable | None) -> Verdict:
     if any(isinstance(y, NotImplementedError) and not y.args for y in yours):  # torch's has a text
         return Verdict(name, "NOT YET (blank)", [question.blank] if question.blank else [])
     lines = explain(lesson, yours) if lesson else find_problem(question, yours[0])
-    return Verdict(name, "NOT YET" if lines else "PASS", lines)
+    return Verdict(name, "NOT YET" if lines else question.passed, lines)
 
 
 def find_problem(question: Question, value) -> list[str]:
@@ -168,7 +173,7 @@ class Lesson:
     solution: str
     inputs: list[str]  # their names
     cases: list  # the small ones of mistakes.json, then random ones
-    mistakes: dict[tuple[str, ...], str]  # old, new, ...: what is replaced by what; and the hint
+    mistakes: list[list[str]]  # what is replaced by what, perhaps at several places; and the hint
 
     def ask(self, function: Callable) -> list:
         """What a function answers in every case."""
@@ -189,34 +194,29 @@ def read_lessons() -> dict[str, Lesson]:
                 inspect.getsource(getattr(solutions, question.function)),
                 text["inputs"],
                 text["cases"] + drawn,
-                {tuple(edits): hint for *edits, hint in text["mistakes"]},
+                text["mistakes"],
             )
     return lessons
 
 
-def make_mistakes(lesson: Lesson, *mistakes: tuple[str, ...]) -> Callable | None:
-    """The solution with these edits. None if they do not go together."""
-    source, edits = lesson.solution, itertools.chain(*mistakes)
-    for old, new in zip(edits, edits, strict=True):  # two at a time
-        if old not in source:
-            return None
+def make_mistaken(lesson: Lesson, edits: list[str]) -> Callable:
+    """The solution with these edits: old, new, old, new, ..."""
+    source = lesson.solution
+    for old, new in zip(edits[::2], edits[1::2], strict=True):
         source = source.replace(old, new)
-    try:
-        return [*load(f"import math, torch\n{source}").values()][-1]
-    except SyntaxError:
-        return None
+    return [*load(f"import math, torch\n{source}").values()][-1]
 
 
-def find_wrong(lesson: Lesson, answers: list, right: list) -> set[int]:
-    """The cases with a wrong answer."""
-    pairs, tolerance = zip(answers, right, strict=True), lesson.question.tolerance
+def find_different(lesson: Lesson, answers: list, others: list) -> set[int]:
+    """The cases in which two lists of answers differ."""
+    pairs, tolerance = zip(answers, others, strict=True), lesson.question.tolerance
     return {k for k, (x, y) in enumerate(pairs) if not is_same(x, y, tolerance)}
 
 
 def explain(lesson: Lesson, yours: list) -> list[str]:
     """The first case that fails, and what to look at. Nothing if none fails."""
     right = lesson.ask(lesson.question.right)
-    wrong = find_wrong(lesson, yours, right)
+    wrong = find_different(lesson, yours, right)
     if not wrong:
         return []
     k = min(wrong)
@@ -225,31 +225,24 @@ def explain(lesson: Lesson, yours: list) -> list[str]:
         f"with      {', '.join(f'{name} = {show(x)}' for name, x in inputs)}",
         f"yours     {show(yours[k])}",
         f"expected  {show(right[k])}",
-        *(find_mistakes(lesson, yours, right) or find_form(yours, right)),
+        *(find_mistake(lesson, yours, right) or find_form(yours, right)),
     ]
 
 
-def find_mistakes(lesson: Lesson, yours: list, right: list) -> list[str]:
-    """The known mistake, or two together, whose answers are most like the student's.
+def find_mistake(lesson: Lesson, yours: list, right: list) -> list[str]:
+    """The hint for the known mistake whose answers are most like the student's, if any are.
 
     They must say the same in two of three cases where one of them is wrong. Not in all: then a
     mistake elsewhere, at the edge, would hide this one.
     """
-    best, most, wrong = (), 2 / 3, find_wrong(lesson, yours, right)
-    tolerance = max(lesson.question.tolerance, 1e-6)
-    pairs = itertools.combinations(lesson.mistakes, 2)
-    for some in itertools.chain(itertools.combinations(lesson.mistakes, 1), pairs):
-        mistaken = make_mistakes(lesson, *some)
-        if not mistaken:
-            continue
-        theirs = lesson.ask(mistaken)
-        same = [k for k in wrong if is_same(yours[k], theirs[k], tolerance)]
-        agreement = len(same) / len(wrong | find_wrong(lesson, theirs, right))
+    best, most, wrong = [], 2 / 3, find_different(lesson, yours, right)
+    for *edits, hint in lesson.mistakes:
+        theirs = lesson.ask(make_mistaken(lesson, edits))
+        either = wrong | find_different(lesson, theirs, right)
+        agreement = 1 - len(find_different(lesson, yours, theirs)) / len(either)
         if agreement > most:
-            best, most = some, agreement
-        if most == 1:
-            break
-    return [lesson.mistakes[edits] for edits in best]
+            best, most = [hint], agreement
+    return best
 
 
 def find_form(yours: list, right: list) -> list[str]:
@@ -284,7 +277,7 @@ def describe(error: Exception) -> str:
 
 
 def is_done(verdicts: list[Verdict]) -> bool:
-    return all(verdict.state == "PASS" for verdict in verdicts)
+    return all(verdict.done for verdict in verdicts)
 
 
 def find_files() -> dict[int, Path]:
@@ -299,11 +292,6 @@ def show_verdicts(verdicts: list[Verdict]) -> None:
             wrapped = textwrap.fill(line, 96, subsequent_indent="  ")
             print(textwrap.indent(wrapped, "    "))
     print()
-
-
-def show_why(exercise: Exercise) -> None:
-    print(textwrap.fill(f"Why it is so: {exercise.why}", 96))
-    print(f"More: {exercise.more}")
 
 
 def show_progress(files: dict[int, Path]) -> None:
@@ -331,15 +319,10 @@ def main(argv: list[str] | None = None) -> int:
     show_verdicts(verdicts)
     if not is_done(verdicts):
         return 1
-    if exercise.after:
-        try:
-            exercise.after(load(path.read_bytes()))
-        except Exception as error:  # the student may have changed more than the blanks
-            print(f"  {describe(error)}\n")
-            return 1
-    show_why(exercise)
-    if not options.file:  # which looks at exercises/, not at a notebook's copies
-        print("What is next: python -m exercises.grader")
+    if options.exercise == 4:
+        show_training(load(path.read_bytes()))
+    print(textwrap.fill(f"Why it is so: {exercise.why}", 96))
+    print(f"More: {exercise.more}")
     return 0
 
 

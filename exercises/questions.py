@@ -1,8 +1,7 @@
 """What each exercise asks for: the right answer, from losses.py, and what to say after a PASS.
 
 An answer is tried on the small cases of mistakes.json first, and on random ones, drawn here, after
-them. Pushes are added, as exercise 2 says. losses.py divides a loss by the number of answers N, and
-token_pushes multiplies by N again.
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 import losses
-from exercises.training import show_training
 from losses import Batch, token_pushes
 
 
@@ -31,6 +29,7 @@ class Question:
     check: Callable | None = None  # where many answers are right: yields what one of them lacks
     tolerance: float = 1e-9  # how far off a right number may be
     blank: str = ""  # what else to say where it is blank
+    passed: str = "PASS"  # the verdict on a right answer
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Exercise:
     why: str
     more: str  # where its solution is explained
     questions: tuple[Question, ...]
-    after: Callable[[dict], None] | None = None  # what to do with the file once all is right
 
 
 # ---------------- inputs
@@ -119,12 +117,12 @@ def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:
 
 
 def value_and_pushes(loss, logp: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A student's loss, and its push dJ/dlogp at every token. None if nothing was returned."""
+    """A student's loss, and its push at every token. None if nothing was returned."""
     if loss is None:
         return None
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
-    return loss, -torch.autograd.grad(loss, logp)[0]
+    return loss, token_pushes(loss, logp)
 
 
 # ---------------- 2. and 3. the net push, PPO's clip
@@ -145,7 +143,7 @@ def call_with_log_pi(function, log_pi, advantages, lengths, method) -> tuple:
 
 
 def loss(log_pi: Tensor, A: Tensor, T: Tensor, method: str) -> Tensor:
-    return -(log_pi * A / (T if method == "grpo" else 24)).sum()
+    return -(log_pi * A / (T if method == "grpo" else 24)).mean()
 
 
 def check_prediction(answer) -> Iterator[str]:
@@ -251,9 +249,9 @@ def draw_answers(group: Group) -> tuple:
 
 
 def on_policy(loss: Callable, advantages: list, lengths: list, budget: int = 1) -> tuple:
-    """The value of the loss, summed over answers, and its net push at the token that all share."""
+    """The value of the loss, and its net push at the token that all share."""
     batch = start_alike(1.0, advantages, lengths, budget)
-    return len(advantages) * loss(batch).item(), float(first_pushes(loss, batch).sum())
+    return loss(batch).item(), float(first_pushes(loss, batch).sum())
 
 
 # ---------------- all eleven
@@ -317,6 +315,7 @@ EXERCISES = {
                 "prediction",
                 check=check_prediction,
                 blank="Nothing is trained before you have written down what you expect.",
+                passed="NOTED",
             ),
             Question(
                 "loss",
@@ -330,7 +329,6 @@ EXERCISES = {
                 call_with_log_pi,
             ),
         ),
-        after=show_training,
     ),
     5: Exercise(
         "With the std a lone answer gets (G - 1)/sqrt(G), up or down: 2.47 for G = 8. Only the "
@@ -375,7 +373,7 @@ EXERCISES = {
         (
             Question(
                 "grpo_symmetric",
-                lambda batch, *bounds: len(batch.logp) * losses.grpo_symmetric(batch, *bounds),
+                losses.grpo_symmetric,
                 lambda group: (
                     group.rows() + group.rows(),
                     group.values() + group.values(),
@@ -419,9 +417,9 @@ EXERCISES = {
         ),
     ),
     11: Exercise(
-        "In the example GRPO's loss is 0, and its net push 0.108. Dr. GRPO's loss is 2/L, and its "
-        "net push is 0. The value of a loss does not say what is learned. Only where all rewards "
-        "of a group are equal, each A is 0 (exercise 1), and nothing is learned from it.",
+        "In the example GRPO's loss is 0, and its net push 0.108. Dr. GRPO's loss is 0.5/L, and "
+        "its net push is 0. The value of a loss does not say what is learned. Only where all "
+        "rewards of a group are equal, each A is 0 (exercise 1), and nothing is learned from it.",
         "python verify.py --explain Q1",
         (
             Question("grpo_on_policy", lambda *x: on_policy(losses.grpo, *x), draw_answers),

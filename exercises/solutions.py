@@ -44,7 +44,7 @@ def prediction():
 def loss(log_pi, A, T, method):
     L = 24
     c = A / T if method == "grpo" else A / L
-    return -(c * log_pi).sum()
+    return -(c * log_pi).mean()
 
 
 def lone_advantage(reward, bonus, group_size):
@@ -94,7 +94,7 @@ def grpo_symmetric(batch, eps_low, eps_high):
     r = log_ratio.masked_fill(~batch.mask, 0.0).exp()
     A = batch.adv  # 0 on padding
     x = r.clamp(low, high) * A
-    return -x.sum() / L
+    return -x.sum() / (len(x) * L)
 
 
 def min_replace(w):
@@ -134,7 +134,7 @@ def grpo_on_policy(advantages, lengths):
     rows = list(zip(advantages, lengths))
     value = sum(A for A, T in rows)
     c = sum(A / T for A, T in rows)
-    loss = -value
+    loss = -value / len(rows)
     return loss, c
 
 
@@ -142,5 +142,5 @@ def dr_grpo_on_policy(advantages, lengths, budget):
     L, rows = budget, list(zip(advantages, lengths))
     value = sum(A * T for A, T in rows) / L
     c = sum(A for A, T in rows) / L
-    loss = -value
+    loss = -value / len(rows)
     return loss, c

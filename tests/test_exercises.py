@@ -16,7 +16,6 @@ FOLDER = Path(grader.__file__).parent
 LESSONS = grader.read_lessons()
 QUESTIONS = {q.function: q for exercise in EXERCISES.values() for q in exercise.questions}
 pytestmark = pytest.mark.filterwarnings("ignore:std")  # of one number, a known mistake
-SOLUTIONS = Path(solutions.__file__).read_text()
 
 
 @pytest.fixture
@@ -26,7 +25,6 @@ def grade(tmp_path, capsys):
     def run(number: int, source: str) -> tuple[int, str]:
         path = tmp_path / "mine.py"
         path.write_text(source)
-        torch.set_default_dtype(torch.float32)  # as a process begins
         code = grader.main([str(number), str(path)])
         return code, capsys.readouterr().out
 
@@ -34,32 +32,30 @@ def grade(tmp_path, capsys):
 
 
 @pytest.fixture(autouse=True)
-def float64():
-    """As the grader has it."""
-    torch.set_default_dtype(torch.float64)
+def as_a_process_begins():
     yield
-    torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float32)  # the grader sets another
 
 
 @pytest.mark.parametrize("number", EXERCISES)
 def test_solutions_pass_and_blanks_do_not(number, grade, capsys):
     names = [question.function for question in EXERCISES[number].questions]
-    code, out = grade(number, SOLUTIONS)
-    assert code == 0 and out.count("  PASS") == len(names) and "Why it is so:" in out
+    code, out = grade(number, Path(solutions.__file__).read_text())
+    assert code == 0 and "Why it is so:" in out
     grader.show_progress({number: Path(solutions.__file__)})
-    assert capsys.readouterr().out.split() == ["solutions", "PASS"]
+    assert capsys.readouterr().out.endswith(" PASS\n")
     blanks = [f"def {name}(*_):\n    raise NotImplementedError\n" for name in names]
     code, out = grade(number, "".join(blanks))
-    assert code == 1 and out.count("  NOT YET (blank)\n") == len(names) and "Why" not in out
+    assert code == 1 and out.count("  NOT YET (blank)\n") == len(names)
     asked = grader.find_files()[number].read_text()
     assert all(f"def {name}(" in asked for name in names)
 
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_known_mistake_gets_its_hint(name):
-    for edits, hint in LESSONS[name].mistakes.items():
-        verdict = grader.judge(QUESTIONS[name], grader.make_mistakes(LESSONS[name], edits))
-        assert verdict.state == "NOT YET" and hint in verdict.lines, hint
+    for *edits, hint in LESSONS[name].mistakes:
+        verdict = grader.judge(QUESTIONS[name], grader.make_mistaken(LESSONS[name], edits))
+        assert verdict.lines[-1] == hint
 
 
 # Written as a student writes, not as edits of a solution: the body, and what the command says.
@@ -75,12 +71,6 @@ ANSWERS = [
         "((R.view(-1, G).std(1) + 1e-8).repeat_interleave(G) if scale == 'std' else 1)",
         "advantages PASS",
     ),
-    # Two mistakes at once.
-    (
-        "net_push_by_length(T, A)",
-        "-sum(a / t for a, t in zip(A, T)) / len(A)",
-        "the mean of the pushes.* The sign: J",
-    ),
     # A known mistake, and another one where the reward is the bonus.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
     # No known mistake: no hint is better than a wrong one.
@@ -88,11 +78,6 @@ ANSWERS = [
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
     ("net_push(r, A)", "print(r * sum(A))", "returns nothing"),
     ("net_push(r, A)", "__import__('sys').exit()", "SystemExit"),
-    (
-        "loss(log_pi, A, T, method)",
-        "-(A / T * log_pi).sum() if method == 'grpo' else None",
-        "method = dr-grpo yours None .* returns nothing",
-    ),
     ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),
     ("min_replace(w)", "w.min(1).expand_as(w)", "line 3, in min_replace.* Try amin"),
     # The second number is a push: A/T, up for a winner.
@@ -101,7 +86,6 @@ ANSWERS = [
         "(A * log_pi).sum().item()",
         r"not a tensor expected \[0.5, \[0.25\]\] .* without item",
     ),
-    ("loss(log_pi, A, T, method)", "-(A / T).sum()", "are they missing, or detached"),
     ("prediction()", "(0.6, 60)", "between 0 and 1"),
     ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
     ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "blind_spot PASS"),
@@ -119,10 +103,6 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said, grade):
     assert re.search(said, " ".join(out.split()))
 
 
-def test_a_student_is_tried_on_the_same_cases_again():
-    assert grader.read_lessons.__wrapped__() == LESSONS
-
-
 def test_a_wrong_function_is_not_held_against_the_next(grade):
     wrong = "def prefix_baseline(c):\n    return [0 * x for x in c]\n\n"
     solution = LESSONS["over_all_pairs"].solution
@@ -137,12 +117,13 @@ def test_exercise_4_trains_after_a_prediction(grade, monkeypatch, tmp_path):
     """At the end GRPO follows the worse strategy (0.2), Dr. GRPO the better one (0.6)."""
     monkeypatch.chdir(tmp_path)  # the picture goes into runs/
     source = grader.find_files()[4].read_text() + "\n" + LESSONS["loss"].solution
-    code, out = grade(4, source + "\ndef prediction():\n    raise NotImplementedError\n")
-    assert code == 1 and "Nothing is trained before" in out and "mean reward" not in out
-    code, out = grade(4, source + "\ndef prediction():\n    return 0.5, 0.6\n")
-    ends = re.findall(r"predicted (\S+), the mean of the seeds is (\S+)", out)
-    assert code == 0 and [float(guess) for guess, _ in ends] == [0.5, 0.6]
-    assert [float(end) for _, end in ends] == pytest.approx([0.2, 0.6], abs=0.015)
+    _, out = grade(4, source + "\ndef prediction():\n    raise NotImplementedError\n")
+    assert "Nothing is trained before" in out and "mean reward" not in out
+    _, out = grade(4, source + "\ndef prediction():\n    return 0.5, 0.75\n")
+    assert "prediction  NOTED" in out
+    guesses, ends = zip(*re.findall(r"predicted (\S+), the seeds end at (\S+)", out), strict=True)
+    assert guesses == ("0.50", "0.75")
+    assert [*map(float, ends)] == pytest.approx([0.2, 0.6], abs=0.015)
 
 
 def test_the_command_says_what_the_readme_shows(grade):
