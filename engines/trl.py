@@ -199,7 +199,8 @@ def score_as_sampled(model: torch.nn.Module):
     """Scoring drops nothing out, and its positions do not count padding, as in `generate`."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # attention's is not an nn.Dropout
+            # Attention's is a number, which disable_dropout does not see; so is a router's noise.
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
     def add_positions(_, args, inputs):
@@ -289,7 +290,7 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
             )
     words = {"True": "group", "False": "none"}  # a command line's, of which TRL knows the bools
     config.scale_rewards = words.get(config.scale_rewards, config.scale_rewards)
-    scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
+    scale = {"group": "std", "none": "mean", "batch": "batch"}.get(config.scale_rewards)
     if method.scale == "mean" and scale == "std":  # TRL's default; who wants the mean must say so
         raise ValueError(f"--method {name} needs --scale_rewards none, or batch")
     accumulation = config.gradient_accumulation_steps
