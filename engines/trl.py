@@ -214,6 +214,7 @@ def score_as_sampled(model: torch.nn.Module):
         model.register_forward_pre_hook(add_positions, with_kwargs=True)
 
 
+@torch.no_grad()
 def check_gap(trainer: Trainer, prompt: list[int]):
     """Refuse a model, or a sampler, whose answers are scored as if another policy had given them.
 
@@ -221,7 +222,7 @@ def check_gap(trainer: Trainer, prompt: list[int]):
     like, are compared with those that the loss will read. In fp32 they differ by 1e-6, in bf16 by
     about 0.03 nats a token, which is rounding.
     """
-    device = trainer.accelerator.device
+    device, config = trainer.accelerator.device, trainer.generation_config
     ids = torch.tensor([prompt] * 8, device=device)  # (8, W)
     seen = torch.ones_like(ids)
     seen[4:, : len(prompt) // 2] = 0  # as padding
@@ -232,24 +233,22 @@ def check_gap(trainer: Trainer, prompt: list[int]):
         unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
         ) as model,
-        torch.no_grad(),
         trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
     ):
-        config = trainer.generation_config
         out = model.generate(ids, attention_mask=seen, generation_config=config, **few)
     tokens = out.sequences[:, len(prompt) :]  # (8, T)
     logp = torch.stack(out.scores, 1).float().log_softmax(-1)  # (8, T, V)
-    rows = {"prompt_ids": ids, "prompt_mask": seen, "completion_ids": tokens}
-    rows["completion_mask"] = torch.ones_like(tokens)  # here padding after an end is a token, too
-    with torch.no_grad():
-        scored, _ = trainer._score(trainer.model, rows)
     sampled = logp.gather(2, tokens[..., None]).squeeze(2)
-    gap = (scored - sampled)[~sampled.isneginf()].abs().mean().item()  # padding may be filtered
+    seen = torch.cat([seen, torch.ones_like(tokens)], 1)  # here what follows an end counts as well
+    scored, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, out.sequences, seen, tokens.shape[1]
+    )
+    gap = (scored - sampled)[~sampled.isneginf()].abs().mean().item()  # an end may be filtered out
     is_exact = device.type == "cpu" and model.dtype == torch.float32 and not trainer.args.bf16
     if not gap < (1e-3 if is_exact else 0.3):  # a nan, too
         raise ValueError(
             f"sampled and scored log-probs differ by {gap:.3g} nats a token, so no update is made; "
-            "no loss here knows of top_p, top_k, min_p or a penalty"
+            "no loss here knows of top_p, min_p and the like, in flags or generation_config.json"
         )
 
 
