@@ -209,7 +209,7 @@ def score_as_sampled(model: torch.nn.Module):
             inputs = {"position_ids": position.clamp(min=0)} | inputs
         return args, inputs
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # LoRA's
+    base = getattr(model, "get_base_model", lambda: model)()  # LoRA wraps it
     if "position_ids" in inspect.signature(base.forward).parameters:
         model.register_forward_pre_hook(add_positions, with_kwargs=True)
 
@@ -279,8 +279,6 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     Raises ValueError, in one line, for a method, hyperparameter or setting that cannot be honoured.
     """
     method = bind(name, hyper)
-    if method.needs_scores or method.repair:
-        raise ValueError(f"--method {name} needs train.py: hidden states, or a second rollout")
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in UNREAD and value != field.default:
@@ -303,10 +301,6 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if config.num_iterations % passes:  # each pass goes over the generation
         raise ValueError(f"--method {name} needs --num_iterations {passes} or a multiple")
     if config.beta:
-        if "kl" not in method.hyper:
-            raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
         kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
-        method = bind(name, hyper | kl)
-    elif method.hyper.get("kl"):  # TRL would load no reference
-        raise ValueError("--hyper kl: the KL term is --beta's here")
+        method = bind(name, hyper | kl)  # which says if the method has no KL term
     return replace(method, scale=scale)

@@ -29,6 +29,7 @@ from toy.policy import pad
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import gather_object  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer.utils import split_tensor_dict  # noqa: E402
 
 from engines import example  # noqa: E402
 from engines.trl import Trainer  # noqa: E402
@@ -237,12 +238,11 @@ def test_the_examples_flags_reach_the_trainer(qwen_path):
     assert ours.method.hyper == dict(eps_low=0.1, eps_high=0.2, kl=0.04, kl_ratio=True)
     assert ours.prefix_baseline and ours.method.scale == "mean"
 
-    flags = f"--model_name_or_path {qwen_path} --dtype bfloat16 --model_revision v2".split()
-    flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_safetensors": true}']
-    args = example.make_trainer(*example.parse(flags)).args
-    loading = {"dtype": "bfloat16", "attn_implementation": "eager", "revision": "v2"}
-    assert args.model_init_kwargs == loading | {"device_map": None, "use_safetensors": True}
-    assert args.max_steps == -1  # that of the tiny model is 60
+    flags = f"--model_name_or_path {qwen_path} --dtype bfloat16 --attn_implementation eager"
+    theirs = example.make_trainer(*example.parse(flags.split()))
+    loaded = theirs.model.dtype, theirs.model.config._attn_implementation
+    assert loaded == (torch.bfloat16, "eager")
+    assert theirs.args.max_steps == -1  # that of the tiny model is 60
 
 
 # ---------------- stock TRL
@@ -271,32 +271,26 @@ def random_batch():
     return losses.Batch(logp, old, adv, mask, group_size=4, max_tokens=7, logp_ref=ref - 3)
 
 
-def trl_loss(path, batch, pieces=1, **settings):
+def trl_loss(path, batch, pieces=8, **settings):
     """TRL's loss if the batch is an optimiser step that goes through the model in pieces."""
-    size = len(batch.adv) // pieces
-    options = split(size, pieces, pieces, num_generations=4, num_iterations=1)
+    options = split(len(batch.adv) // pieces, pieces, pieces, num_generations=4, num_iterations=1)
     trainer = make(path, max_completion_length=batch.max_tokens, **options | settings)
     trainer.current_gradient_accumulation_steps = pieces
     trainer.model.train()
     mask, loss = batch.mask.long(), 0.0
     rows = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), mask)
-    rows |= {
-        "advantages": batch.adv[:, 0],
-        "logp": batch.logp,
-        "old_per_token_logps": batch.logp_old,
-    }
-    rows |= {"ref_per_token_logps": batch.logp_ref}
-    for start in range(0, len(mask), size):
-        piece = {name: x[start : start + size] for name, x in rows.items()}
+    rows |= dict(advantages=batch.adv[:, 0], logp=batch.logp)
+    rows |= dict(old_per_token_logps=batch.logp_old, ref_per_token_logps=batch.logp_ref)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: scores
+    for piece in split_tensor_dict(rows, pieces):
         scores = piece["logp"], -piece["logp"], None  # the second stands for the entropies
-        trainer._get_per_token_logps_and_entropies = lambda *_, scores=scores, **__: scores
         piece["num_items_in_batch"] = mask.sum()
         loss = loss + trainer._compute_loss(trainer.model, piece)
     return loss
 
 
 @pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(row[0]) for row in TWINS])
-def test_value_and_gradient_are_those_of_losses(qwen_path, settings, ours, hyper):
+def test_value_and_gradient_are_those_of_losses_in_any_pieces(qwen_path, settings, ours, hyper):
     batch = random_batch()
     pair = ours(batch, **hyper), trl_loss(qwen_path, batch, **settings)
     pushes = [losses.token_pushes(loss, batch.logp) for loss in pair]
@@ -304,22 +298,15 @@ def test_value_and_gradient_are_those_of_losses(qwen_path, settings, ours, hyper
     torch.testing.assert_close(*pushes, rtol=1e-5, atol=1e-7)
 
 
-PIECES = [
-    ({}, False),
-    ({"loss_type": "grpo"}, False),
-    ({"loss_type": "dr_grpo"}, False),
-    ({"loss_type": "bnpo"}, True),
-    ({"top_entropy_quantile": 0.2}, True),
-    ({"entropy_coef": 0.1}, True),
-]
+TORN = [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.2}, {"entropy_coef": 0.1}]
 
 
-@pytest.mark.parametrize("settings, changes", PIECES, ids=[str(row[0]) for row in PIECES])
-def test_whether_smaller_pieces_change_the_gradient(qwen_path, settings, changes):
+@pytest.mark.parametrize("settings", TORN, ids=str)
+def test_smaller_pieces_change_the_gradient(qwen_path, settings):
     batch = random_batch()
     pair = [trl_loss(qwen_path, batch, pieces, **settings) for pieces in (1, 8)]
-    whole, split_up = (losses.token_pushes(loss, batch.logp) for loss in pair)
-    assert ((whole - split_up).norm() > 1e-3 * whole.norm()) == changes
+    whole, torn = (losses.token_pushes(loss, batch.logp) for loss in pair)
+    assert (whole - torn).norm() > 1e-3 * whole.norm()
 
 
 def pay(*numbers):
