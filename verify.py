@@ -4,7 +4,6 @@ known exactly.
     python verify.py                    all claims, and the tables of some
     python verify.py --only C9 C16      some of them
     python verify.py --explain C14      what a claim says, and its proof
-    python verify.py --explain Eq. 17   the claims about an equation
     python verify.py --explain symbols  what the letters mean
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
@@ -44,9 +43,8 @@ TABLES = {  # claims with a table of their own: title, head
         ["loss", *REGIMES],
     ),
     "C16": (
-        "Expected update against the gradient of the expected reward, with A = R - mean(R). "
-        "Unbiased: cos 1, norm 0.667. A token mean has the divisor of an infinite batch",
-        ["loss", "cos on-policy", "norm on-policy", "cos off-policy", "norm off-policy"],
+        "Cosine of the expected update with the gradient of the expected reward, A = R - mean(R)",
+        ["loss", "on-policy", "off-policy"],
     ),
     "C27": (
         "Noise with a prefix baseline over the noise without it, for 4 visitors and b = 0.5. "
@@ -165,21 +163,8 @@ def select(ids: list[str]) -> list[Claim]:
 
 
 def explain(words: list[str]) -> str:
-    """The claims with these ids and their proofs, the claims about an equation, or the notation."""
-    text = " ".join(words)
-    if text == "symbols":
-        return proofs()["Notation"]
-    if not text.startswith("Eq. "):
-        return "\n\n".join(map(prove, select(words)))
-    equation = re.compile(rf"{re.escape(text)}\b")
-    found = [
-        wrap(f"{claim.id:6}{claim.text[0]}", indent=6)
-        for claim in CLAIMS
-        if equation.search(" ".join(claim.text[:2]))  # statement and source
-    ]
-    return (
-        "\n".join(found) or f"No claim is about {text}. PAPERS.md lists the equations that we know."
-    )
+    """The claims with these ids and their proofs, or the notation."""
+    return proofs()["Notation"] if words == ["symbols"] else "\n\n".join(map(prove, select(words)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -188,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", metavar="ID", help="these claims: C9 C16")
-    add("--explain", nargs="+", metavar="ID", help="print proofs; or Eq. 17, or symbols")
+    add("--explain", nargs="+", metavar="ID", help="print proofs; or symbols")
     options = parser.parse_args(argv)
     if options.explain:
         print(explain(options.explain))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import losses
-from claims.evidence import NOTICEABLE, claim, pushes_of
+from claims.evidence import NOTICEABLE, Draw, claim, pushes_of
 from claims.formulas import FORMULAS, fitting
 
 REGIMES = {  # spread and offset of the ratios, and whether lengths are equal
     "on-policy, equal T_i": (0, 0, True),
     "on-policy, unequal T_i": (0, 0, False),
-    "off-policy, inside the clip": (0.15, 0, True),
-    "off-policy, outside it": (0.3, 0.35, True),
+    "off-policy, within 16%": (0.15, 0, True),
+    "off-policy, beyond 30%": (0.3, 0.35, True),
 }
 AUDIT = {  # regime by regime: 0 if pushes cancel, x if they do not
     "reinforce": "0000",
@@ -33,6 +35,18 @@ AUDIT = {  # regime by regime: 0 if pushes cancel, x if they do not
     "lopti_low": "000x",
     "lopti_high": "000x",
 }
+
+
+def net_pushes(loss: Callable, draws: list[Draw], spread, offset, equal_lengths) -> list[float]:
+    """|sum_i c_i| / sum_i |c_i| at the fully shared nodes that are pushed at all."""
+    net = []
+    for draw in draws:
+        if draw.equal_lengths == equal_lengths:
+            batch = draw.batch(spread, offset)
+            c = draw.at_shared(pushes_of(loss(batch), batch))  # (K, G)
+            size = c.abs().sum(1)
+            net += (c.sum(1).abs() / size)[size > 0].tolist()
+    return net
 
 
 @claim("AUDIT", *FORMULAS)
@@ -57,17 +71,11 @@ def audit(name, draws, evidence):
     lopti_high takes every token (eta = 0). A group must be in one update, because the advantages of
     a part of it do not sum to 0.
     """
-    loss = getattr(losses, name)
-    cells = []
+    loss, cells = getattr(losses, name), []
+    loss = partial(loss, **fitting(loss))
     regimes = itertools.zip_longest(REGIMES.values(), AUDIT.get(name, ""))
     for (spread, offset, equal_lengths), expected in regimes:
-        net = []
-        for draw in draws:
-            if draw.equal_lengths == equal_lengths:
-                batch = draw.batch(spread, offset)
-                c = draw.at_shared(pushes_of(loss(batch, **fitting(loss)), batch))  # (K, G)
-                size = c.abs().sum(1)
-                net += (c.sum(1).abs() / size)[size > 0].tolist()
+        net = net_pushes(loss, draws, spread, offset, equal_lengths)
         cells.append(sum(net) / max(1, len(net)))
         if expected == "0":
             evidence.equal([0] * len(net), net)

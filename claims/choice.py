@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Draw, ascent, claim
+from claims.evidence import Draw, claim
 from claims.formulas import DFPO, average_of, fitting
 from toy.worlds import Outcome, World
 
@@ -42,7 +42,7 @@ def random_worlds(draws: list[Draw], binary: bool) -> Iterator[World]:
 def measure_push(name: str, world: World, scale: str, logits: Tensor | None = None) -> Tensor:
     """On the logit of each strategy, at the world's shares or at other logits. (strategies,)."""
     logits = world.logits() if logits is None else logits
-    return ascent(getattr(losses, name)(world.expected_batch(logits, scale)), logits)
+    return world.expected_push(getattr(losses, name), scale, logits)
 
 
 def predict_push(name: str, world: World, scale: str) -> list[float]:
@@ -146,6 +146,6 @@ def c19(name, draws, evidence):
         for scale in ("mean", "std"):
             push = predicted * new * (1 - new) * factor(world.G, b, scale)
             logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
-            old = world.expected_batch(world.logits(), scale)  # groups of the old policy
-            batch = replace(old, logp=logits.log_softmax(0)[world.way][:, None])
-            evidence.equal([push, -push], ascent(loss_fn(batch, **fitting(loss_fn)), logits))
+            loss = partial(loss_fn, **fitting(loss_fn))
+            measured = world.expected_push(loss, scale, logits, old=world.logits())
+            evidence.equal([push, -push], measured)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.evidence import TOLERANCE, Draw, ascent, claim, pushes_of
+from claims.evidence import TOLERANCE, Draw, claim, pushes_of
 from claims.formulas import DFPO, UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
 
@@ -67,12 +67,9 @@ def c22(name, draws, evidence):
                 evidence.equal(0, net, what="the net push")
 
 
-def expected_updates(loss_fn: Callable, toy: Toy, off_policy: bool, scale: str) -> list[Tensor]:
+def expected_updates(loss: Callable, toy: Toy, off_policy: bool, scale: str) -> list[Tensor]:
     """Without `prefix_baseline` and with it. (V, D) both."""
-    batch = toy.batch(off_policy, scale=scale)
-    loss = loss_fn(batch)
-    compared = losses.prefix_baseline(loss, batch, toy.groups.nodes)
-    return [ascent(x, toy.policy.W) for x in (loss, compared)]
+    return [toy.expected_update(loss, off_policy, scale, x) for x in (False, True)]
 
 
 @claim(
@@ -157,7 +154,7 @@ def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: T
     """The noise with `prefix_baseline` over the noise without it, if each of n answers takes a
     strategy, which is learned, and then an end. The loss is grpo without a clip, with A = R.
     """
-    groups = Groups(outcomes, n)
+    groups = Groups([outcomes], n)
     logp, logp_old = torch.zeros(2, *groups.mask.shape, dtype=torch.float64)
     logp[:, 0] = logits.log_softmax(0)[groups.way]
     logp_old[:, 0] = logits_old.log_softmax(0)[groups.way]

@@ -251,17 +251,19 @@ class Draw:
             spread = 5 * spread
         return spread * self.noise + offset * self.noise.sign()
 
-    def batch(self, spread: float = 0.0, offset: float = 0.0, adv=None) -> Batch:
+    def batch(
+        self, spread: float = 0.0, offset: float = 0.0, adv=None, garbage: float = GARBAGE
+    ) -> Batch:
         """These answers as a Batch; adv is (N,) or (N, T), the draw's own if None."""
         adv = self.adv if adv is None else adv
         return Batch(
-            logp=self.fill(self.logp),
-            logp_old=self.fill(self.logp.detach() - self.log_ratio(spread, offset), -GARBAGE),
+            logp=self.fill(self.logp, garbage),
+            logp_old=self.fill(self.logp.detach() - self.log_ratio(spread, offset), -garbage),
             adv=self.fill(adv if adv.dim() == 2 else self.rows(adv)),
             mask=self.mask.clone(),
             group_size=self.G,
             max_tokens=self.max_tokens,
-            logp_ref=self.fill(self.logp_ref, 3 * GARBAGE),
+            logp_ref=self.fill(self.logp_ref, 3 * garbage),
         )
 
     def group(self, i: int) -> range:

@@ -85,15 +85,14 @@ class Readout:
         return scores, own
 
 
-@claim("M6", "nthr", "nthr_random")
+@claim("M6", "nthr")
 def m6(name, draws, evidence):
-    """NTHR multiplies by eta the negative advantages of wrong tokens that score above tau. Its
-    control multiplies as many of them, chosen at random.
+    """NTHR multiplies by eta the negative advantages of wrong tokens that score above tau.
 
     Source: NTHR sec. 5.2, Algorithm 1, App. 7.3 (P); the self term is open
 
-    Measured: both rules against a loop over answers, with random scores, for both readings of the
-    self term and three eta. For the control: how many tokens of each answer, and their factor.
+    Measured: the rule against a loop over answers, with random scores, for both readings of the
+    self term and three eta.
 
     Proof: by definition. N4 says what the score is, and why a high one harms. The threshold tau is
     beta times the smallest mean score of a correct answer in the group. By default beta = 1 and eta
@@ -108,8 +107,7 @@ def m6(name, draws, evidence):
         readout = Readout(draw)
         correct = readout.correct
         scores, own_scores = (draw.fill(x) for x in draw.randn(2, *draw.mask.shape))
-        gen = torch.Generator().manual_seed(draw.seed)
-        old = losses.OldPolicy(**readout.facts, gen=gen, scores=scores, own_scores=own_scores)
+        old = losses.OldPolicy(**readout.facts, scores=scores, own_scores=own_scores)
         adv = torch.where(draw.mask, draw.randn(*draw.mask.shape), -1)
         measured = getattr(losses, name)(adv, old, **hyper)
         counted = scores if "self_term" in hyper else scores - own_scores
@@ -120,10 +118,6 @@ def m6(name, draws, evidence):
                 means = [counted[j, : draw.T[j]].mean() for j in right]
                 tau = hyper.get("beta", 1) * min(means)
                 softened = draw.mask[i] & (scores[i] > tau) & (adv[i] < 0)
-                if name == "nthr_random":
-                    by_chance = draw.mask[i] & (measured[i] != adv[i])
-                    evidence.equal(softened.sum(), by_chance.sum(), what="how many are softened")
-                    softened = by_chance
                 eta = hyper.get("eta", 2 * abs(0.5 - len(right) / draw.G))
                 predicted[i, softened] *= eta
         evidence.equal(predicted, measured, what=f"an advantage with {hyper or 'the defaults'}")

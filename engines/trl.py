@@ -7,18 +7,26 @@ micro-batches and processes are gathered, and the loss is taken once. The pushes
 then carried through the model piece by piece, as train.py's update does. So value and gradient are
 those of losses.py for any number of processes and accumulation steps.
 
+What is scored must be what was sampled. So dropout is switched off, positions do not count padding,
+and the first rollout compares the log-probs of both.
+
 Cost: with K accumulation steps, an optimiser step scores K - 1 micro-batches once more, without
-gradient. Dropout is switched off, because the two passes would differ. Written against TRL 1.16,
-for text without tools.
+gradient. Written against TRL 1.16, for text without tools.
 """
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
+from unittest import mock
 
 import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_tensor_dict
 
 from losses import (
@@ -53,11 +61,20 @@ class Trainer(GRPOTrainer):
         **named,
     ):
         self.method = method_for(args, method, hyper or {})
-        self.prefix_baseline = prefix_baseline
+        self.prefix_baseline, self.is_compared = prefix_baseline, False
         args.disable_dropout = True
-        super().__init__(model, reward_funcs, args, *more, **named)
+        with reference_of(model):
+            super().__init__(model, reward_funcs, args, *more, **named)
         if self.aux_loss_enabled:
             raise ValueError("--router_aux_loss_coef 0: no loss here balances a mixture's experts")
+        for each in filter(None, (self.model, self.ref_model)):
+            score_as_sampled(each)
+
+    def _generate_single_turn(self, prompt_ids, *more):
+        if not (self.is_compared or self.use_vllm or self.use_transformers_continuous_batching):
+            self.is_compared = True
+            check_gap(self, max(prompt_ids, key=len))
+        return super()._generate_single_turn(prompt_ids, *more)
 
     def _calculate_rewards(self, *args):
         rewards = super()._calculate_rewards(*args)  # (rows of all processes, reward functions)
@@ -74,6 +91,8 @@ class Trainer(GRPOTrainer):
             # TRL's own, but for groups with equal rewards: there rounding leaves it a little, and
             # dapo counts the groups that are not 0.
             A = group_advantages(self.rewards, self.num_generations, self.method.scale)
+            is_equal = (A.view(-1, self.num_generations) == 0).all(1)  # (groups,)
+            self._metrics["train"]["frac_reward_zero_std"][-1] = is_equal.float().mean().item()
             rows["advantages"] = of_this_process(self, A, len(inputs))
             rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
         return rows
@@ -161,6 +180,79 @@ def of_this_process(trainer: GRPOTrainer, x: Tensor, count: int) -> Tensor:
     return x[start : start + count]
 
 
+# ---------------- what is scored must be what was sampled
+
+
+def reference_of(model):
+    """Within it, TRL's reference for a KL term is a copy of the model that was passed.
+
+    TRL would load it anew from where that model came from, although it may have changed since.
+    """
+    if isinstance(model, str):
+        return nullcontext()
+    return mock.patch.object(
+        grpo_trainer, "create_model_from_path", lambda *_, **__: deepcopy(model)
+    )
+
+
+def score_as_sampled(model: torch.nn.Module):
+    """Scoring drops nothing out, and its positions do not count padding, as in `generate`."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            # Attention's is a number, which disable_dropout does not see; so is a router's noise.
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+    def add_positions(_, args, inputs):
+        if inputs.get("fused_lm_head"):  # TRL scores
+            position = inputs["attention_mask"].cumsum(1) - 1
+            inputs = {"position_ids": position.clamp(min=0)} | inputs
+        return args, inputs
+
+    base = getattr(model, "get_base_model", lambda: model)()  # LoRA wraps it
+    if "position_ids" in inspect.signature(base.forward).parameters:
+        model.register_forward_pre_hook(add_positions, with_kwargs=True)
+
+
+@torch.no_grad()
+def check_gap(trainer: Trainer, prompt: list[int]):
+    """Refuse a model, or a sampler, whose answers are scored as if another policy had given them.
+
+    A few tokens are sampled as TRL samples. Their log-probs under that sampler, with top_p and the
+    like, are compared with those that the loss will read. In fp32 they differ by 1e-6, in bf16 by
+    about 0.03 nats a token, which is rounding.
+    """
+    device, config = trainer.accelerator.device, deepcopy(trainer.generation_config)
+    config.update(max_new_tokens=8, output_scores=True, return_dict_in_generate=True)
+    ids = torch.tensor([prompt] * 8, device=device)  # (8, W)
+    seen = torch.ones_like(ids)
+    seen[4:, : len(prompt) // 2] = 0  # as padding
+    with (
+        # A run draws the same random numbers whether or not it was resumed: these do not count.
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        unwrap_model_for_generation(
+            trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
+        ) as model,
+        trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+    ):
+        out = model.generate(ids, attention_mask=seen, generation_config=config)
+    tokens = out.sequences[:, len(prompt) :]  # (8, T)
+    logp = torch.stack(out.scores, 1).float().log_softmax(-1)  # (8, T, V)
+    sampled = logp.gather(2, tokens[..., None]).squeeze(2)
+    seen = torch.cat([seen, torch.ones_like(tokens)], 1)  # here what follows an end counts as well
+    scored, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, out.sequences, seen, tokens.shape[1]
+    )
+    gap = (scored - sampled)[~sampled.isneginf()].abs().mean().item()  # an end may be filtered out
+    kind = device.type, model.dtype, trainer.accelerator.mixed_precision
+    is_exact = kind == ("cpu", torch.float32, "no")
+    if not gap < (1e-3 if is_exact else 0.3):  # a nan, too
+        raise ValueError(
+            f"sampled and scored log-probs differ by {gap:.3g} nats a token, so no update is made; "
+            "no loss here knows of top_p, min_p and the like, in flags or generation_config.json"
+        )
+
+
 # ---------------- what is refused: settings that would change what is learned, or do nothing
 
 # These shape TRL's own losses. Nothing here would read them.
@@ -188,15 +280,15 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     Raises ValueError, in one line, for a method, hyperparameter or setting that cannot be honoured.
     """
     method = bind(name, hyper)
-    if method.needs_scores or method.repair:
-        raise ValueError(f"--method {name} needs train.py: hidden states, or a second rollout")
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in UNREAD and value != field.default:
             raise ValueError(
                 f"--{field.name} {value} has no effect here: the loss is --method's, with --hyper"
             )
-    scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
+    words = {"True": "group", "False": "none"}  # a command line's, of which TRL knows the bools
+    config.scale_rewards = words.get(config.scale_rewards, config.scale_rewards)
+    scale = {"group": "std", "none": "mean", "batch": "batch"}.get(config.scale_rewards)
     if method.scale == "mean" and scale == "std":  # TRL's default; who wants the mean must say so
         raise ValueError(f"--method {name} needs --scale_rewards none, or batch")
     accumulation = config.gradient_accumulation_steps
@@ -210,10 +302,6 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
     if config.num_iterations % passes:  # each pass goes over the generation
         raise ValueError(f"--method {name} needs --num_iterations {passes} or a multiple")
     if config.beta:
-        if "kl" not in method.hyper:
-            raise ValueError(f"--beta {config.beta} needs --method grpo, which has a KL term")
         kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl}
-        method = bind(name, hyper | kl)
-    elif method.hyper.get("kl"):  # TRL would load no reference
-        raise ValueError("--hyper kl: the KL term is --beta's here")
+        method = bind(name, hyper | kl)  # which says if the method has no KL term
     return replace(method, scale=scale)

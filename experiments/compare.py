@@ -30,6 +30,7 @@ only one of them repairs) and the order of their prompts.
 from __future__ import annotations
 
 import argparse
+import glob
 import itertools
 import re
 import shlex
@@ -47,7 +48,7 @@ from llm.runs import count_cores, read_config
 from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
-INCIDENTAL = ["seed", "out", "resume", "resumed", "threads", "micro_rows", "fast"]
+INCIDENTAL = ["seed", "out", "resume", "resumed", "threads", "micro_rows", "fast", "track"]
 
 
 def main(argv: list[str] | None = None):
@@ -59,24 +60,27 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--out", default="runs/compare")
     at_once = 1 if torch.cuda.is_available() else count_cores()
     parser.add_argument("--at-once", type=int, default=at_once)
-    parser.add_argument("--runs", nargs="+", type=Path)
+    parser.add_argument("--runs", nargs="+")
     parser.add_argument("--plot")
     parser.add_argument("--curves", nargs="+", default=["reward", "greedy", "entropy"])
     options, shared = parser.parse_known_args(argv)
     if options.runs and shared:
         parser.error(f"--runs trains nothing, so it takes no {shared[0]}")
     seeds = range(options.seed, options.seed + options.seeds)
-    folders = options.runs or train_all(options.method, seeds, shared, options.out, options.at_once)
-    folders = list(dict.fromkeys(folders))  # the first may be named again by a *
-    finished = [folder for folder in folders if is_finished(folder)]
+    if options.runs:  # not every shell expands a star
+        folders = [Path(x) for given in options.runs for x in sorted(glob.glob(given)) or [given]]
+        folders = [x for x in dict.fromkeys(folders) if (x / "metrics.jsonl").exists()]
+    else:
+        trained = train_all(options.method, seeds, shared, options.out, options.at_once)
+        folders = [folder for folder in trained if is_finished(folder)]
+        for folder in sorted({*trained} - {*folders}):
+            print(f"left out: {folder} is not a finished run; see {folder}.log")
     for folder in filter(is_outdated, folders):
         anew = "to train anew, delete the folder or choose another --out"
         print(f"{folder} was trained with a different version of its task file: {anew}")
-    for folder in sorted({*folders} - {*finished}):
-        print(f"left out: {folder} is not a finished run; see {folder}.log")
-    if not finished:
-        sys.exit("error: there is no finished run to read")
-    runs = read_runs(finished)
+    if not folders:
+        sys.exit("error: there is no run to read")
+    runs = read_runs(folders)
     print(make_tables(compute_outcomes(runs, options.curves)))
     if options.plot:
         draw(runs, options.curves).savefig(options.plot)
@@ -123,16 +127,15 @@ def is_finished(folder: Path) -> bool:
 
 
 def is_outdated(folder: Path) -> bool:
-    """Whether the task's file has changed since the run began. The run has a copy, task.py."""
-    copy = folder / "task.py"
-    if not copy.exists():  # one of our own tasks
-        return False
+    """Whether the task's file has changed since the run began. The run has a copy."""
     file = Path(read_config(folder)["task"])
-    return file.exists() and file.read_bytes() != copy.read_bytes()
+    copy = folder / f"task{file.suffix}"  # none of our own tasks
+    return copy.exists() and file.exists() and file.read_bytes() != copy.read_bytes()
 
 
 def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
-    """A method's name has all flags in which the runs differ."""
+    """A method's name has all flags in which the runs differ, what --resume changed, and how far a
+    run went that is not finished."""
     configs = [read_config(folder) for folder in folders]
     flags = pd.DataFrame(configs).drop(columns=[*INCIDENTAL, "method"], errors="ignore")
     differing = [key for key in flags if flags[key].nunique() > 1]
@@ -140,7 +143,13 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     for folder, config in zip(folders, configs, strict=True):
         given = [key for key in differing if config[key] != "" and config[key] is not False]
         settings = [key if config[key] is True else f"{key} {config[key]}" for key in given]
+        for change in config["resumed"]:
+            for key in change.keys() - {*INCIDENTAL, "after_step"}:
+                old, new = change[key]
+                settings.append(f"{key} {old} -> {new} after step {change['after_step']}")
         lines = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
+        if not is_finished(folder):
+            settings.append(f"{lines.index[-1]} of {config['steps']} steps")
         run = ", ".join([config["method"], *settings]), config["seed"]
         if run in runs:
             sys.exit(f"error: {folder} is a second run of {run[0]} with seed {run[1]}")
@@ -199,7 +208,7 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
             axis.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.2)
         axis.set(title=key, xlabel="step")
         if key in ("sampled", "greedy"):
-            axis.set_ylabel("share right")
+            axis.set_ylabel("mean reward, held out")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 

@@ -1,92 +1,104 @@
 r"""The GSM8K task (Cobbe et al. 2021): word problems, their prompt, and an exact verifier.
 
-The verifier reads the last '####' with nothing but a number on its line, else the last \boxed{...},
-else the last number. A bare '####' marks the line that follows it.
-Nothing is read after a line that starts with 'Question:', where a base model poses itself the next
-problem, unless there is no number before it.
-- Around the number of a '####' there may be a sign, a currency and a unit: '-$1,234.00 a year' is
-  -1234. A heading such as '#### Step 2: halve it' or '#### 2. Halve it' is no answer.
-- A box must hold exactly one number: \boxed{3/4} is nothing.
-- A number is ASCII digits with optional sign, thousands groups and decimals. Letters may touch its
-  end (42kg), and nothing else may: '1,2', '42e3', 'x42' and '4½' are no numbers. 50% is 50.
-- What may be half of an expression ('5-3', '10–12', '3 / 4', '72 000') is nothing, and so is a
-  number whose sign is unclear ('10 - 7', or '- 7' in running text). 42k and 42nd are not 42.
+The verifier reads one number. The first of these places that a text has decides:
+
+1. behind the first '####' that a number follows; headings such as '#### Step 2' and '#### 2. Add'
+   do not count,
+2. behind the last \boxed that is not empty,
+3. behind the last 'answer is' or 'answer:' that a number follows,
+4. at the end, the last number of all.
+
+Behind a mark the first number is the answer, and what follows it does not count. If that is no
+plain number, there is no answer. Of an equation, the result is read.
+
+- A number is ASCII digits with optional sign, thousands groups and decimals. Symbols may touch it
+  ('-$1,234.00'), a unit may follow it in any script (42kg, 42元), and 50% is 50.
+- What may be part of something else is no answer: '3/4', '10 - 7', '72 000', '1,2', '42e3', 'x42',
+  '4½', '42k', '42nd', '42 million'. Neither is a number whose sign is unclear ('- 7', '-₹ 7').
+- A base model may continue with the next problem. Nothing is read after a line that starts with
+  'Question:', 'Q:', 'Human:' or 'User:', unless there is no number before it.
 """
 
 import json
 import re
 from collections.abc import Iterable
 from decimal import Decimal
-from itertools import accumulate, repeat
 from pathlib import Path
 
 from toy.arithmetic import BaseTask, Item
 
 VOCAB_SIZE = 2048
-# The ways in which models write one thing are made one, in this order.
-SPELLINGS = (
-    # hyphens, dashes and minus signs of all kinds; whether one is a sign is decided later
-    (r"[\u00ad\u02d7\u2010-\u2015\u2043\u207b\u208b\u2212\u2796\ufe58\ufe63\uff0d]", "-"),
-    (r"(?i:minus|negative)\b", "-"),
-    (r"\\(?:text|math)(?:bf|it|rm|sf|tt)?(?![A-Za-z])", ""),  # \text{...} around a number or a unit
-    # between digits: LaTeX's {,} and ,\! and \, and the spaces that are no plain space
-    (r"(?<=[0-9]) ?(?:\{,\}|,?\\[,:;! ]|[~\u00a0\u2007-\u200a\u202f]) ?(?=[0-9])", ","),
-    (r"(?<=[A-Za-z])(\}?)\^(?:\{-?[0-9]+\}|-?[0-9]+)", r"\1"),  # a unit's exponent, m^2
+# Hyphens, dashes and minus signs of all kinds become one. Whether it is a sign is decided later.
+DASHES = "\u00ad\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2043\u207b\u208b\u2212\u2796"
+DASHES = dict.fromkeys(map(ord, DASHES + "\ufe58\ufe63\uff0d"), "-")
+# Between digits: LaTeX's {,} and \, and ,\! and the spaces that are no plain space.
+THOUSANDS = r"(?<=[0-9]) ?(?:\{,\}|,?\\[,:;! ]|[~\u00a0\u2007-\u200a\u202f]) ?(?=[0-9])"
+EXPONENT = r"(?<=[A-Za-z])\}?\^\{?[0-9]+\}?"  # of a unit: m^2
+NEXT = r"\n[^\w\n]*(?:Question|Q|Human|User)\W*:"
+
+# The marks, and which of several counts: the first (0) or the last (-1). Only symbols may stand
+# between a mark and its number, and after '####' also a currency's code or \text{. A point, a
+# bracket or a dash between the number and more text makes a heading of '####'; so does a colon.
+HEADING = r".*:|[^\w\n]{0,9}[0-9]+(?:[.)] +\S| - *[^\W\d])"
+MARKS = (
+    (rf"(?<!#)####+(?!#|{HEADING})(?=\W{{0,9}}(?:(?:[A-Z]{{2,3}}|Rs|\\[a-z]+)\W+)?[0-9])", 0),
+    (r"\\boxed(?!\{ *\})", -1),
+    (r"(?i:answer)\**(?: is|:)(?=[^\w\n]{0,9}[0-9])(?!.*=)", -1),
 )
-# Thousands groups or plain digits, then decimals. What follows must not make another number of it.
-NUMBER = r"((?=\.?[0-9])(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*|0)?(?:\.[0-9]+)?)"
-NUMBER += r"(?!(?:st|nd|rd|th|[kKMB])\b|\W*(?:hundred|thousand|[mb]illion))"
-NUMBER += r"(?!\s*[\u00bc-\u00be\u2150-\u215e])"  # the half of 4½
-# The line of a '####': symbols with a sign among them, a currency's code, the number, and its unit.
-# A point, a colon, a bracket or a dash before a word makes a heading of it.
-MARKED = r"[^\w-]*(?:(-)[^\w-]*)?(?:(?:[A-Z]{1,3}|Rs)[^\w-]+)?(?<![.,])"
-MARKED = re.compile(MARKED + NUMBER + r"(?:\W*|[^\w.:)-]*[A-Za-z][^0-9:]{0,40})")
-# Elsewhere the last digits are looked at together with all that touches them, so that a piece of a
-# malformed number never counts. [0-9] because \d takes any script's digits.
-DIGITS = re.compile(r"\.?[0-9][0-9.,]*")
-WHOLE = re.compile(NUMBER + r"[A-Za-z_.,]*(?![\w.,])")
-# What touches them on their left: neither digit nor dash, or symbols with one dash, the sign.
-TOUCHING = re.compile(r"(?:[^\d-]*[^\w.,^-])?|[^\w-]*(-)[^\w.,-]*")
-# A word before them that makes them half of an expression, or may hold their sign ('-USD 42').
-JOINED = re.compile(r"^\W*-|[-+/×÷^0-9]\**$|[0-9]\\|^(?:\*|x|\\times|\\cdot|\\div)$")
+# A number with all that may make another number of it.
+OPERATOR = r"(?:[-+*/×÷^x]|\\times|\\cdot|\\div|(?i:plus|minus|negative|times))[^\S\n]+"
+RUN = re.compile(
+    rf"""(?:(?<![^\s=])|(?<=>>)(?!>))  # a word begins, or what an equation gives
+    # an operator before the number, or a word that may hold its sign
+    (?:{OPERATOR}|[^\w\s=>-]*-[^\s>]*[^\S\n]+)?
+    [^\s=0-9]*[0-9]  # all that touches it, to its first digit
+    # more digits in this word, or in the next one
+    (?:[^\s=>]*[0-9]
+      |(?:[-+*/×÷^,]|\\[a-z]+)*[^\S\n]+(?:{OPERATOR})?[^\w\s(=>]*[0-9])*
+    (?:(?:st|nd|rd|th|[kKMB])\b|\W*(?:hundred|thousand|[mb]illion)|[万萬億亿千만억천]
+      |\s*[\u00b2\u00b3\u00b9\u00bc-\u00be\u2150-\u215e])?""",
+    re.VERBOSE,
+)
+# A run that is one number. Before its digits there is a sign among symbols, or anything without a
+# dash that does not end in a Latin letter. [0-9] because \d takes any script's digits.
+NUMBER = re.compile(
+    r"(?:[^\w\s-]*(-(?:[A-Z]{2,3} ?)?|(?i:minus|negative) )[^\w\s.]*"
+    r"|[^\s0-9-]*(?<![A-Za-z_.,^])(?<!sqrt\{))"
+    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
+)
 
 
 def extract(text: str) -> str | None:
-    """The text's answer as sign and digits, "-1234.50"; None if there is no clear one.
+    """The text's answer as sign and digits, "-1234.50"; None if there is no clear one."""
+    text = text.translate(DASHES)
+    text = re.sub(EXPONENT, "", re.sub(THOUSANDS, ",", text))
+    own = re.split(NEXT, text)[0]
+    text = own if re.search("[0-9]", own) else text
+    runs = [*RUN.finditer(text)][-1:]
+    for mark, which in MARKS:
+        if places := re.split(mark, text)[1:]:
+            runs = RUN.finditer(places[which])
+            break
+    for run in runs:
+        if number := NUMBER.fullmatch(run[0]):
+            return "-" * bool(number[1]) + number[2].replace(",", "")
+        if not run.string[run.end() :].lstrip().startswith("="):
+            break  # an expression, and no equation
+    return None
 
-    Linear time; never raises.
-    """
-    for spelling, plain in SPELLINGS:
-        text = re.sub(spelling, plain, text)
-    own = text.partition("\nQuestion:")[0]  # a base model may continue with the next problem
-    text = own if DIGITS.search(own) else text
-    for region in reversed(text.split("####")[1:]):
-        line = region.replace(r"\boxed", "").strip().partition("\n")[0]
-        if marked := MARKED.fullmatch(line):
-            return (marked[1] or "") + marked[2].replace(",", "")
-    before, box, region = text.rpartition(r"\boxed{")
-    if box:
-        depths = [*accumulate(map({"{": 1, "}": -1}.get, region, repeat(0))), -1]
-        region = region[: depths.index(-1)]  # a box that never closes runs to the end
-        text = f"{before}|{region}"  # its sign may precede it
-    found = [*DIGITS.finditer(text)]
-    if not found or box and len(DIGITS.findall(region)) != 1:
-        return None
-    start = found[-1].start()
-    line = re.split(r"\n|=|->|→|>>", text[:start])[-1]  # what an equation gives stands for itself
-    *_, previous, touching = ["", *re.split(r"\s+", line)]
-    before, number = TOUCHING.fullmatch(touching.replace("{", "")), WHOLE.match(text, start)
-    if not before or not number or JOINED.search(previous):
-        return None
-    return (before[1] or "") + number[1].replace(",", "")
+
+def is_same_number(text: str, gold: str) -> float:
+    """1.0 if the text's answer equals the gold one exactly, else 0.0."""
+    answer = extract(text)
+    return float(answer is not None and Decimal(answer) == Decimal(extract(f"####{gold}")))
 
 
 def to_item(row: dict) -> Item:
     """A GSM8K record, its solution without calculator marks such as <<48/2=24>>."""
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
     _, mark, answer = demo.rpartition("####")
-    if not mark or len(DIGITS.findall(answer)) != 1 or extract(f"####{answer}") is None:
-        raise ValueError('"answer" has no "####" followed by one number')
+    if not mark or extract(f"####{answer}") is None:
+        raise ValueError('"answer" has no "####" followed by a number')
     return Item(row["question"], answer.strip(), demo)
 
 
@@ -139,8 +151,7 @@ class GSM8K(BaseTask):
 
     def reward(self, text: str, item: Item) -> float:
         """1.0 if the text's answer equals the gold one exactly, else 0.0."""
-        answer, gold = extract(text), extract(f"####{item.answer}")
-        return float(answer is not None and Decimal(answer) == Decimal(gold))
+        return is_same_number(text, item.answer)
 
     def plain(self, item: Item) -> str:
         """The prompt without a chat template; no token straddles the end of its last line."""

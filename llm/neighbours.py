@@ -12,12 +12,12 @@ from torch import Tensor
 from losses import OldPolicy, group_advantages
 
 
-def reshape_credit(policy, task, rollout, method, config, ask_again, gen) -> dict[str, float]:
+def reshape_credit(policy, task, rollout, method, config, ask_again) -> dict[str, float]:
     """Put rollout.adv, (N, T), under the method's credit rule. Returns more to log.
 
     Under ibpo the policy first corrects its wrong answers, and a wrong one earns a part of the
     reward if its correction is right. ask_again(problems) returns a Rollout of the policy's answers
-    to them. gen: for rules that draw at random.
+    to them.
     """
     metrics, facts, rewards = {}, {}, rollout.rewards
     if method.repair:
@@ -34,7 +34,6 @@ def reshape_credit(policy, task, rollout, method, config, ask_again, gen) -> dic
         logp=rollout.logp_old,
         rewards=rewards,
         group_size=config.group_size,
-        gen=gen,
         **facts,
     )
     if method.needs_scores:

@@ -2,7 +2,8 @@
 
     runs/NAME/.lock          of the process that writes here
               config.json    flags, and what --resume changed after which step
-              task.py        a copy of the task, if it is a file
+              task.py        a copy of the task, if it is a file; a table keeps its own ending
+              method.py      a copy of the loss, if it is a file
               metrics.jsonl  a line a step
               samples.txt    a group of answers a step, to read
               start/         the policy after the warm start
@@ -23,6 +24,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 import uuid
@@ -33,6 +35,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from tqdm import tqdm
+
+from llm import loading
 
 LOGS = ("metrics.jsonl", "samples.txt")
 say = tqdm.write  # a line above the bar, if there is one
@@ -75,12 +79,14 @@ def read_config(folder: Path) -> dict:
 
 
 def write_config(step: int, config):
-    """config.json: the flags, and under "resumed" those that --resume changed, after which step."""
+    """config.json: the flags, and under "resumed" those that --resume changed: after which step,
+    and their old and new values."""
     path, flags, resumed = Path(config.out, "config.json"), asdict(config) | {"resume": ""}, []
     if path.exists():
         before = read_config(path.parent)
         resumed = before.pop("resumed")
-        changed = {key: x for key, x in flags.items() if before.get(key) != x and key != "out"}
+        changed = {key: [before[key], x] for key, x in flags.items() if before[key] != x}
+        changed.pop("out", None)  # the folder may have been moved
         resumed += [{"after_step": step, **changed}] if changed else []
     write_aside(path, json.dumps(flags | {"resumed": resumed}, indent=1) + "\n")
 
@@ -88,10 +94,11 @@ def write_config(step: int, config):
 def copy_file(file: str, copy: Path):
     """Keep what a file of the user said when the run began, and say if it says something else."""
     if Path(file).is_file():
-        now = Path(file).read_text("utf-8")
+        now = Path(file).read_bytes()
         if not copy.exists():
-            write_aside(copy, now)
-        elif copy.read_text("utf-8") != now:
+            with replacing(copy) as part:
+                part.write_bytes(now)
+        elif copy.read_bytes() != now:
             say(f"warning: {file} has changed since this run began; {copy} is the old one")
 
 
@@ -111,7 +118,8 @@ def restore(policy, optimizer, config) -> int:
     for name in LOGS:
         write_aside(folder / name, state["logs"].get(name, ""))  # without the steps that were lost
     write_config(step, config)
-    copy_file(config.task, folder / "task.py")
+    copy_file(config.task, folder / f"task{Path(config.task).suffix}")
+    copy_file(re.sub(r"(?<=\.py):\w+$", "", config.method), folder / "method.py")
     open_tracker(config)
     if step:
         then = "goes on" if step < config.steps else "--steps adds more"
@@ -184,10 +192,18 @@ def keep_best(policy, step: int, folder: Path):
 
 
 def write_model(policy, folder: Path):
-    """In transformers' own format, so that AutoModelForCausalLM and AutoTokenizer read it."""
+    """In transformers' own format, so that AutoModelForCausalLM and AutoTokenizer read it.
+
+    What was not trained is copied as it came: another version of transformers, or a tool that wants
+    a processor beside the tokenizer, may not read what this one would write.
+    """
     with replacing(folder) as part:
-        policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)
+        for pattern in loading.BESIDE if policy.files else ():
+            for file in policy.files.glob(pattern):
+                shutil.copy(file, part)
+        policy.model.save_pretrained(part)  # with its config.json, over the one that came
+        (part / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -231,11 +247,15 @@ def open_tracker(config):
 # ---------------- what a run says
 
 
-def announce(policy, config):
-    """The first line of a run; also a rate that is too high, and files that take gigabytes."""
+def announce(policy, prompt_ids, config):
+    """The first lines of a run: what learns, and what it reads. Also a rate that is too high, and
+    files that take gigabytes. prompt_ids: (W,), of the first prompt, with -1 for padding."""
     size = sum(weight.numel() for weight in policy.model.parameters())
-    about = f"{size:,} parameters, computed in {'bf16' if policy.bf16 else 'fp32'}"
+    kind, device = "bf16" if policy.bf16 else "fp32", next(policy.model.parameters()).device.type
+    about = f"{size:,} parameters, computed in {kind} on {device}"
     say(f"{config.method} on {config.task}, {about}, lr {config.lr:g}, into {config.out}")
+    ids = prompt_ids[prompt_ids >= 0].tolist()
+    say(f"a prompt as the model reads it, {len(ids)} tokens: {policy.tokenizer.decode(ids)!r}")
     if config.model != "scratch" and config.lr > 1e-4:
         say(f"warning: --lr {config.lr:g} is high for a pretrained model; 1e-6 to 1e-5 is usual")
     # A checkpoint has the weights and AdamW's two moments, and the old one goes when the new one is
@@ -272,17 +292,38 @@ def best_of(found: list[dict]) -> dict:
     return max(found, key=lambda metrics: (metrics["greedy"], metrics["sampled"]))
 
 
-def summarize(folder: Path):
-    """Did it work? The last line has the change of the greedy reward, and where it was best."""
-    found = evaluations(folder)
+def quote(path: Path) -> str:
+    """For a shell, on Windows as well."""
+    return f'"{path}"' if " " in str(path) else str(path)
+
+
+def say_how_to_resume(folder: Path):
+    """After Ctrl-C. What came after the last checkpoint is lost."""
+    lines = read_metrics(folder)
+    last = [line["step"] for line in lines if "greedy" in line and line["step"]]
+    lost = lines[-1]["step"] - last[-1] if last else "all"
+    say(f"interrupted; {lost} steps since the last checkpoint are lost")
+    say(f"to resume: python train.py --resume {quote(folder)}")
+
+
+def summarize(folder: Path, held_out: int):
+    """Did it work? The last line has the change of the greedy reward, and where it was best.
+
+    held_out: the number of items of an evaluation.
+    """
+    lines = read_metrics(folder)
+    found, rollouts = evaluations(folder), [line for line in lines if "reward" in line]
     first, last, best = found[0], found[-1], best_of(found)
     say(f"everything is in {folder}; all flags: python train.py --help")
-    say(f"its curves: python -m experiments.compare --runs {folder} --plot curves.png")
+    say(f"its curves: python -m experiments.compare --runs {quote(folder)} --plot curves.png")
     change = last["greedy"] - first["greedy"]
     # The standard error of a difference between evaluations on different items. On the same items,
     # as here, the true one is mostly smaller.
     noise = math.hypot(first["greedy_se"], last["greedy_se"])
-    if change < -2 * noise:
+    if rollouts and all(line["equal_groups"] == 1 for line in rollouts):
+        said = "In no step did two answers to one prompt earn different rewards"
+        say(f"{said}, so there was nothing to compare. See TROUBLESHOOTING.md, It does not learn.")
+    elif change < -2 * noise:
         said = "It ends below its start by more than two standard errors"
         say(f"{said}. Is --lr too high? See TROUBLESHOOTING.md, The reward collapses.")
     elif last.get("truncated", 0.0) > 0.2:
@@ -291,6 +332,6 @@ def summarize(folder: Path):
     said = [f"{key} {first[key]:.3f} -> {last[key]:.3f}" for key in ("greedy", "sampled")]
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
-    say(f"held out: {', '.join(said)}")
+    say(f"{held_out} held-out items: {', '.join(said)}")
     where = f"{best['step']}: {folder}/model-best" if best["step"] else "0, before RL"
     say(f"greedy changed by {change:+.3f} (standard error {noise:.3f}); best at step {where}")

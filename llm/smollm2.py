@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 
@@ -28,7 +29,19 @@ def main(out: str):
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(folder, gguf_file=weights.name).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    split_as_trained(tokenizer)
+    tokenizer.save_pretrained(out)
+
+
+def split_as_trained(tokenizer):
+    r"""Let a tokenizer split a text as SmolLM2's own does: each digit alone, then GPT-2's pattern.
+
+    The file names this splitter ("smollm"), but transformers takes GPT-2's pattern for every BPE.
+    That one splits white space before a number: "\n\n1" became three tokens instead of two.
+    """
+    splitter = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer.backend_tokenizer.pre_tokenizer = splitter
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from llm.gsm8k import GSM8K, Item
 class Sums(GSM8K):
     """All 784 sums of two numbers from 2 to 29, of which 200 are held out.
 
-    They are asked, read and judged as GSM8K's problems are: the last number counts.
+    Their answers are read and judged as GSM8K's are.
     """
 
     wish = ""

@@ -1,5 +1,5 @@
 """To whoever reads a verdict of verify.py: a broken loss is refused, tables have the numbers that
-pages quote, and `--explain` finds the proof of each claim.
+pages quote, and each claim has one proof.
 
 All claims are run by `python verify.py`, which `make test` calls after the tests.
 
@@ -26,8 +26,8 @@ from toy.policy import Policy, kl
 
 ROWS = """
 gspo 0 0.075 0.007 0.348
-grpo 0.983 0.793 0.670 0.708
-cispo 1.000 0.772 0.969 0.775
+grpo 0.983 0.670
+cispo 1.000 0.969
 earns nothing; right 0.9 0.640 0.480 0.480
 good strategy, taken with 0.1; right 0.9, other 0.1 0.410 0.787 2.952
 1.5 0.040 1.280 1.097
@@ -60,13 +60,11 @@ def test_a_claim_must_agree_fail_without_its_condition_and_hold_on_extreme_trees
         Evidence().equal([1.0, 2.0], [1.0])
 
 
-def test_what_holds_is_not_printed_for_what_is_wrong(capsys, monkeypatch):
+def test_what_is_wrong_is_printed_and_is_the_exit_code(capsys, monkeypatch):
     monkeypatch.setattr(losses, "cispo", functools.partial(spoil, losses.cispo))
     assert verify.main(["--only", "C7", "C9"]) == 1
     out = capsys.readouterr().out
     assert re.findall(r"^C\d+ +\w+", out, re.MULTILINE) == ["C7    WRONG", "C9    HOLDS"]
-    assert "    5e-05" in out and "! C7: cispo: expected" in out  # the largest error is shown
-    assert "1 of 2 claims came out as expected." in out
 
 
 def test_a_function_of_a_method_that_no_claim_checks_is_named(monkeypatch):
@@ -98,7 +96,6 @@ FAULTS = [
     ("C10", "adv_orthogonal", lambda right, s, adv: right(s, adv) + 0.01 * adv),
     ("C16", "grpo", lambda right, batch: -right(batch)),
     ("C22", "prefix_baseline", lambda right, loss, batch, nodes: loss),
-    ("M6", "nthr_random", lambda right, adv, old, **hyper: adv),
     (
         "C30",
         "group_advantages",
@@ -120,31 +117,9 @@ def test_a_claim_notices_a_fault(id_, function, fault, monkeypatch):
     assert examine_on(trees, claim, name).message
 
 
-# ---------------- explanations
-
-
 def test_each_claim_has_one_proof_in_its_docstring_or_in_proofs_md():
     assert [*verify.proofs()] == ["Notation", *(claim.id for claim in CLAIMS if not claim.proof)]
-    page = " ".join(
-        re.sub("^> ?", "", verify.PROOFS.read_text("utf-8"), flags=re.MULTILINE).split()
-    )
-    for claim in CLAIMS:
-        assert claim.proof or claim.text[0].replace("*", r"\*") in page, claim.id
-    for id_, statement, proof in (
-        ("C15", "The net push on a node", "\n    sum_i w_i A_i = wbar"),
-        ("C18", "On-policy, the expected push", "**For good.**"),
-    ):
-        out = verify.explain([id_.lower()])
-        labels = re.findall(r"^(Holds only if|[A-Z][a-z]+): ", out, re.MULTILINE)
-        assert labels == ["Holds only if", "Source", "Measured", "Proof"] and proof in out
-        assert out.startswith(f"{id_}\n{statement}")
-
-
-def test_claims_are_found_by_id_or_equation_and_an_unknown_id_is_refused():
-    assert [claim.id for claim in verify.select(["c22"])] == ["C22", "C22b", "C22c"]
-    assert re.findall(r"^\w+", verify.explain(["Eq.", "17"]), re.MULTILINE) == ["C9", "C11"]
-    with pytest.raises(SystemExit, match="no claim D1; accepted: M1 .*C14"):
-        verify.explain(["D1"])
+    assert "**For good.**" in verify.explain(["c18"])
 
 
 def test_kl_is_of_the_new_policy_against_the_old_one():

@@ -18,10 +18,10 @@ from experiments import compare
 from toy.figure import interval
 
 
-def make_run(folder: Path, rewards: list[float], **flags) -> Path:
+def make_run(folder: Path, rewards: list[float], resumed=(), **flags) -> Path:
     (folder / "model").mkdir(parents=True)
-    config = train.Config(steps=len(rewards), **flags)
-    (folder / "config.json").write_text(json.dumps(asdict(config)))
+    config = asdict(train.Config(steps=6, **flags)) | {"resumed": resumed}
+    (folder / "config.json").write_text(json.dumps(config))
     lines = [dict(step=t, reward=x, greedy=t / 20, entropy=1) for t, x in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
@@ -41,13 +41,15 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     folders = [make_run(tmp_path / f"a{seed}", [seed / 2] * 6, seed=seed) for seed in range(2)]
     for seed, reward in enumerate([0.1, 0.62, 9.0]):  # the last run has no pair
         folders.append(make_run(tmp_path / f"b{seed}", [reward] * 6, seed=seed, lr=0.1))
-    (make_run(tmp_path / "cut-off", [0.1]) / "model").rmdir()
-    compare.main(["--runs", *map(str, folders), f"{tmp_path}/cut-off"])
-    left_out, _, *rows = capsys.readouterr().out.splitlines()
-    assert left_out.startswith(f"left out: {tmp_path}/cut-off ")
-    base, other, gap = (" ".join(row.split()) for row in rows)
+    resumed = [{"after_step": 1, "lr": [0.001, 0.5], "steps": [3, 6]}]
+    (make_run(tmp_path / "cut-off", [0.1] * 2, resumed, lr=0.5) / "model").rmdir()
+    compare.main(["--runs", f"{tmp_path}/*"])  # a shell may leave the star as it is
+    _, base, other, cut, gap, *_ = capsys.readouterr().out.splitlines()
+    base, other, cut, gap = (" ".join(row.split()) for row in (base, other, cut, gap))
     assert base.startswith(f"grpo, lr 0.001 2 0.250 +- {12.706 * 0.25:.3f} ")
     assert other.startswith("grpo, lr 0.1 3 ") and "none in 2 of 2" in base
+    for what in ("lr 0.001 -> 0.5 after step 1", "steps 3 -> 6 after step 1", "2 of 6 steps"):
+        assert what in cut
     assert gap.startswith(f"grpo, lr 0.1 minus grpo, lr 0.001 2 0.110 +- {12.706 * 0.01:.3f} ")
 
     with pytest.raises(SystemExit):

@@ -13,7 +13,7 @@ from conftest import TINY, load
 import train
 from toy.arithmetic import Arithmetic
 
-STEPS = ["nthr-random --prefix-baseline", "ibpo --fast", "grpo --hyper kl=0.1 --micro-rows 2"]
+STEPS = ["nthr --prefix-baseline", "ibpo --fast", "grpo --hyper kl=0.1 --micro-rows 2"]
 
 
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no GPU")

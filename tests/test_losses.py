@@ -57,7 +57,6 @@ def test_pushes_stay_finite_where_ratios_are_0():
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}  # PPO's and GRPO's; ours where a paper names none
 WIDER_CLIP = {"eps_low": 0.2, "eps_high": 0.24}  # all scripts of AR/Lopti's authors
-NTHR = {"beta": 1.0, "eta": None, "self_term": False}  # None stands for NTHR's 2|0.5 - p|
 DEFAULTS = {
     "group_advantages": {"scale": "std"},  # GRPO sec. 4.1.2
     "sequence_ratio": {"ratio": "geometric"},  # GSPO Eq. 7
@@ -79,8 +78,7 @@ DEFAULTS = {
     "lopti_low": {"eta": 0.5} | WIDER_CLIP,
     "lopti_high": {"eta": 0.5} | WIDER_CLIP,
     "advantage_reweighting": {"alpha": 0.3},  # with Lopti; 0.2 alone, 0.1 for maths
-    "nthr": NTHR,
-    "nthr_random": NTHR,
+    "nthr": {"beta": 1.0, "eta": None, "self_term": False},  # None: NTHR's 2|0.5 - p|
     "shaped_rewards": {"bonus": 0.5, "weight": 0.6},  # IBPO, second-hand
     "ibpo": {"reading": "sign"},  # ours
 }
@@ -91,7 +89,6 @@ PARTS = {
     "ar-lopti": "lopti_low lopti_high advantage_reweighting",
     "advantage-reweighting": "token_grpo advantage_reweighting",
     "nthr": "nthr_grpo nthr",
-    "nthr-random": "nthr_grpo nthr_random",
     "ibpo": "grpo ibpo shaped_rewards",
 }
 
@@ -129,7 +126,6 @@ WRONG = {
     "rows that are not whole groups": lambda: Batch(X, X, X, MASK, 3, 3),
     "near misses as good as right answers": lambda: losses.shaped_rewards(X[0], MASK[0], 2, 0.5),
     "an unknown scale": lambda: group_advantages(X[:, 0], 2, "max"),
-    "a hyperparameter that is nan": lambda: bind("nthr", {"beta": "nan"}),
 }
 
 

@@ -218,7 +218,7 @@ def test_a_run_that_has_ended_resumes_with_more_steps_and_another_rate(tmp_path,
     lines = metrics(folder)
     assert lines[:5] == before and ["greedy" in line for line in lines[4:]] == [True] * 3
     assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
-    changed = {"steps": 6, "lr": 0.002, "eval_every": 5}
+    changed = {"steps": [4, 6], "lr": [0.001, 0.002], "eval_every": [2, 5]}
     assert runs.read_config(folder)["resumed"] == [{"after_step": 4} | changed]
     assert train.learning_rate(60, train.Config()) == pytest.approx(0.001 / 60)  # no floor
 
@@ -268,9 +268,11 @@ def models_of(folder: Path) -> list[bytes]:
     return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
 
 
-def test_a_checkpoint_is_replaced_as_a_whole_and_by_finite_weights_only(tmp_path, monkeypatch):
+def test_files_are_replaced_as_a_whole_and_by_finite_weights_only(tmp_path, monkeypatch):
+    """A full disk, or a kill, leaves the last checkpoint and model."""
     folder, real = run(tmp_path / "run", "--steps", 2), torch.save
-    checkpoint, models = (folder / "checkpoint.pt").read_bytes(), models_of(folder)[:2]
+    checkpoint, start = folder / "checkpoint.pt", folder / "start"
+    before = checkpoint.read_bytes(), models_of(start), sorted(os.listdir(start))
 
     def fail(state, part):
         if "optimizer" in state:
@@ -283,11 +285,15 @@ def test_a_checkpoint_is_replaced_as_a_whole_and_by_finite_weights_only(tmp_path
         patch.setattr(torch, "save", fail)
         with pytest.raises(RuntimeError, match="No space"):
             train.main(more)
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "learning_rate", lambda step, _: 1e39 if step == 4 else 0.001)
-        assert "a weight is not finite" in refused(train.main, more)
-    assert (folder / "checkpoint.pt").read_bytes() == checkpoint
-    assert models_of(folder) == models
+        patch.setattr(runs, "first_group", lambda *_: "")
+        policy, config = load(start), train.Config(out=str(folder))
+        next(policy.model.parameters()).data[0, 0] = torch.inf
+        line = {"step": 3, "greedy": 1.0}
+        assert "step 3: a weight" in refused(runs.save, policy, None, True, line, config)
+        policy.tokenizer = None
+        with pytest.raises(AttributeError):
+            runs.write_model(policy, start)
+    assert (checkpoint.read_bytes(), models_of(start), sorted(os.listdir(start))) == before
     train.main(more)
     assert len(metrics(folder)) == 5
 
@@ -302,6 +308,9 @@ MISTAKES = """
 --task gsm8k --model scratch --data /no/such/dir: train.jsonl
 --out taken: taken
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
+--hyper kl_ratio=2: accepted: true, false
+--method gpo: method 'gpo' does not exist; accepted: reinforce, grpo,
+--method my.py: my.py
 """
 
 
@@ -332,14 +341,17 @@ def test_settings_follow_the_model_then_the_task_then_the_flags():
 
 
 def test_a_high_rate_of_a_pretrained_model_and_many_gigabytes_are_said(monkeypatch, capsys):
-    weights = [torch.empty(200_000_000, device="meta")]
-    policy = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights), bf16=True)
+    size = torch.empty(200_000_000, device="meta")
+    model = SimpleNamespace(parameters=lambda: iter([size]))
+    tokenizer = SimpleNamespace(decode=lambda ids: f"read {ids}")
+    policy = SimpleNamespace(model=model, bf16=True, tokenizer=tokenizer)
     for config in (
         train.Config(model="m", lr=2e-4, warm_steps=0),
         train.Config(model="m", lr=1e-5),
     ):
-        runs.announce(policy, config)
+        runs.announce(policy, torch.tensor([-1, 5, 0]), config)
     high, low = capsys.readouterr().out.split("grpo on ")[1:]
+    assert "in bf16 on meta" in high and "2 tokens: 'read [5, 0]'" in high
     assert "--lr 0.0002 is high for a pretrained model" in high and "is high" not in low
     # Two checkpoints of 2.4 GB while one replaces the other, the best model and perhaps the start.
     assert "needs 5.6 GB of disk, and 4.0 GB at" in high and "needs 6.4 GB" in low
@@ -431,10 +443,15 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k):
     said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
-    triple, twice = [("one", "two", "three"), "four"], [("one", "1"), ("one", "2"), "two"]
-    pairs, nested = {"one": "1", "two": "2"}, [("one", ["1"]), "two"]
-    for wrong in ("one", ["one", "one"], [1, 2], triple, twice, pairs, nested):
-        with pytest.raises(ValueError, match="two or more different texts"):
-            type("Task", (ChatTask,), {"prompts": wrong})()
+    for wrong, said in {
+        "('one', 'two', 'three'), 'four'": "prompt 1 is",
+        "('one', '1'), ('one', '2'), 'two'": "prompt 2, 'one', has a second answer",
+        "'one', 'one'": "two or more different",
+        "'one', 2": "prompt 2 is 2",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            type("Task", (ChatTask,), {"prompts": [*eval(wrong)]})()
+    with pytest.raises(ValueError, match="is a str; wanted: a list"):
+        type("Task", (ChatTask,), {"prompts": "one"})()
     gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
     assert len(metrics(run(tmp_path / "gsm8k", *flags, *gsm8k))) == 2

@@ -1,8 +1,8 @@
-"""A run of TRL with a method of ours is losses.py on whole batches: for those who train with TRL.
+"""A run of our Trainer is losses.py on whole batches, and stock TRL does what our pages say of it.
 
 A run is TRL's own `train()`: its generation, rewards, accumulation and processes. What it leaves in
 param.grad before each optimiser step must be the gradient of losses.py on all answers of that step,
-read one by one by naive.py, and so must what it logs. As a script (`torchrun --nproc-per-node 2
+read one by one, and so must what it logs. As a script (`torchrun --nproc-per-node 2
 tests/test_trl.py MODEL`) this file is one process of a run of several.
 """
 
@@ -14,9 +14,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import naive
 import pytest
 import torch
+from conftest import build
 from datasets import Dataset
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
@@ -24,13 +24,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
 from losses import METHODS, Batch, OldPolicy, bind
-from toy.arithmetic import Arithmetic
 from toy.policy import pad
-from train import Config, load_policy
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import gather_object  # noqa: E402
-from trl import GRPOConfig  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer.utils import split_tensor_dict  # noqa: E402
 
 from engines import example  # noqa: E402
 from engines.trl import Trainer  # noqa: E402
@@ -80,8 +79,9 @@ def gradient(model):
     return parameters_to_vector(x.grad for x in model.parameters())
 
 
-def make(path, rewards=(by_sum, by_length), experts=None, **options):
-    """A trainer of the model at a path. Options are the config's or its own."""
+def make(path, rewards=(by_sum, by_length), experts=None, noise=0.0, **options):
+    """A trainer of the model at a path: ours, or without a method stock TRL's. Options are the
+    config's or the trainer's. noise is added to the weights in memory."""
     config = dict(
         output_dir=tempfile.gettempdir(),
         seed=1,
@@ -96,55 +96,59 @@ def make(path, rewards=(by_sum, by_length), experts=None, **options):
         num_generations=G,
         max_completion_length=L,
         generation_kwargs={"max_new_tokens": LONGEST},
-        reward_weights=WEIGHTS,
+        reward_weights=WEIGHTS if len(rewards) == 2 else None,
         gradient_checkpointing=False,
     )
     own = {name: options.pop(name) for name in [*options] if not hasattr(GRPOConfig, name)}
     config = GRPOConfig(**example.CPU | example.ALWAYS | config | options)
     model = AutoModelForCausalLM.from_pretrained(path)
     model.config.update(experts or {})
-    return Trainer(model, list(rewards), config, Dataset.from_list(PROMPTS), **own)
+    for weight in model.parameters():
+        weight.data += noise
+    kind = Trainer if "method" in own else GRPOTrainer
+    return kind(model, list(rewards), config, Dataset.from_list(PROMPTS), **own)
 
 
 def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     """Train. Value, gradient and numbers of each step are those of losses.py."""
     trainer = make(path, method=method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
-    steps, policy = Record(trainer).steps, load_policy(Config(), Arithmetic(), path)
+    steps, model = Record(trainer).steps, AutoModelForCausalLM.from_pretrained(path)
     trainer.train()
     config, logged = trainer.args, trainer.state.log_history
     kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
     rule = bind(method, (hyper or {}) | kl)
-    scale = {"group": "std", "none": "mean", "batch": "batch"}[config.scale_rewards]
+    scale = {"group": "std", "none": "mean"}.get(config.scale_rewards, "batch")
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
 
     def read(weights, rows):
         """log pi of the taken tokens (N, T), and the entropies of all, in nats."""
-        vector_to_parameters(weights, policy.model.parameters())
-        cold = naive.tempered(policy, TEMPERATURE)
-        full = [naive.all_log_probs(cold, *row) for row in rows]  # each (T_i, V)
-        spread = torch.cat([-(x.exp() * x).sum(1).detach() for x in full])
-        taken = [x[range(len(y)), y] for x, (_, y) in zip(full, rows, strict=True)]
-        return pad_sequence(taken, batch_first=True), spread
+        vector_to_parameters(weights, model.parameters())
+        full = [model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1] for x, y in rows]
+        full = [(logits / TEMPERATURE).log_softmax(-1) for logits in full]  # each (T_i, V)
+        spread = torch.cat([-(logp.exp() * logp).sum(1) for logp in full])
+        taken = [logp[range(len(y)), y] for logp, (_, y) in zip(full, rows, strict=True)]
+        return pad_sequence(taken, batch_first=True), spread.mean().item()
 
     for k, (weights, grad, rows) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
-        answers = [y for _, y in rows]
+        tokens, mask = pad([y for _, y in rows])
         ref, old = (read(steps[at][0], rows)[0].detach() for at in (0, first))
         logp, spread = read(weights, rows)
-        tokens, mask = pad(answers)
-        adv = losses.group_advantages(total(answers), G, scale)[:, None].expand_as(logp)
+        rewards = total([y for _, y in rows])
+        A = losses.group_advantages(rewards, G, scale)
+        adv = A[:, None].expand_as(logp)
         if rule.credit:
-            adv = rule.credit(adv, OldPolicy(tokens, mask, old, total(answers), G))
+            adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
         batch = Batch(logp, old, adv, mask, G, L, ref)
         loss = rule.passes[k // pieces % len(rule.passes)](batch)
         if prefix_baseline:
             loss = losses.prefix_baseline(loss, batch, losses.prefix_nodes(tokens, mask, G))
-        policy.model.zero_grad()
+        model.zero_grad()
         loss.backward()
 
-        log, line = {"loss": loss.item(), "entropy": spread.mean().item()}, logged[k]
+        log, line = {"loss": loss.item(), "entropy": spread}, logged[k]
         assert {key: line[key] for key in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
-        expected = gradient(policy.model)
+        expected = gradient(model)
         assert expected.norm() > 1e-5
         assert (grad - expected).norm() <= 5e-5 * expected.norm()
     return trainer
@@ -159,13 +163,14 @@ def split(micro, accumulate, pieces, **options):
     )
 
 
-def test_kl_and_torn_groups(qwen_path):
+def test_kl_and_torn_groups_with_learned_positions(tmp_path):
     """Micro-batches of 4 rows tear groups of 6. The second generation's old policy is not the
-    reference. After a step, tokens lie on both sides of these clips."""
-    check_run(qwen_path, "grpo", {"eps_low": 0.15, "eps_high": 0.2}, beta=0.3)
+    reference. After a step, tokens lie on both sides of these clips. Prompts have padding, which
+    GPT-2's positions must not count."""
+    check_run(build("gpt2", tmp_path), "grpo", {"eps_low": 0.15, "eps_high": 0.2}, beta=0.3, seed=0)
 
 
-def test_passes_credit_and_prefix_baseline(qwen_path, monkeypatch):
+def test_passes_credit_and_prefix_baseline_without_dropout(tmp_path, monkeypatch):
     """A method made of all that there is. dapo leaves groups of equal rewards out; dfpo-min has one
     ratio and one weight for an answer, and divides by L; the rule reads the old policy and the
     rewards. Two optimiser steps a pass."""
@@ -175,33 +180,31 @@ def test_passes_credit_and_prefix_baseline(qwen_path, monkeypatch):
         credit=lambda adv, old: adv * old.logp * old.rewards[:, None],
     )
     monkeypatch.setitem(METHODS, "mine", mine)
+    path = build("qwen2", tmp_path, attention_dropout=0.3)
     options = split(4, 3, 6, scale_rewards="none", max_steps=5)
-    check_run(qwen_path, "mine", {"eps": 0.6}, prefix_baseline=True, **options)
+    check_run(path, "mine", {"eps": 0.6}, prefix_baseline=True, **options)
 
 
 def test_an_evaluation_has_groups_of_its_own_size(qwen_path):
-    """In the middle of a generation. Before: k3 without the ratio, and the std of the batch."""
+    """In the middle of a generation. Before: k3 without the ratio, and the std of the batch. The
+    reference is the model as it was passed."""
     options = dict(num_generations_eval=2, scale_rewards="batch")
     trainer = check_run(qwen_path, "grpo", beta=0.3, use_bias_correction_kl=False, **options)
     seen = trainer.evaluate(Dataset.from_list(PROMPTS[:5]))
     assert 0 < seen["eval_reward"] < 4
 
 
-def with_a_tool(prompts, trainer):
-    """Of each answer the tool has written the last word."""
-    n = len(prompts)
-    answers = {"completion_ids": [[6, 7]] * n, "env_mask": [[1, 0]] * n}
-    return answers | {"prompt_ids": [[5]] * n, "logprobs": None}
-
-
+TOOL = {"prompt_ids": [[5]] * 12, "completion_ids": [[6, 7]] * 12, "logprobs": None}
+TOOL["env_mask"] = [[1, 0]] * 12  # of each answer the tool has written the last word
 REFUSED = [  # what would train something else in silence, and what the line names
     (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(method="lopti", num_iterations=3), "--num_iterations 2"),
     (dict(loss_type="dr_grpo"), "--loss_type dr_grpo"),
     (split(3, 1, 2), "--steps_per_generation"),  # half a group in a step
-    (dict(rewards=[lambda completion_ids, **_: [None] * len(completion_ids)] * 2), "a number"),
-    (dict(rollout_func=with_a_tool), "tools"),
+    (dict(rewards=[lambda completion_ids, **_: [None] * len(completion_ids)]), "a number"),
+    (dict(rollout_func=lambda *_: dict(TOOL)), "tools"),
     (dict(experts={"output_router_logits": False, "router_aux_loss_coef": 0.1}), "--router_aux"),
+    (dict(top_p=0.9), r"by 0\.\d+ nats"),
 ]
 
 
@@ -209,6 +212,9 @@ REFUSED = [  # what would train something else in silence, and what the line nam
 def test_a_wrong_setting_is_refused(qwen_path, options, said):
     with pytest.raises(ValueError, match=said):
         make(qwen_path, **{"method": "grpo"} | options).train()
+
+
+# ---------------- the example
 
 
 def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
@@ -221,27 +227,130 @@ def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
     assert float(rewards[3]) > float(rewards[0]) + 0.05
 
 
-def test_the_example_pays_for_a_right_start_and_for_stopping_there():
-    assert example.reward(["3", "34", [{"content": "43"}]], ["3"] * 3) == [1.0, 0.5, 0.0]
-
-
 def test_the_example_refuses_too_few_rows():
     with pytest.raises(SystemExit, match="20 prompts, and ROWS only 10"):
         example.main(["--num_generations", "4"])
 
 
 def test_the_examples_flags_reach_the_trainer(qwen_path):
-    flags = ["--method", "dfpo-min", "--hyper", "eps=.1 ratio=product", "--prefix-baseline"]
-    ours = example.make_trainer(*example.parse(flags))
-    assert ours.method.hyper == {"eps": 0.1, "ratio": "product"} and ours.prefix_baseline
-    assert ours.args.disable_dropout
+    flags = ["--hyper", "eps_low=.1", "--prefix-baseline", "--beta", ".04"]
+    ours = example.make_trainer(*example.parse([*flags, "--scale_rewards", "False"]))
+    assert ours.method.hyper == dict(eps_low=0.1, eps_high=0.2, kl=0.04, kl_ratio=True)
+    assert ours.prefix_baseline and ours.method.scale == "mean"
 
-    flags = f"--model_name_or_path {qwen_path} --dtype bfloat16 --model_revision v2".split()
-    flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_safetensors": true}']
-    args = example.make_trainer(*example.parse(flags)).args
-    loading = {"dtype": "bfloat16", "attn_implementation": "eager", "revision": "v2"}
-    assert args.model_init_kwargs == loading | {"device_map": None, "use_safetensors": True}
-    assert args.max_steps == -1  # that of the tiny model is 60
+    flags = f"--model_name_or_path {qwen_path} --dtype bfloat16 --attn_implementation eager"
+    theirs = example.make_trainer(*example.parse(flags.split()))
+    loaded = theirs.model.dtype, theirs.model.config._attn_implementation
+    assert loaded == (torch.bfloat16, "eager")
+    assert theirs.args.max_steps == -1  # that of the tiny model is 60
+
+
+# ---------------- stock TRL
+
+KL = {"loss_type": "grpo", "beta": 0.04}
+CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default
+TWINS = [
+    ({"loss_type": "grpo"}, losses.grpo, {}),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, losses.gspo, CLIP),
+    ({"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
+    ({}, losses.token_grpo, CLIP),
+    ({"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
+    ({"loss_type": "sapo"}, losses.sapo, {}),
+    (KL, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
+    (KL | {"use_bias_correction_kl": False}, losses.grpo, {"kl": 0.04}),
+]
+
+
+def random_batch():
+    """64 answers of one to five tokens. One ratio in twenty is above 5, where cispo clips."""
+    gen = torch.Generator().manual_seed(0)
+    policy, change, ref, adv = torch.randn(4, 64, 5, generator=gen, dtype=torch.float64)
+    mask = torch.arange(5) < torch.randint(1, 6, (64, 1), generator=gen)
+    logp = (policy - 3).requires_grad_()
+    old, adv = logp.detach() - change, adv[:, :1].expand(64, 5)
+    return losses.Batch(logp, old, adv, mask, group_size=4, max_tokens=7, logp_ref=ref - 3)
+
+
+def trl_loss(path, batch, pieces=8, **settings):
+    """TRL's loss if the batch is an optimiser step that goes through the model in pieces."""
+    options = split(len(batch.adv) // pieces, pieces, pieces, num_generations=4, num_iterations=1)
+    trainer = make(path, max_completion_length=batch.max_tokens, **options | settings)
+    trainer.current_gradient_accumulation_steps = pieces
+    trainer.model.train()
+    mask, loss = batch.mask.long(), 0.0
+    rows = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), mask)
+    rows |= dict(advantages=batch.adv[:, 0], logp=batch.logp)
+    rows |= dict(old_per_token_logps=batch.logp_old, ref_per_token_logps=batch.logp_ref)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: scores
+    for piece in split_tensor_dict(rows, pieces):
+        scores = piece["logp"], -piece["logp"], None  # the second stands for the entropies
+        piece["num_items_in_batch"] = mask.sum()
+        loss = loss + trainer._compute_loss(trainer.model, piece)
+    return loss
+
+
+@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(row[0]) for row in TWINS])
+def test_value_and_gradient_are_those_of_losses_in_any_pieces(qwen_path, settings, ours, hyper):
+    batch = random_batch()
+    pair = ours(batch, **hyper), trl_loss(qwen_path, batch, **settings)
+    pushes = [losses.token_pushes(loss, batch.logp) for loss in pair]
+    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-7)  # sapo's 1.05 is float32 in TRL
+    torch.testing.assert_close(*pushes, rtol=1e-5, atol=1e-7)
+
+
+TORN = [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.2}, {"entropy_coef": 0.1}]
+
+
+@pytest.mark.parametrize("settings", TORN, ids=str)
+def test_smaller_pieces_change_the_gradient(qwen_path, settings):
+    batch = random_batch()
+    pair = [trl_loss(qwen_path, batch, pieces, **settings) for pieces in (1, 8)]
+    whole, torn = (losses.token_pushes(loss, batch.logp) for loss in pair)
+    assert (whole - torn).norm() > 1e-3 * whole.norm()
+
+
+def pay(*numbers):
+    """Two groups of eight answers."""
+    return [lambda completion_ids, **_: [*numbers] * (len(completion_ids) // len(numbers))]
+
+
+MIXED = [0.7] * 8 + [0.0, *[0.5] * 6, 1.0]
+CUT = dict(max_completion_length=1, generation_kwargs={"suppress_tokens": [1, 2, 3]})
+LOGS = [  # settings, rewards, and what is logged of the first step
+    ({}, pay(0.7), lambda x: x["frac_reward_zero_std"] == 0 < x["grad_norm"]),
+    ({}, pay(0.5), lambda x: x["frac_reward_zero_std"] == 1 and x["grad_norm"] == 0),
+    ({"method": "grpo"}, pay(*MIXED), lambda x: x["frac_reward_zero_std"] == 0.5),  # ours
+    (
+        {},
+        pay(*[0] * 8, *[1] * 8),
+        lambda x: x["frac_reward_zero_std"] == 1 and x["reward_std"] > 0.5,
+    ),
+    (CUT, pay(0), lambda x: x["completions/mean_terminated_length"] == 0),
+    (KL | {"noise": 0.1}, pay(0), lambda x: x["kl"] > 0.01),  # changed in memory
+]
+
+
+@pytest.mark.parametrize("options, rewards, is_so", LOGS)
+def test_what_a_log_says(qwen_path, options, rewards, is_so):
+    size = split(8, 2, 2, num_generations=8, num_iterations=1, max_steps=1)
+    trainer = make(qwen_path, rewards, **size | options)
+    trainer.train()
+    assert is_so(trainer.state.log_history[0])
+
+
+def test_an_evaluation_is_a_mean_over_batches(qwen_path):
+    """One of nine answers earns 1. Batches of eight and of one are as heavy."""
+    by_prompt = lambda prompts, **_: [len(prompt) % 2 for prompt in prompts]  # noqa: E731
+    rows = Dataset.from_list([{"prompt": "22"}] * 8 + [{"prompt": "4"}])
+    trainer = make(qwen_path, [by_prompt], per_device_eval_batch_size=8, num_generations_eval=1)
+    assert trainer.evaluate(rows)["eval_reward"] in (1 / 2, 1 / 16)
+
+
+def test_the_other_defaults_are_as_printed():
+    x = GRPOConfig(tempfile.gettempdir(), use_cpu=True, bf16=False)
+    assert (x.scale_rewards, x.num_iterations) == ("group", 1)
+    assert x.vllm_importance_sampling_mode == "sequence_mask"
+    assert x.vllm_importance_sampling_clip_max == 3
 
 
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="two processes: LONG=1")
@@ -258,7 +367,6 @@ def test_two_processes(qwen_path):
 if __name__ == "__main__":
     for accumulate in (1, 3):  # 9 rows a process, groups of 6
         options = split(9 // accumulate, accumulate, accumulate)
-        check_run(sys.argv[1], "ar-lopti", prefix_baseline=True, **options)
         longest = LONGEST - 4 * int(os.environ["RANK"])  # one process's answers end first
-        more = {"generation_kwargs": {"max_new_tokens": longest}}
-        check_run(sys.argv[1], "grpo", beta=0.3, **options, **more)
+        options["generation_kwargs"] = {"max_new_tokens": longest}
+        check_run(sys.argv[1], "grpo", prefix_baseline=True, beta=0.3, **options)

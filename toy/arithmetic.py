@@ -69,9 +69,15 @@ class BaseTask:
     train: list[Item]
     test: list[Item]
     settings: dict = {}  # flags of train.py whose defaults differ for this task
+    template: dict = {}  # arguments of the chat template, such as {"enable_thinking": False}
 
     def reward(self, text: str, item: Item) -> float:
         """Any finite number; 1 means right. Of the answer without its end-of-text token."""
+
+    def rewards(self, texts: list[str], items: list[Item]) -> list[float]:
+        """Of many answers at once. A judge that compares answers takes this one's place: those to
+        one prompt are next to each other, group_size of them in training."""
+        return [self.reward(text, item) for text, item in zip(texts, items, strict=True)]
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item: a user's message, if the model has a chat template."""
@@ -81,14 +87,25 @@ class BaseTask:
         return self.encode_texts(tokenizer, texts)
 
     def encode_chats(self, tokenizer, texts: list[str]) -> list[list[int]]:
-        """The ids of chats in which a user has said a text, and the model is to answer."""
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        # return_dict is spelt out because its default differs between transformers 4 and 5
-        options = {"add_generation_prompt": True, "return_dict": True}
-        try:
-            return tokenizer.apply_chat_template(chats, **options)["input_ids"]
-        except Exception as error:  # a template may want other turns, or not be valid
-            raise ValueError(f"the chat template refuses a user's message: {error}") from error
+        """The ids of chats in which a user has said a text, and the model is to answer.
+
+        Raises ValueError if the chat template loses the text, as one may that wants other turns.
+        """
+
+        def render(contents: list) -> list[str]:
+            chats = [[{"role": "user", "content": content}] for content in contents]
+            options = {"add_generation_prompt": True, "tokenize": False} | self.template
+            return tokenizer.apply_chat_template(chats, **options)
+
+        rendered = render(texts)
+        if texts[0].strip() not in rendered[0]:  # that of a model which also sees pictures
+            rendered = render([[{"type": "text", "text": text}] for text in texts])
+        for text, chat in zip(texts, rendered, strict=True):
+            if text.strip() not in chat:
+                raise ValueError(
+                    f"the chat template loses the prompt {text[:60]!r}: {chat[:200]!r}"
+                )
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def encode_texts(self, tokenizer, texts: list[str]) -> list[list[int]]:
         """The ids of texts that an answer continues: with what the tokenizer puts before a text,

@@ -11,9 +11,11 @@ cancel. The article of toy/tree.py shows such a panel for each method of the tab
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from losses import METHODS, Batch, token_pushes
 from toy.figure import parse_plot, print_table
@@ -26,23 +28,24 @@ TABLE_RATIOS = (0.51, 1.0, 1.51)
 TOP, WIDTH, HEIGHT = 2.0, 150, 110  # the largest ratio and |push| / |A|; a panel's frame
 
 
+def weigh(loss: Callable[[Batch], Tensor], ratios: Sequence[float], old: float = OLD) -> Tensor:
+    """|push| / |A| of a winner and of a loser at these ratios. (2, ratios).
+
+    Every ratio has a group of its own: two answers of one token, whose probability was old.
+    """
+    ratio = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(2)[:, None]  # (N, 1)
+    logp_old = torch.full_like(ratio, old).log()
+    adv = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(ratios))[:, None]
+    logp, mask = (logp_old + ratio.log()).requires_grad_(), torch.ones_like(adv) > 0
+    batch = Batch(logp, logp_old, adv, mask, 2, max_tokens=1, logp_ref=logp_old)
+    return (token_pushes(loss(batch), logp) / adv).view(-1, 2).T
+
+
 @cache
 def weights() -> dict[str, list[list[float]]]:
-    """|push| / |A| of the winner and of the loser at all RATIOS, for each method.
-
-    Every ratio has a group of its own: two answers of one token.
-    """
-    ratio = torch.tensor(RATIOS, dtype=torch.float64).repeat_interleave(2)[:, None]  # (N, 1)
-    old = torch.full_like(ratio, OLD).log()
-    adv = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(RATIOS))[:, None]
-    table = {}
-    for name in NAMES:
-        logp = (old + ratio.log()).requires_grad_()
-        batch = Batch(logp, old, adv, torch.ones_like(adv, dtype=torch.bool), 2, max_tokens=1)
-        weight = token_pushes(METHODS[name].passes[0](batch), logp) / adv
-        weight = weight.view(-1, 2).T.round(decimals=6)
-        table[name] = (weight + 0.0).tolist()  # -0 becomes 0
-    return table
+    """|push| / |A| of the winner and of the loser at all RATIOS, for each method."""
+    rounded = {name: weigh(METHODS[name].passes[0], RATIOS).round(decimals=6) for name in NAMES}
+    return {name: (weight + 0.0).tolist() for name, weight in rounded.items()}  # -0 becomes 0
 
 
 def point(ratio: float, weight: float) -> tuple[str, str]:

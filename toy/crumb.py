@@ -28,12 +28,14 @@ the expected reward swings.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 import losses
 from toy.figure import COLORS, make_figure, pale_line, parse_plot, print_table, save
-from toy.worlds import ADAM, PLAIN, Groups, Outcome, Row, train, way_log_probs
+from toy.worlds import Groups, Outcome, Row, adam, plain, train, way_log_probs
 
 CRUMB, RIGHT = 0.1, 0.45  # the usual strategy's reward; the rare one's probability to earn 1
 RARE_WAY = [Outcome(0, 1.0, CRUMB, 1), Outcome(1, RIGHT, 1.0, 1), Outcome(1, 1 - RIGHT, 0.0, 1)]
@@ -62,17 +64,17 @@ def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
 # ---------------- the figures
 
 
-def train_rare(scale: str) -> Tensor:
-    """The expected reward from each of STARTS. (BATCHES + 1, 3)."""
-    row, groups, starts = Row(losses.grpo, scale), Groups(RARE_WAY, G), STARTS.log()
-    path, _ = train(row, groups, way_log_probs, starts, 1, BATCHES, ADAM_RATE, ADAM)
+def train_rare(row: Row, starts: Tensor = STARTS) -> Tensor:
+    """The expected reward from each of the starts. (BATCHES + 1, starts)."""
+    groups = Groups([RARE_WAY] * len(starts), G)
+    path = train(row, groups, way_log_probs, starts.log(), 1, BATCHES, adam(ADAM_RATE))
     return expected_reward(RARE_WAY, path.softmax(2))
 
 
-def train_three(scale: str, rate: float = PLAIN_RATE, optimizer=PLAIN) -> Tensor:
+def train_three(scale: str, step: Callable[[Tensor], Tensor]) -> Tensor:
     """The shares of the strategies from each of THREE_STARTS. (THREE_BATCHES + 1, 2, 3)."""
-    row, groups, starts = Row(losses.grpo, scale), Groups(THREE_WAYS, 4), THREE_STARTS.log()
-    path, _ = train(row, groups, way_log_probs, starts, 1, THREE_BATCHES, rate, optimizer)
+    row, groups = Row(losses.grpo, scale), Groups([THREE_WAYS] * len(THREE_STARTS), 4)
+    path = train(row, groups, way_log_probs, THREE_STARTS.log(), 1, THREE_BATCHES, step)
     return path.softmax(2)
 
 
@@ -130,18 +132,18 @@ def plot_three(three: dict[str, Tensor]):
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
-    rare = {scale: train_rare(scale) for scale in SCALES}
+    rare = {scale: train_rare(Row(losses.grpo, scale)) for scale in SCALES}
     rows = {scale: [f"{x:.3f}" for x in rewards[-1]] for scale, rewards in rare.items()}
     print(f"Expected reward after {BATCHES} updates, by the rare strategy's share; G = {G}.\n")
     print_table(rows, [f"{share:.0%} at the start" for share in STARTS[:, 1].tolist()])
     print("\nThree strategies, G = 4: the end by plain gradient ascent; with Adam, the range\n")
-    three = {scale: train_three(scale) for scale in SCALES}
+    three = {scale: train_three(scale, plain(PLAIN_RATE)) for scale in SCALES}
     rows = {}
     for scale, path_of in three.items():
         ends = [f"{x:.4f}" for x in expected_reward(THREE_WAYS, path_of[-1])]
         shares = ", ".join(f"{share:.3f}" for share in path_of[-1, 0])
-        adam = train_three(scale, ADAM_RATE, ADAM)[THREE_BATCHES // 2 :]
-        swing = expected_reward(THREE_WAYS, adam)
+        late = train_three(scale, adam(ADAM_RATE))[THREE_BATCHES // 2 :]
+        swing = expected_reward(THREE_WAYS, late)
         rows[scale] = [*ends, shares, f"{swing.min():.3f} to {swing.max():.3f}"]
     columns = ["reward, start 1", "reward, start 2", "shares, start 1", "reward with Adam"]
     print_table(rows, columns)

@@ -35,7 +35,7 @@ import losses
 from losses import Batch
 from toy.figure import print_table
 from toy.policy import pad
-from toy.worlds import LOCAL, MEAN, ROWS, Row, compute_push
+from toy.worlds import LOCAL, MEAN, ROWS, Row, ascend
 
 SEEDS = 5  # start policies
 G, GROUPS, UPDATES = 8, 8, 32  # answers of a group; groups of the batch; updates on it
@@ -76,23 +76,24 @@ def repeat(row: Row, seed: int) -> Tensor:
     tokens, mask = TOKENS[picks], MASK[picks]
     A = losses.group_advantages(REWARDS[picks], G, row.scale)[:, None].expand(mask.shape)
     nodes, old = losses.prefix_nodes(tokens, mask, G), log_table(w)[tokens]
-    batch, rate = Batch(old, old, A, mask, G, mask.shape[1]), None
+    batch, rate = Batch(old, old, A, mask, G, mask.shape[1], logp_ref=old), None
+    counts = torch.full(picks.shape, 1 / len(picks), dtype=torch.float64)
     for _ in range(UPDATES):
-        push, _ = compute_push(row, batch, nodes, w, lambda w: log_table(w)[tokens])
+        push = ascend(row, batch, counts, nodes, lambda w: log_table(w)[tokens], w)
         rate = rate or SIZE / push.norm()  # all methods: first updates of one length
         w = w + rate * push
     return torch.stack([(w - start)[0].abs(), chances(start) @ REWARDS, chances(w) @ REWARDS])
 
 
-def measure(name: str) -> Tensor:
+def measure(row: Row) -> Tensor:
     """The mean of `repeat` over start policies. (3,)."""
-    return torch.stack([repeat(METHODS[name], seed) for seed in range(SEEDS)]).mean(0)
+    return torch.stack([repeat(row, seed) for seed in range(SEEDS)]).mean(0)
 
 
 def main():
     torch.set_num_threads(1)
     print(f"{UPDATES} updates on {GROUPS} groups of {G}, mean of {SEEDS} start policies\n")
-    rows = {name: [f"{x:.3f}" for x in measure(name)] for name in NAMES}
+    rows = {name: [f"{x:.3f}" for x in measure(METHODS[name])] for name in NAMES}
     print_table(rows, ["drift of the opener's log-odds", "expected reward before", "after"])
 
 

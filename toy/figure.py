@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-
-import pandas as pd
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
@@ -38,6 +37,8 @@ def parse_plot(doc: str) -> Path | None:
 
 
 def print_table(rows: dict[str, Iterable[str]], columns: Iterable[str]):
+    import pandas as pd  # here, because it takes half a second
+
     print(pd.DataFrame.from_dict(rows, orient="index", columns=[*columns]).to_string())
 
 
@@ -59,6 +60,7 @@ def format_interval(values: Iterable[float], form: str = ".3f") -> str:
 
 def make_figure(finding: str, height: float):
     """An empty figure as wide as a README. Its title is its finding, in one line."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's own; a file needs none
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -26,13 +26,15 @@ world 3 the first updates are then so large that they settle the choice before t
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
+import losses
 from toy.figure import COLORS, make_figure, parse_plot, print_table, save
 from toy.worlds import (
-    ADAM,
     BOTH,
     EXACT,
     LOCAL,
@@ -41,8 +43,10 @@ from toy.worlds import (
     Groups,
     Outcome,
     Row,
+    adam,
     plan_log_probs,
     train,
+    weighed_pushes,
 )
 
 G, BATCHES, UPDATES = 4, 120, 8
@@ -67,19 +71,27 @@ LINES = {  # of the picture
 }
 
 
-def make_groups(setting: str) -> Groups:
-    (right, wrong), chance, (worse_right, worse_wrong) = SETTINGS[setting]
-    outcomes = [
-        Outcome(0, RIGHT, 1.0, right, plan=0),
-        Outcome(0, 1 - RIGHT, 0.0, wrong, plan=0),
-        Outcome(0, 1.0, 0.0, wrong, plan=1),
-        Outcome(1, chance, 1.0, worse_right),
-        Outcome(1, 1 - chance, 0.0, worse_wrong),
-    ]
-    return Groups([outcome for outcome in outcomes if outcome.chance], G)
+@cache
+def make_groups(*settings: str) -> Groups:
+    worlds = []
+    for (right, wrong), chance, (worse_right, worse_wrong) in map(SETTINGS.get, settings):
+        outcomes = [
+            Outcome(0, RIGHT, 1.0, right, plan=0),
+            Outcome(0, 1 - RIGHT, 0.0, wrong, plan=0),
+            Outcome(0, 1.0, 0.0, wrong, plan=1),
+            Outcome(1, chance, 1.0, worse_right),
+            Outcome(1, 1 - chance, 0.0, worse_wrong),
+        ]
+        worlds.append([outcome for outcome in outcomes if outcome.chance])
+    return Groups(worlds, G)
 
 
 # ---------------- the figure
+
+
+def climb(row: Row) -> Tensor:
+    """The logits in all worlds, at the start and after every update."""
+    return train(row, make_groups(*SETTINGS), plan_log_probs, START.expand(3, -1), UPDATES, BATCHES)
 
 
 def expected_reward(setting: str, logits: Tensor) -> Tensor:
@@ -88,16 +100,28 @@ def expected_reward(setting: str, logits: Tensor) -> Tensor:
     return way * plan * RIGHT + (1 - way) * SETTINGS[setting][1]
 
 
-def find_rewards(setting: str, row: Row) -> tuple[Tensor, float]:
-    """The expected reward before each batch and after the last, (BATCHES + 1,); the tax share."""
-    path, tax = train(row, make_groups(setting), plan_log_probs, START, UPDATES, BATCHES)
-    return expected_reward(setting, path[::UPDATES, 0]), tax
+def find_rewards(path: Tensor) -> Tensor:
+    """The expected reward before each batch and after the last. (3, BATCHES + 1)."""
+    return torch.stack([expected_reward(x, path[::UPDATES, k]) for k, x in enumerate(SETTINGS)])
+
+
+def find_taxes(row: Row, path: Tensor) -> Tensor:
+    """The tax share of a batch's last update in each world, the mean over all batches. (3,)."""
+    groups, taxes = make_groups(*SETTINGS), []
+    for first, last in zip(path[:-1:UPDATES], path[UPDATES - 1 :: UPDATES], strict=True):
+        batch, counts = groups.batch(plan_log_probs(groups, first), row.scale)
+        batch = replace(batch, logp=plan_log_probs(groups, last).requires_grad_())
+        c = weighed_pushes(row, batch, counts, groups.nodes)
+        own = [batch.mask & (groups.world == k)[:, None] for k in range(3)]
+        taxes.append([losses.learning_tax(c, batch.adv[:, 0], groups.nodes, x) for x in own])
+    return torch.tensor(taxes).mean(0)
 
 
 def find_adam_rewards(setting: str, row: Row) -> Tensor:
     """The expected reward after the last batch, with Adam at each of ADAM_RATES."""
-    groups, rates = make_groups(setting), ADAM_RATES[:, None]
-    path, _ = train(row, groups, plan_log_probs, START, UPDATES, BATCHES, rates, ADAM)
+    rates, starts = ADAM_RATES[:, None], START.expand(len(ADAM_RATES), -1)
+    groups = make_groups(*[setting] * len(rates))
+    path = train(row, groups, plan_log_probs, starts, UPDATES, BATCHES, adam(rates))
     return expected_reward(setting, path[-1])
 
 
@@ -130,12 +154,13 @@ def main():
     torch.set_num_threads(1)
     rows, curves = {}, {}
     for name in NAMES:
-        rows[name] = []
-        for setting in SETTINGS:
-            curves[setting, name], tax = find_rewards(setting, ROWS[name])
-            of_group = name not in (EXACT, BOTH, LOCAL)  # the tax share is defined for these
-            cell = f"{curves[setting, name][-1]:.3f}"
-            rows[name].append(cell + f" ({tax:.3f})" * of_group)
+        logits = climb(ROWS[name])
+        rewards = find_rewards(logits)
+        curves |= {(setting, name): x for setting, x in zip(SETTINGS, rewards, strict=True)}
+        rows[name] = [f"{x:.3f}" for x in rewards[:, -1]]
+        if name not in (EXACT, BOTH, LOCAL):  # the tax share is defined for the others
+            taxes = find_taxes(ROWS[name], logits)
+            rows[name] = [f"{x} ({t:.3f})" for x, t in zip(rows[name], taxes, strict=True)]
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
     print("In brackets: the tax share of a batch's last update, mean over all batches\n")
     print_table(rows, SETTINGS)

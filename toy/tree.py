@@ -330,11 +330,14 @@ def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " If a card has several tokens, it shows the pushes on the first."
-    if name in methods:
-        pairs = (pair.split("=", 1) for pair in flags["hyper"].split())
-        # Not the KL term: the log-probs of the reference are not saved.
-        hyper = {key: value for key, value in pairs if not key.startswith("kl")}
-        methods[name] = replace(losses.bind(name, hyper), scale=methods[name].scale)
+    if name in methods or ".py" in name:
+        _, own, function = name.partition(".py")
+        loss = f"{run}/method.py{function}" if own else name  # a run has a copy of its loss
+        hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
+        if "kl" in losses.bind(loss, hyper).hyper:
+            hyper["kl"] = "0"  # the log-probs of the reference are not saved
+        bound = losses.bind(loss, hyper)
+        methods[name] = replace(bound, scale=flags["scale"] or bound.scale)
     else:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"

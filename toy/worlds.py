@@ -10,13 +10,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
-from torch.optim import SGD, Adam, Optimizer
 
 import losses
 from losses import Batch
@@ -34,14 +32,21 @@ class Outcome(NamedTuple):
 
 
 class Groups:
-    """Every group of G independent answers, all of them in one batch. N rows = groups x G."""
+    """Every group of G independent answers, all of them in one batch. N rows = groups x G.
 
-    def __init__(self, outcomes: list[Outcome], G: int):
-        picks = [*itertools.combinations_with_replacement(range(len(outcomes)), G)]
-        self.picks = torch.tensor(picks).flatten()  # (N,) which outcome each row is
-        rows = [outcomes[k] for pick in picks for k in pick]
-        self.G = G
-        self.orders = torch.tensor([count_orders(pick) for pick in picks])  # (groups,)
+    There may be several worlds, one below the other. Each has a policy of its own.
+    """
+
+    def __init__(self, worlds: list[list[Outcome]], G: int):
+        self.G, self.picks, rows, world, orders = G, [], [], [], []
+        for k, outcomes in enumerate(worlds):
+            for pick in itertools.combinations_with_replacement(range(len(outcomes)), G):
+                self.picks += pick  # which outcome each row is
+                rows += [outcomes[i] for i in pick]
+                world += [k] * G
+                orders.append(count_orders(pick))
+        self.orders = torch.tensor(orders)  # (groups,)
+        self.world = torch.tensor(world)  # (N,) of each row
         self.way = torch.tensor([row.way for row in rows])  # (N,)
         self.plan = torch.tensor([-1 if row.plan is None else row.plan for row in rows])
         self.chance = torch.tensor([row.chance for row in rows], dtype=torch.float64)
@@ -54,55 +59,49 @@ class Groups:
         self.nodes = losses.prefix_nodes(tokens, self.mask, G)
 
     def probabilities(self, logp: Tensor) -> Tensor:
-        """Of every group under a policy. (N, T) -> (groups,)."""
+        """Of every group under the policy of its world. (N, T) -> (groups,)."""
         chances = self.chance * logp.detach().sum(1).exp()  # (N,)
         return chances.view(-1, self.G).prod(1) * self.orders
 
-    def batch(self, logp: Tensor, scale: str, shares: Tensor | None = None) -> Batch:
-        """All groups on-policy, for P policies one below the other. logp: (P N, T).
+    def batch(self, logp: Tensor, scale: str) -> tuple[Batch, Tensor]:
+        """All groups on-policy; and how much each row counts, (N,), which sums to 1 in a world.
 
-        `scale` decides A. "batch" divides by the std of a very large batch of this one prompt;
-        "exact" subtracts the policy's expected reward from R. shares: how much each group counts,
-        (P, groups); by default its probability.
+        `scale` decides A. "batch" divides by the std of a very large batch of the world's one
+        prompt; "exact" subtracts the policy's expected reward from R. The reference is the policy.
         """
-        if shares is None:
-            policies = logp.chunk(len(logp) // len(self.rewards))
-            shares = torch.stack([self.probabilities(x) for x in policies])
-        counts = (shares / self.G).repeat_interleave(self.G, 1)  # (P, N): how much each row counts
-        above = self.rewards - (counts @ self.rewards)[:, None]  # (P, N): R - expected reward
-        if scale == "exact":
-            A = above
-        elif scale == "batch":
-            std = (counts * above**2).sum(1, keepdim=True).sqrt()  # (P, 1)
-            A = losses.group_advantages(self.rewards, self.G, "mean") / (std + 1e-4)
-        else:
+        counts = self.probabilities(logp).repeat_interleave(self.G) / self.G
+
+        def expect(x: Tensor) -> Tensor:
+            """The mean of x over all answers of a row's world. (N,) -> (N,)."""
+            return torch.zeros_like(x).index_add(0, self.world, counts * x)[self.world]
+
+        A = self.rewards - expect(self.rewards)
+        if scale == "batch":
+            A = losses.group_advantages(self.rewards, self.G, "mean") / (expect(A**2).sqrt() + 1e-4)
+        elif scale != "exact":
             A = losses.group_advantages(self.rewards, self.G, scale)
-        # Losses are homogeneous in A, so A carries how much its row counts. It also carries the
-        # number of rows, over which a loss takes the mean.
-        mask = self.mask.repeat(len(shares), 1)
-        adv = (A * counts * counts.numel()).view(-1, 1).expand(mask.shape)
-        return Batch(logp, logp.detach(), adv, mask, self.G, mask.shape[1])
+        adv, old, L = A[:, None].expand_as(logp), logp.detach(), self.mask.shape[1]
+        return Batch(logp, old, adv, self.mask, self.G, L, logp_ref=old), counts
 
 
 # ---------------- policies whose only logits are those of the choices
 
 
 def way_log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """log pi of all tokens, one logit for each strategy, under P policies. (P, W) -> (P N, T)."""
-    logp = logits.log_softmax(1)[:, groups.way].view(-1, 1)
+    """log pi of all tokens, with one logit for each strategy. (worlds, W) -> (N, T)."""
+    logp = logits.log_softmax(1)[groups.world, groups.way][:, None]
     return pad(logp, (0, groups.mask.shape[1] - 1))  # no choice follows it: log pi = 0
 
 
 def plan_log_probs(groups: Groups, logits: Tensor) -> Tensor:
-    """log pi of all tokens, with one logit for strategy 0 against 1 and one for plan 0 against 1,
-    under P policies. (P, 2) -> (P N, T)."""
+    """log pi of all tokens, with one logit for strategy 0 against 1 and one for plan 0 against 1.
+    (worlds, 2) -> (N, T)."""
     choices = torch.stack([groups.way, groups.plan], 1)  # (N, 2): 0, 1, or -1 for none
-    logp = logsigmoid((1 - 2 * choices) * logits[:, None])  # (P, N, 2)
-    logp = logp.masked_fill(choices < 0, 0.0).flatten(0, 1)
-    return pad(logp, (0, groups.mask.shape[1] - 2))
+    logp = logsigmoid((1 - 2 * choices) * logits[groups.world])  # (N, 2)
+    return pad(logp.masked_fill(choices < 0, 0.0), (0, groups.mask.shape[1] - 2))
 
 
-# ---------------- training by expected updates, several policies at once
+# ---------------- training by expected updates, in several worlds at once
 
 
 class Row(NamedTuple):
@@ -133,62 +132,75 @@ ROWS = {
     "dfpo-min, eps 0.2": Row(partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
 }
 SIZE = 0.1  # the length of the first update where there is no rate
-PLAIN = partial(SGD, lr=1.0)  # theta += rate * push
-ADAM = partial(Adam, lr=1.0, betas=(0.9, 0.95))
 
 
-def compute_push(
-    row: Row, batch: Batch, nodes: Tensor, weights: Tensor, policy: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The gradient of a row's J by the weights, and the pushes, (N, T).
+def weighed_pushes(row: Row, batch: Batch, counts: Tensor, nodes: Tensor) -> Tensor:
+    """How much each row counts, (N,), times its pushes. (N, T).
 
-    policy: weights -> log pi of the batch's tokens, (N, T).
+    It is not A that is weighed, because a loss with a KL term is not proportional to A.
     """
-    weights = weights.detach().requires_grad_()
-    batch = replace(batch, logp=policy(weights))
     loss = row.loss(batch)
     if row.prefix_baseline:
         loss = losses.prefix_baseline(loss, batch, nodes)
-    c = losses.token_pushes(loss, batch.logp)
-    return torch.autograd.grad(batch.logp, weights, c / len(c))[0], c
+    return counts[:, None] * losses.token_pushes(loss, batch.logp)
+
+
+def ascend(
+    row: Row,
+    batch: Batch,
+    counts: Tensor,
+    nodes: Tensor,
+    policy: Callable[[Tensor], Tensor],
+    weights: Tensor,
+) -> Tensor:
+    """The gradient of a row's J by the weights. policy: weights -> logp of the batch's tokens."""
+    weights = weights.detach().requires_grad_()
+    batch = replace(batch, logp=policy(weights))
+    c = weighed_pushes(row, batch, counts, nodes)
+    return torch.autograd.grad(batch.logp, weights, c)[0]
+
+
+def plain(rates: Tensor | float = 1.0):
+    """Plain gradient ascent: push -> what is added to the weights."""
+    return lambda push: rates * push
+
+
+def adam(rates: Tensor | float = 1.0):
+    """Adam, written out because importing torch's costs two seconds."""
+    m = v = k = 0.0
+
+    def step(push: Tensor) -> Tensor:
+        nonlocal m, v, k
+        k += 1
+        m, v = 0.9 * m + 0.1 * push, 0.95 * v + 0.05 * push**2
+        return rates * (m / (1 - 0.9**k)) / ((v / (1 - 0.95**k)).sqrt() + 1e-8)
+
+    return step
 
 
 def train(
     row: Row,
     groups: Groups,
     policy: Callable[[Groups, Tensor], Tensor],
-    starts: Tensor,
+    start: Tensor,
     updates: int,
     batches: int,
-    rates: Tensor | float | None = None,
-    optimizer: Callable[..., Optimizer] = PLAIN,
-) -> tuple[Tensor, float]:
-    """The logits of P policies at the start and after every update, (batches * updates + 1, P, K);
-    and the tax share of a batch's last update, the mean over all batches.
+    step: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The logits at the start and after every update, (batches * updates + 1, worlds, K).
 
-    policy: way_log_probs or plan_log_probs. starts: (P, K). rates: one for all policies, or one for
-    each, (P, 1), which may have one start, (1, K); by default the first update has the length SIZE.
+    policy: way_log_probs or plan_log_probs. start: (worlds, K). step: plain(rates) or adam(rates);
+    by default plain gradient ascent, whose first update has the length SIZE.
     """
-    if isinstance(rates, Tensor):
-        starts = starts.expand(len(rates), -1)
-    forward = partial(policy, groups)
-    first = groups.nodes.numel() * torch.arange(len(starts))  # policies share no node
-    nodes = (groups.nodes + first[:, None, None]).flatten(0, 1)  # (P N, T)
-    # The optimiser, whose own rate is 1, moves this tensor from 0. Each policy's rate scales it.
-    moved = torch.zeros_like(starts)
-    step = optimizer([moved])
-    path, taxes = [starts], []
+    path, policy = [start], partial(policy, groups)
     for _ in range(batches):
-        batch = groups.batch(forward(path[-1]), row.scale)
+        batch, counts = groups.batch(policy(path[-1]), row.scale)
+        batch.logp_ref = policy(start)
         for _ in range(updates):
-            push, c = compute_push(row, batch, nodes, path[-1], forward)
-            if rates is None:
-                rates = SIZE / push.norm(dim=1, keepdim=True)
-            moved.grad = -push
-            step.step()
-            path.append(starts + rates * moved)
-        taxes.append(losses.learning_tax(c, batch.adv[:, 0], nodes, batch.mask))
-    return torch.stack(path), fmean(taxes)
+            push = ascend(row, batch, counts, groups.nodes, policy, path[-1])
+            step = step or plain(SIZE / push.norm(dim=1, keepdim=True))
+            path.append(path[-1] + step(push))
+    return torch.stack(path)
 
 
 # ---------------- worlds of the claims
@@ -198,7 +210,7 @@ class World(Groups):
     """All groups of answers, and how often the policy follows each strategy."""
 
     def __init__(self, G: int, outcomes: list[Outcome], shares: list[float]):
-        super().__init__(outcomes, G)
+        super().__init__([outcomes], G)
         self.outcomes, self.shares = outcomes, shares
 
     def mean(self, f: Callable[[Outcome], float], *ways: int) -> float:
@@ -209,9 +221,14 @@ class World(Groups):
     def logits(self) -> Tensor:
         return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
 
-    def expected_batch(self, logits: Tensor, scale: str) -> Batch:
-        """All groups, each with its probability; the weights are the logits of the strategies."""
-        return self.batch(way_log_probs(self, logits[None]), scale)
+    def expected_push(
+        self, loss: Callable[[Batch], Tensor], scale: str, logits: Tensor, old: Tensor | None = None
+    ) -> Tensor:
+        """On the logit of each strategy, over all groups of a policy, which may be an old one.
+        (strategies,)."""
+        policy = partial(way_log_probs, self)
+        batch, counts = self.batch(policy((logits if old is None else old)[None]), scale)
+        return ascend(Row(loss), batch, counts, self.nodes, policy, logits[None])[0]
 
 
 class Toy:
@@ -230,7 +247,7 @@ class Toy:
         reward = dict(zip(answers, R.flatten().tolist(), strict=False))
         self.exact = self.policy.grad_expected_reward((), reward.__getitem__)
         outcomes = [Outcome(y[0], 1.0, reward[y], len(y), *y[1:]) for y in answers]
-        self.groups = Groups(outcomes, G)
+        self.groups = Groups([outcomes], G)
         self.rows = [answers[k] for k in self.groups.picks]
         self.logp, self.logp_old = map(self.log_probs, (self.policy, self.old))
         self.unbiased = (1 - 1 / G) * self.exact / 2  # what an unbiased update expects; L = 2
@@ -238,18 +255,16 @@ class Toy:
     def log_probs(self, policy: Policy) -> Tensor:
         return policy.log_probs([()] * len(self.rows), self.rows)[0]
 
-    def batch(self, off_policy: bool, average: str = "budget", scale: str = "mean") -> Batch:
-        """All groups at once.
-
-        A token mean has a random denominator; here it is that of very many groups.
-        """
+    def expected_update(
+        self,
+        loss: Callable[[Batch], Tensor],
+        off_policy: bool,
+        scale: str = "mean",
+        prefix_baseline: bool = False,
+    ) -> Tensor:
+        """Over all groups of the policy or of the old one, which is also the reference. (V, D)."""
         logp_old = self.logp_old if off_policy else self.logp.detach()
-        groups, shares = self.groups, self.groups.probabilities(logp_old)
-        counted = torch.ones_like(shares)
-        if "tokens" in average:
-            counted = groups.mask.view(len(shares), -1).sum(1)
-        if "mixed" in average:
-            rewards = groups.rewards.view(-1, groups.G)
-            counted = counted * (rewards.amax(1) > rewards.amin(1))
-        shares = shares * counted.double().mean() / (shares * counted).sum()
-        return replace(groups.batch(self.logp.clone(), scale, shares[None]), logp_old=logp_old)
+        batch, counts = self.groups.batch(logp_old, scale)
+        batch = replace(batch, logp=self.logp.clone(), logp_ref=self.logp_old)
+        c = weighed_pushes(Row(loss, scale, prefix_baseline), batch, counts, self.groups.nodes)
+        return torch.autograd.grad(batch.logp, self.policy.W, c, retain_graph=True)[0]

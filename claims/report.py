@@ -1,0 +1,236 @@
+"""What a loss does, on one page: a loss in a file of your own, or a method of losses.py.
+
+    python losses.py mine.py                   the function `loss` of the file
+    python losses.py mine.py:other eps=0.1     another one, with a hyperparameter
+    python losses.py gspo                      a method, for comparison
+    python losses.py mine.py --plot mine.png   and a picture (needs matplotlib)
+
+A line that ends in "!" is a surprise. Lengths, ratios and batches are small and made up, and worlds
+are those of toy/README.md. A loss knows advantages only, so the page cannot say what your rewards
+do. The reference of a KL term is the policy that sampled; in a net push it is a third policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+import losses
+from claims.audit import REGIMES, net_pushes
+from claims.evidence import Draw
+from claims.formulas import FORMULAS
+from claims.tax import cosine
+from losses import Batch, Method
+from toy import clips, crumb, drift, tax
+from toy.figure import COLORS, make_figure, save
+from toy.worlds import Row, Toy
+
+OWN = "#0072B2"  # this loss, in the picture
+LENGTHS = (2, 4, 8, 16)
+RATIOS = (0.1, 0.5, 0.75, 0.95, 1, 1.05, 1.25, 2, 10)
+WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.py computes them
+    "  world 1: the wrong answers are long": (0.596, 0.597, 0.6),
+    "  world 2: the wrong answers are short": (0.411, 0.597, 0.6),
+    "  world 3: the worse strategy is short when it is right": (0.205, 0.597, 0.6),
+    "  the crumb, from a share of 5%": (0.1, 0.45, 0.45),
+    "  one batch, used for 32 updates": (0.453, 0.457, 1),
+    "  and there, how far a token drifts that earns nothing": (0.445, 0, 0),
+}
+Loss = Callable[[Batch], Tensor]
+Line = tuple  # a label, then numbers or words
+
+
+def push(loss: Loss, batch: Batch) -> Tensor:
+    """On every token of a copy, because a loss may spoil its batch; nan if the loss is. (N, T)."""
+    batch = batch.map(lambda x: x)
+    value = loss(batch)
+    return losses.token_pushes(value, batch.logp) + 0 * value.detach()
+
+
+def group(A: list, T: list, log_r: Tensor | float = 0.0) -> Batch:
+    """One group with these advantages and lengths. Every token was sampled with log pi = -3."""
+    A, T = torch.tensor([A, T], dtype=torch.float64)[..., None]  # (G, 1) each
+    mask = torch.arange(int(T.max())) < T
+    old = torch.full(mask.shape, -3.0, dtype=torch.float64)
+    return Batch(old + log_r, old, A.expand(mask.shape), mask, *mask.shape, logp_ref=old)
+
+
+def factor(c: Tensor, d: Tensor) -> float:
+    """k if d = k c and k is not 0, otherwise nan."""
+    if c.equal(d):
+        return 1.0
+    k = float((c * d).sum() / (c * c).sum().clamp(min=1e-300))
+    return k if k and torch.allclose(d, k * c, rtol=1e-6, atol=1e-8) else math.nan
+
+
+# ---------------- the parts of the page
+
+
+def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
+    so = push(loss, group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
+    yield "PUSHES on the word so, in the four answers of losses.py", *so
+    yield "  their sum, which is 0 if they cancel", so.sum()
+    yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way",)
+    for name, regime in REGIMES.items():
+        yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
+
+
+def by_length(loss: Loss) -> Tensor:
+    """Push / A of a token of winners and of losers, the mean over an answer. (2, LENGTHS)."""
+    batch = group([1] * 4 + [-1] * 4, [*LENGTHS] * 2)
+    weight = 16 * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
+    return weight.view(2, -1)
+
+
+def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
+    (win, lose), A = by_length(loss), [1, -1, 1, -1]
+    yield "WEIGHT of a token, by the length of its answer", *LENGTHS
+    yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
+    yield "  losers", *lose
+    win, lose = clips.weigh(loss, RATIOS, old=0.05)
+    yield "WEIGHT of a token, by its ratio; a group of two tokens", *RATIOS
+    yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
+    yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
+    if not win[5] and not lose[3]:  # at 1.05 and 0.95
+        wider = [f"{key}=0.2" for key, x in hyper.items() if type(x) is float and 0 < x < 0.05]
+        yield (f"  The clip stops nearly all. Wider: python losses.py {' '.join([name, *wider])}",)
+    yield "ONE TOKEN OF A WINNER MOVES; pushes are multiplied by", "its own", "answer", "others"
+    for label, log_r in (("  its ratio is 3", math.log(3)), ("  its ratio is 1/3", -math.log(3))):
+        moved = torch.zeros(4, 4, dtype=torch.float64)
+        moved[0, 0] = log_r
+        k = push(loss, group(A, [4] * 4, moved)) / push(loss, group(A, [4] * 4))
+        yield label, k[0, 0], k[0, 1], k[1, 0]
+
+
+def bites(loss: Loss) -> Iterator[Line]:
+    """What would go wrong in a run, or surprise there."""
+    draw = Draw(0, 16)  # three groups of nine answers, of unequal length
+    batch, G = draw.batch(0.15, garbage=0.5), draw.G
+    c, used = push(loss, batch), batch.map(lambda x: x)
+    loss(used)  # which should leave no trace
+
+    def again(f: Callable = lambda x: x, **more) -> Tensor:
+        return push(loss, replace(batch.map(f), **more))
+
+    lower = dict(logp=batch.logp - 1, logp_old=batch.logp_old - 1, logp_ref=batch.logp_ref - 1)
+    twice = again(lambda x: x.repeat(2, 1))[: draw.N]
+    wider = again(lambda x: torch.cat([x, x[:, -1:]], 1))[:, :-1]
+    tried = {  # the pushes, and what they should be
+        "  it is called again on its batch": (push(loss, used), c),
+        "  answers have another order": (again(lambda x: x.flip(0)).flip(0), c),
+        "  there are twice as many. 2: a sum, not a mean": (twice, c),
+        "  a group is alone. Another factor: a token mean": (again(lambda x: x[:G]), c[:G]),
+        "  advantages are doubled, over 2": (again(adv=2 * batch.adv) / 2, c),
+        "  all are 0, as with equal rewards": (again(adv=0 * batch.adv), 0 * c),
+        "  no answer has tokens": (again(mask=batch.mask & False), 0 * c),
+        "  padding is wider": (wider, c),
+        "  padding has log-probs of 10000": (push(loss, draw.batch(0.15)), c),
+        "  log-probs are lower, ratios not. !: a forgotten detach?": (again(**lower), c),
+    }
+    yield "PUSHES ARE MULTIPLIED in a batch of three groups if", "by"
+    for name, (d, usual) in tried.items():
+        yield name, factor(usual, d), "" if torch.allclose(d, usual, rtol=1e-6) else "!"
+
+
+def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
+    draws = [Draw(1, k) for k in range(25)]
+    batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in draws]
+    own = [push(loss, batch) for batch in batches]
+    both = {"eps_low": hyper.get("eps"), "eps_high": hyper.get("eps")} if "eps" in hyper else {}
+    yield "THE SAME PUSHES, on 100 random batches, as", "times", "to"
+    on_policy = []
+    for name in FORMULAS:
+        twin, ks = getattr(losses, name), []
+        known = {key: x for key, x in (both | hyper).items() if key in losses.defaults(twin)}
+        for batch, c in zip(batches, own, strict=True):
+            ks.append(factor(push(partial(twin, **known), batch), c))
+            if math.isnan(ks[-1]):
+                break
+        if not math.isnan(ks[-1]):
+            yield f"  {name}", min(ks), max(ks)
+        elif len(ks) > 25:  # the first 25 are on-policy
+            on_policy.append(name)
+    yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
+
+
+def bias(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
+    yield "EXPECTED UPDATE, and the gradient of the expected reward", "cosine"
+    toys = [Toy(draw.seed) for draw in draws[::4]]
+    for name, off_policy in (("  on-policy. Unbiased: 1", False), ("  off-policy", True)):
+        yield name, fmean(cosine(toy.expected_update(loss, off_policy), toy.exact) for toy in toys)
+
+
+@cache
+def curves(row: Row) -> list[Tensor]:
+    """The expected reward in the worlds of toy/tax.py and in the crumb."""
+    return [*tax.find_rewards(tax.climb(row)), crumb.train_rare(row, crumb.STARTS[1:2])[:, 0]]
+
+
+def worlds(row: Row) -> Iterator[Line]:
+    moved, _, reward = drift.measure(row)
+    ends = [*(curve[-1] for curve in curves(row)), reward, moved]
+    yield "EXPECTED REWARD at the end", "this", "grpo", "dr-grpo", "best"
+    for (name, others), end in zip(WORLDS.items(), ends, strict=True):
+        yield name, end, *others
+
+
+def report(name: str, method: Method) -> Iterator[Line]:
+    loss, draws = method.passes[0], [Draw(0, k) for k in range(24)]
+    yield f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())
+    yield from cancelling(loss, draws)
+    yield from weights(loss, name, method.hyper)
+    yield from bites(loss)
+    yield from twins(loss, method.hyper)
+    yield from bias(loss, draws)
+    yield from worlds(Row(loss, method.scale))
+
+
+def draw(name: str, row: Row):
+    """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
+    figure = make_figure(name, 5.2)
+    axes = figure.subplots(2, 3).flatten()
+    weights = clips.weigh(row.loss, clips.RATIOS), by_length(row.loss)
+    for axis, x, pair in zip(axes[:2], (clips.RATIOS, LENGTHS), weights, strict=True):
+        axis.plot(x, pair[0], color=OWN, linewidth=4, alpha=0.5, label="winners")
+        axis.plot(x, pair[1], color=OWN, linestyle="--", label="losers")
+        axis.set_ylim(min(0, 1.1 * pair.min()), 1.1 * pair.max())
+    axes[0].set(title="weight of a token", xlabel="its ratio", ylabel="push / A")
+    axes[1].set(title="weight of a token", xlabel="length of its answer", xticks=LENGTHS)
+    axes[0].legend()
+    rows = {"this": row, "grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean")}
+    for label, of_method in rows.items():
+        style = dict(color=COLORS.get(label, OWN), linewidth=1 + 3 * (label == "this"))
+        for axis, curve in zip((*axes[3:], axes[2]), curves(of_method), strict=True):
+            axis.plot(curve, label=label, **style)
+            axis.set(ylim=(0, 0.65), xlabel="batches")
+    axes[3].legend()
+    for axis, title in zip(axes[2:], ("the crumb", *tax.SETTINGS), strict=True):
+        axis.set(title=title)
+    axes[3].set(ylabel="expected reward")
+    return figure
+
+
+def main(argv: list[str] | None = None):
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("loss", help="mine.py, mine.py:other or a method")
+    parser.add_argument("hyper", nargs="*", help="eps=0.1")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    method = losses.bind(given.loss, dict(x.partition("=")[::2] for x in given.hyper))
+    if len(method.passes) > 1 or method.credit:
+        parser.error(f"{given.loss} is more than one loss of a batch")
+    for label, *cells in report(given.loss, method):
+        cells = [x if isinstance(x, str) else f"{round(float(x), 9) + 0:.3g}" for x in cells]
+        print(f"{label:58}" if cells else label, *(f"{x:>6}" for x in cells))
+    if given.plot:
+        save(draw(given.loss, Row(method.passes[0], method.scale)), given.plot)

@@ -1,0 +1,167 @@
+"""To whoever brings data, a task or a model of her own: it is read as she means it, or refused."""
+
+import json
+import string
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, build, load, metrics, run
+
+import train
+from llm import runs
+from toy.arithmetic import Arithmetic, BaseTask, Item
+
+
+@pytest.fixture
+def chat_model(tmp_path) -> str:
+    """A tiny Qwen2 that knows all printable letters, with a chat template that wants parts."""
+    letters, path = BaseTask(), build("qwen2", tmp_path / "model", vocab_size=128)
+    letters.train, letters.test = [Item(string.printable, "", "")], []
+    tokenizer = letters.make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}{% if part['type'] == 'text' %}"
+        "<{{ part['text'] }}>{% endif %}{% endfor %}{% endfor %}{{ mood }}"
+    )
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def table(folder: Path, name: str, *lines: str) -> str:
+    (folder / name).write_text("\n".join(lines))
+    return str(folder / name)
+
+
+def test_a_table_is_a_task(tmp_path, chat_model, capsys):
+    """Of numbers or of texts, with held-out rows of its own or one in five. None is an answer."""
+    sums = [f'{i}+{i}=,"{1000 + i:,}"' for i in range(10)]
+    path = table(tmp_path, "sums.csv", "Problem,Answer", *sums)
+    flags = f"--model {chat_model} --threads 1 --steps 1 --warm-steps 0".split()
+    folder = run(tmp_path / "run", "--task", path, *flags)
+    said = capsys.readouterr().out
+    assert "8 items, 2 held out; 1.0 for the same number" in said and len(metrics(folder)) == 2
+    assert "tokens: '<" in said  # the first prompt, as the model reads it
+    assert (folder / "task.csv").read_text() == Path(path).read_text()
+    Task = train.find_task(path)
+    held_out = Task(table(tmp_path, "more.csv", "prompt,output", "x,1"))
+    assert len(held_out.train) == 10 and [x.answer for x in held_out.test] == ["1"]
+    assert [Task().reward(x, Item("", "1,003", "")) for x in ("It is 1003.", "103")] == [1, 0]
+
+    chats = [("Who?", "None"), ("Where?", "“In Bonn”"), ("When?", "May 3")]
+    lines = [
+        json.dumps(
+            {
+                "messages": [
+                    dict(role=r, content=x)
+                    for r, x in zip(("user", "assistant"), chat, strict=True)
+                ]
+            }
+        )
+        for chat in chats
+    ]
+    texts = train.find_task(table(tmp_path, "chats.jsonl", *lines))()
+    assert {(x.prompt, x.answer) for x in texts.train + texts.test} == {*chats}
+    assert [texts.reward(x, Item("", "May 3", "")) for x in (' "may 3."\n', "3")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ("question,label\na,b\nc,\n", r"row 2: \('c', ''\) lacks"),
+        ("question,label\na,b\nc,d\na,e\n", "prompt 3, 'a', has a second answer"),
+        ("frage,label\na,b\n", "has the columns frage, label; wanted: one of question"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path, rows, said):
+    with pytest.raises(ValueError, match=said):
+        train.find_task(table(tmp_path, "t.csv", rows))()
+
+
+def test_a_template_must_show_the_prompt(tmp_path):
+    """Whatever shape of a message it wants; and it takes a task's own arguments."""
+    task = Arithmetic()
+    tokenizer, items = task.make_tokenizer(), task.test[:2]
+    parts = "{% for x in m.content %}{{ x.text }}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}" + parts + "{% endfor %}{{ mood }}"
+    task.template = {"mood": "so"}
+    expected = [tokenizer(f"{item.prompt}so")["input_ids"] for item in items]
+    assert task.encode(tokenizer, items) == expected
+    tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(ValueError, match="the chat template loses the prompt '25"):
+        task.encode(tokenizer, items)
+
+
+def test_a_tasks_file_is_a_module_beside_its_neighbours(tmp_path, monkeypatch):
+    """A worker process finds its functions, and `verify` is the one that lies beside it."""
+    monkeypatch.delitem(sys.modules, "verify", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    table(tmp_path, "verify.py", "is_right = lambda text: 0.25")
+    lines = (
+        "from verify import is_right",
+        "class Task:",
+        "    right = is_right",
+        "def f(x): return x",
+    )
+    task = train.find_task(table(tmp_path, "mine.py", *lines))
+    assert task.right(3) == 0.25 and task.__module__ == "mine"
+    with ProcessPoolExecutor(1) as pool:
+        assert pool.submit(sys.modules["mine"].f, 0.5).result(60) == 0.5
+
+
+class Judged(Arithmetic):
+    """The longest of a group wins."""
+
+    def rewards(self, texts, items):
+        pairs, most = [*zip(map(len, texts), items, strict=True)], {}
+        for length, item in pairs:
+            most[item] = max(length, most.get(item, 0))
+        return [float(length == most[item]) for length, item in pairs]
+
+
+def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.main(TINY, Judged())
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.3
+    train.main(["--resume", str(folder), "--steps", "5"], Judged())
+    assert len(metrics(folder)) == 6
+
+
+def test_the_last_lines_say_why_nothing_was_learned(tmp_path, capsys, monkeypatch):
+    """And after Ctrl-C, which steps are lost."""
+    monkeypatch.setattr(Arithmetic, "reward", lambda *_: 0.0)
+    run(tmp_path / "none")
+    said = capsys.readouterr().out
+    assert "In no step did two answers" in said and "6 held-out items: greedy 0.000 -> " in said
+    real = train.learn
+
+    def learn(*args):
+        if args[4] == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(train, "learn", learn)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut off")
+    said = capsys.readouterr().out
+    assert "1 steps since the last checkpoint are lost" in said
+    assert f'--resume "{tmp_path}/cut off"' in said
+
+
+def test_files_beside_the_weights_stay_as_they_came(tmp_path):
+    """Another version's tokenizer_class, a processor, the names of shards that are no more."""
+    path = Path(build("qwen2", tmp_path / "m"))
+    came = json.loads((path / "tokenizer_config.json").read_text())
+    came["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (path / "tokenizer_config.json").write_text(json.dumps(came))
+    (path / "processor_config.json").write_text("{}")
+    (path / "config.json").write_text((path / "config.json").read_text().replace("0.3", "0.4"))
+    policy = load(path)
+    next(policy.model.parameters()).data.zero_()
+    runs.write_model(policy, tmp_path / "new")
+    for name in ("tokenizer_config.json", "processor_config.json", "tokenizer.json"):
+        assert (tmp_path / "new" / name).read_bytes() == (path / name).read_bytes()
+    assert not next(load(tmp_path / "new").model.parameters()).any()
+    assert torch.equal(load(tmp_path / "new").eos, policy.eos)

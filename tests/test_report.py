@@ -1,0 +1,201 @@
+"""To whoever asks what a loss of her own does: the page's numbers are those of the claims and of
+the small worlds, planted mistakes are seen, and an error names her file and line.
+
+Run: python -m pytest -q tests/test_report.py
+"""
+
+import math
+import traceback
+
+import pytest
+import torch
+from conftest import TINY
+
+import losses
+import train
+from claims import CLAIMS, report
+from claims.evidence import Draw, examine_on
+from toy import tree
+from toy.worlds import Row
+
+DRAWS = [Draw(0, k) for k in range(24)]
+near = pytest.approx
+
+
+def write(folder, text: str) -> str:
+    path = folder / "mine.py"
+    path.write_text("import torch\nfrom losses import *\n" + text)
+    return str(path)
+
+
+def lines(part) -> dict[str, list]:
+    """The lines of a part of the page, by their labels."""
+    return {
+        label.strip(): [x if isinstance(x, str) else float(x) for x in xs] for label, *xs in part
+    }
+
+
+# ---------------- the numbers
+
+
+@pytest.mark.parametrize("name", ["grpo", "dfpo_min"])
+def test_net_pushes_and_bias_are_those_of_the_claims(name):
+    loss = getattr(losses, name)
+    found = {claim.id: claim for claim in CLAIMS}
+    [audit], [c16] = (examine_on(DRAWS, found[id_], name).rows for id_ in ("AUDIT", "C16"))
+    assert [x[0] for x in [*lines(report.cancelling(loss, DRAWS)).values()][-4:]] == near(audit[1:])
+    assert [x[0] for x in [*lines(report.bias(loss, DRAWS)).values()][1:]] == near(c16[1:])
+
+
+def test_pushes_and_weights_are_those_of_a_hand():
+    page = lines(report.cancelling(losses.grpo, DRAWS))
+    assert page["PUSHES on the word so, in the four answers of losses.py"] == near(
+        [0.125, -0.1, 0.25, -0.125]  # the head of losses.py
+    )
+    assert page["their sum, which is 0 if they cancel"] == near([0.15])
+    s = 3**0.25  # of an answer with one ratio of 3 and three of 1
+    for name, winner, loser, by_length, moved in (
+        ("grpo", [1.05, 0, 0, 0], [0, 0, 0, 0.95], [8, 4, 2, 1], [0, 1, 1, 1 / 3, 1, 1]),
+        ("dr_grpo", [1.05, 0, 0, 0], [0, 0, 0, 0.95], [1] * 4, [0, 1, 1, 1 / 3, 1, 1]),
+        (
+            "cispo",
+            [1.05, 1.25, 2, 5],
+            [0.1, 0.5, 0.75, 0.95],
+            [32 / 15] * 4,
+            [3, 1, 1, 1 / 3, 1, 1],
+        ),
+        ("dfpo_min", [1.05, 1.25, 2, 10], [0.1, 0.5, 0.75, 0.95], [1] * 4, [1] * 3 + [1 / s] * 3),
+    ):
+        loss = getattr(losses, name)
+        page = lines(report.weights(loss, name, {}))
+        assert page["a winner's. PPO's clip: 0 from 1.25 on"][5:] == near(winner), name
+        assert page["a loser's. PPO's clip: 0 up to 0.75"][:4] == near(loser), name
+        for who in ("winners. 1 1 1 1: one divisor, 8 4 2 1: own length", "losers"):
+            assert page[who] == near(by_length), name
+        assert page["its ratio is 3"] + page["its ratio is 1/3"] == near(moved), name
+
+
+@pytest.mark.parametrize("name, column", [("grpo", 0), ("dr-grpo", 1)])
+def test_the_worlds_end_where_the_page_says(name, column):
+    method = losses.bind(name, {})
+    page = lines(report.worlds(Row(*method.passes, method.scale)))
+    assert page.pop("EXPECTED REWARD at the end") == ["this", "grpo", "dr-grpo", "best"]
+    assert [x[0] for x in page.values()] == near([x[1 + column] for x in page.values()], abs=6e-4)
+
+
+def test_a_loss_written_anew_is_recognised():
+    def anew(batch, eps):
+        r = (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0).exp()
+        J = torch.minimum(r * batch.adv, r.clamp(1 - eps, 1 + eps) * batch.adv) * batch.mask
+        return -3 * J.sum() / len(r) / batch.max_tokens
+
+    page = lines(report.twins(lambda batch: anew(batch, 0.3), {"eps": 0.3}))
+    head, (times, to), *mean, on_policy = page.values()
+    assert [*page][1] == "dr_grpo" and (times, to) == near((3, 3))
+    assert {"token_grpo", "nthr_grpo"} == {x for x in page if x in ("token_grpo", "nthr_grpo")}
+    assert "reinforce" in [*page][-1] and "gspo" not in [*page][-1]
+
+
+# ---------------- planted mistakes
+
+SURROGATE = "x = clipped_surrogate(batch, 0.2, 0.2) * batch.mask; T = batch.mask.sum(1); "
+MISTAKES = {  # the label that shows it, and what the line says
+    "return -(x.sum(1) / T).mean()": ("no answer has tokens", math.nan),
+    "return -x.mean()": ("padding is wider", 5 / 6),
+    "return -x.sum()": ("there are twice as many. 2: a sum, not a mean", 2),
+    "return -divide_by_tokens(x, batch)": (
+        "a group is alone. Another factor: a token mean",
+        77 / 81,
+    ),
+    "return -(x * batch.logp).mean()": (
+        "log-probs are lower, ratios not. !: a forgotten detach?",
+        math.nan,
+    ),
+    "batch.adv.mul_(2); return reinforce(batch)": ("it is called again on its batch", 2),
+    "A = x / x.std(); return -divide_by_constant(A, batch)": (
+        "all are 0, as with equal rewards",
+        math.nan,
+    ),
+    "return dr_grpo(batch) - batch.logp[0].mean()": ("answers have another order", math.nan),
+    "r = (batch.logp - batch.logp_old).exp(); return -(r * batch.adv).mean()": (
+        "padding has log-probs of 10000",
+        math.nan,
+    ),
+    "x = batch.adv.tanh() * batch.logp; return -divide_by_constant(x, batch)": (
+        "advantages are doubled, over 2",
+        math.nan,
+    ),
+}
+
+
+@pytest.mark.parametrize("body", MISTAKES)
+def test_a_planted_mistake_is_seen(body, tmp_path):
+    [loss] = losses.bind(write(tmp_path, f"def loss(batch):\n    {SURROGATE}{body}\n"), {}).passes
+    label, factor = MISTAKES[body]
+    page = lines(report.bites(loss))
+    assert page[label][0] == near(factor, nan_ok=True, rel=1e-3)
+    assert (page[label][1] == "!") == (factor != 1)
+
+
+def test_no_line_of_ours_is_a_surprise():
+    for name in ("grpo", "gspo", "dfpo-min", "dfpo-orthogonal", "reinforce"):
+        _, *page = report.bites(losses.bind(name, {}).passes[0])
+        assert [x[1:] for x in page] == [(near(1), "")] * 10, name
+
+
+# ---------------- the door
+
+KL = """
+def other(batch, eps=0.2, kl=0.04):
+    J = clipped_surrogate(batch, eps, eps) - (kl * k3(batch) if kl else 0)
+    return -divide_by_length(J, batch)
+scale = "mean"
+"""
+
+
+def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy):
+    path = write(tmp_path, KL) + ":other"
+    monkeypatch.setattr(report, "curves", lambda row: torch.ones(4, 2))
+    report.main([path, "eps=0.3"])
+    page = capsys.readouterr().out
+    assert page.startswith(f"{path}, scale mean") and "eps=0.3 kl=0.04\nPUSHES" in page
+    assert "\n  grpo                                                          1      1\n" in page
+    train.main([*TINY, "--out", str(tmp_path / "run"), "--method", path, "--hyper", "kl=0"])
+    assert (tmp_path / "run" / "method.py").read_text() == (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text("def other(batch): 1 / 0\nscale = 'mean'")
+    tree.main([str(tmp_path / "run")])
+    assert "tree.html: open it" in capsys.readouterr().out
+
+
+def test_a_clip_that_stops_all_says_what_widens_it_and_two_passes_are_refused(capsys):
+    hyper = losses.bind("gspo", {}).hyper
+    wider = "  The clip stops nearly all. Wider: python losses.py gspo eps_low=0.2 eps_high=0.2"
+    assert (wider,) in [*report.weights(losses.gspo, "gspo", hyper)]
+    assert "Wider" not in str([*report.weights(losses.grpo, "grpo", {"eps_low": 0.01})])
+    for name in ("lopti", "nthr"):
+        with pytest.raises(SystemExit):
+            report.main([name])
+        assert f"{name} is more than one loss of a batch" in capsys.readouterr().err
+
+
+WRONG = {  # the file's third line, what Python says of it, and whether it says it of this line
+    "def loss(batch): return batch.nothing": ("no attribute 'nothing'", True),
+    "def loss(batch) return": ("expected ':'", False),
+    "x = 1 / 0": ("division by zero", True),
+    "def other(batch): pass": ("has no attribute 'loss'", False),
+    "def loss(batch, eps=0.2): 1 / 0": (
+        "no hyperparameter 'e'; accepted: eps=0.2",
+        False,
+    ),
+    "def loss(batch): return batch.logp": ("only for scalar outputs", False),
+    "def loss(batch): return batch.adv.sum()": ("does not require grad", False),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_an_error_is_pythons_own(line, tmp_path):
+    path, (says, there) = write(tmp_path, line), WRONG[line]
+    with pytest.raises(Exception, match=says) as error:
+        report.main([path, *(["e=1"] if "eps" in line else [])])
+    last = traceback.extract_tb(error.value.__traceback__)[-1]
+    assert not there or (last.filename, last.lineno) == (path, 3)
