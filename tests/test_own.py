@@ -12,6 +12,7 @@ from conftest import TINY, build, load, metrics, run
 
 import train
 from llm import runs
+from llm.chat import ChatTask
 from toy.arithmetic import Arithmetic, BaseTask, Item
 
 
@@ -77,6 +78,29 @@ def test_a_table_is_a_task(tmp_path, chat_model, capsys):
 def test_a_row_that_cannot_be_used_is_named(tmp_path, rows, said):
     with pytest.raises(ValueError, match=said):
         train.find_task(table(tmp_path, "t.csv", rows))()
+
+
+def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
+    """So is llm/five_words.py; and GSM8K trains from local files, whatever sampler a model has."""
+    flags = f"--model {chat_model} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
+    folder = run(tmp_path / "five", *flags, "--task", "llm/five_words.py")
+    assert len(metrics(folder)) == 2
+    task = train.find_task("llm/five_words.py")()
+    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
+    assert {text: task.reward(text, task.train[0]) for text in said} == said
+    assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
+    for wrong, said in {
+        "('one', 'two', 'three'), 'four'": "prompt 1 is",
+        "('one', '1'), ('one', '2'), 'two'": "prompt 2, 'one', has a second answer",
+        "'one', 'one'": "two or more different",
+        "'one', 2": "prompt 2 is 2",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            type("Task", (ChatTask,), {"prompts": [*eval(wrong)]})()
+    with pytest.raises(ValueError, match="is a str; wanted: a list"):
+        type("Task", (ChatTask,), {"prompts": "one"})()
+    gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
+    assert len(metrics(run(tmp_path / "gsm8k", *flags, *gsm8k))) == 2
 
 
 def test_a_template_must_show_the_prompt(tmp_path):

@@ -6,7 +6,6 @@ LONG=1 adds the default run.
 import copy
 import io
 import os
-import string
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +20,10 @@ from transformers import AutoModel
 
 import train
 from llm import loading, runs
-from llm.chat import ChatTask
 from llm.gsm8k import GSM8K, Item
 from llm.neighbours import add_scores
 from toy import plain
-from toy.arithmetic import Arithmetic, BaseTask
+from toy.arithmetic import Arithmetic
 
 pytestmark = pytest.mark.usefixtures("easy")
 
@@ -177,11 +175,10 @@ def test_a_console_that_lacks_a_letter_ends_no_run(tmp_path, monkeypatch):
     assert rb"\uff1f" in console.buffer.getvalue()
 
 
-@pytest.mark.parametrize("reward", ["float('nan')", "1e39"])
-def test_a_reward_that_is_no_finite_number_ends_the_run(tmp_path, reward):
-    (tmp_path / "mine.py").write_text(OWN_TASK.replace("item.answer in text", reward))
-    assert (
-        "is inf" in refused(run, tmp_path / "r", "--task", tmp_path / "mine.py") or "nan" in reward
+def test_a_reward_that_is_no_finite_number_ends_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_TASK.replace("item.answer in text", "1e39"))
+    assert "is inf, not a finite number" in refused(
+        run, tmp_path / "r", "--task", tmp_path / "mine.py"
     )
 
 
@@ -382,18 +379,6 @@ def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
         assert not policy.model.training
 
 
-def test_a_prompt_is_a_users_message_where_there_is_a_chat_template(tmp_path):
-    path, task = build("qwen2", tmp_path), Arithmetic()
-    tokenizer = task.make_tokenizer()
-    template = "{% for m in messages %}#{{ m.content }}{% endfor %}"
-    tokenizer.chat_template = template + "{% if add_generation_prompt %}so{% endif %}"
-    tokenizer.save_pretrained(path)
-    policy = load(path)
-    items = task.test[:2]
-    expected = [tokenizer(f"#{item.prompt}so")["input_ids"] for item in items]
-    assert task.encode(policy.tokenizer, items) == expected
-
-
 def test_an_answer_ends_where_the_chat_template_closes_a_turn(tmp_path):
     """Also that of a base model, whose EOS is another. Text is no such token."""
     tokenizer = Arithmetic().make_tokenizer()
@@ -429,29 +414,3 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="bias"):
         add_scores(None, policy, None, train.Config())
-
-
-def test_a_chat_task_is_prompts_and_a_reward(tmp_path, small_gsm8k):
-    """So is llm/five_words.py; and GSM8K trains from local files, whatever sampler a model has."""
-    letters, path = BaseTask(), build("qwen2", tmp_path, vocab_size=128)
-    letters.train, letters.test = [Item(string.printable, "", "")], []
-    letters.make_tokenizer().save_pretrained(path)
-    flags = f"--model {path} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
-    folder = run(tmp_path / "five", *flags, "--task", "llm/five_words.py")
-    assert len(metrics(folder)) == 2
-    task = train.find_task("llm/five_words.py")()
-    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
-    assert {text: task.reward(text, task.train[0]) for text in said} == said
-    assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
-    for wrong, said in {
-        "('one', 'two', 'three'), 'four'": "prompt 1 is",
-        "('one', '1'), ('one', '2'), 'two'": "prompt 2, 'one', has a second answer",
-        "'one', 'one'": "two or more different",
-        "'one', 2": "prompt 2 is 2",
-    }.items():
-        with pytest.raises(ValueError, match=said):
-            type("Task", (ChatTask,), {"prompts": [*eval(wrong)]})()
-    with pytest.raises(ValueError, match="is a str; wanted: a list"):
-        type("Task", (ChatTask,), {"prompts": "one"})()
-    gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
-    assert len(metrics(run(tmp_path / "gsm8k", *flags, *gsm8k))) == 2
