@@ -214,6 +214,13 @@ def test_a_wrong_setting_is_refused(qwen_path, options, said):
         make(qwen_path, **{"method": "grpo"} | options).train()
 
 
+def test_a_model_that_is_scored_as_another_is_refused(tmp_path, monkeypatch):
+    """Like a GPT-2 whose positions count padding."""
+    monkeypatch.setattr("engines.trl.score_as_sampled", lambda model: None)
+    with pytest.raises(ValueError, match="nats"):
+        make(build("gpt2", tmp_path), method="grpo").train()
+
+
 # ---------------- the example
 
 
