@@ -84,7 +84,7 @@ def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
 
 
 def by_length(loss: Loss) -> Tensor:
-    """Push / A of a token of winners and of losers, the mean over an answer. (2, LENGTHS)."""
+    """Push / A of winners and of losers, the mean over an answer's tokens. (2, LENGTHS)."""
     batch = group([1] * 4 + [-1] * 4, [*LENGTHS] * 2)
     weight = 16 * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
     return weight.view(2, -1)
@@ -137,7 +137,9 @@ def bites(loss: Loss) -> Iterator[Line]:
     }
     yield "PUSHES ARE MULTIPLIED in a batch of three groups if", "by"
     for name, (d, usual) in tried.items():
-        yield name, factor(usual, d), "" if torch.allclose(d, usual, rtol=1e-6) else "!"
+        k = factor(usual, d)
+        by = "other" if math.isnan(k) and d.isfinite().all() else k
+        yield name, by, "" if torch.allclose(d, usual, rtol=1e-6) else "!"
 
 
 def twins(loss: Loss, hyper: dict) -> Iterator[Line]:

@@ -1,7 +1,7 @@
 """TRL's own losses as losses of ours, for the page of losses.py:
 
     python losses.py engines/trl_loss.py                     TRL's default
-    python losses.py engines/trl_loss.py loss_type=cispo eps_high=5
+    python losses.py engines/trl_loss.py loss_type=cispo epsilon_high=5
 
 The loss is GRPOTrainer._compute_loss of the TRL that you have installed; log-probs are given to it
 instead of a model's. Written against TRL 1.16.0.
@@ -32,14 +32,13 @@ def loss(
     batch: Batch,
     loss_type: str = "dapo",
     importance_sampling_level: str = "token",
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
+    epsilon: float = 0.2,
+    epsilon_high: float = 0.2,
     kl: float = 0.0,
 ) -> Tensor:
-    """TRL's loss if the batch is a whole optimiser step. The last three are its epsilon,
-    epsilon_high and beta, by the names that our losses have."""
+    """TRL's loss if the batch is a whole optimiser step. kl is TRL's beta."""
     settings = dict(loss_type=loss_type, importance_sampling_level=importance_sampling_level)
-    trainer = make_trainer(**settings, epsilon=eps_low, epsilon_high=eps_high)
+    trainer = make_trainer(**settings, epsilon=epsilon, epsilon_high=epsilon_high)
     trainer.beta, trainer.max_completion_length = kl, batch.max_tokens
     trainer.current_gradient_accumulation_steps = 1
     trainer._metrics["train"].clear()

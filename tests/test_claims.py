@@ -9,6 +9,10 @@ Run: python -m pytest -q tests/test_claims.py
 import functools
 import math
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +20,6 @@ import torch
 import losses
 import verify
 from claims import CLAIMS, Claim, Evidence, examine, random_draws
-from claims.audit import AUDIT
 from claims.evidence import Draw, examine_on
 from claims.formulas import FORMULAS
 from llm import neighbours
@@ -38,7 +41,6 @@ def test_the_tables_have_the_rows_that_pages_quote(capsys):
     assert verify.main(["--only", *verify.TABLES]) == 0
     flat = re.sub("[ |]+", " ", capsys.readouterr().out)
     assert [row for row in ROWS.split("\n") if row not in flat] == []
-    assert {*AUDIT} == {*FORMULAS}  # every loss of ours has its verdicts
 
 
 def test_a_claim_must_agree_fail_without_its_condition_and_hold_on_extreme_trees():
@@ -67,11 +69,33 @@ def test_what_is_wrong_is_printed_and_is_the_exit_code(capsys, monkeypatch):
     assert re.findall(r"^C\d+ +\w+", out, re.MULTILINE) == ["C7    WRONG", "C9    HOLDS"]
 
 
-def test_a_function_of_a_method_that_no_claim_checks_is_named(monkeypatch):
-    method = losses.Method((losses.grpo, losses.k3, losses.token_ratio), credit=losses.lengths)
-    monkeypatch.setitem(losses.METHODS, "mine", method)
-    missed = [line.partition(".")[0] for line in verify.unspoken()]
-    assert missed == ["mine: no claim checks token_ratio", "mine: no claim checks lengths"]
+ROOT = Path(verify.__file__).parent
+PLACES = {  # what a block of claims/README.md says, and where it goes: the file, and above what
+    "luspo(batch": ("losses.py", "def cispo("),
+    "Method((luspo": ("losses.py", '    "cispo": Method('),
+    "luspo(y, t": ("claims/formulas.py", "def cispo("),
+    '(luspo, "answer")': ("claims/formulas.py", '    "cispo": (cispo'),
+    '"00xx"': ("claims/audit.py", '    "cispo": "0000"'),
+}
+
+
+def test_a_method_is_added_as_claims_readme_says(tmp_path):
+    """In a copy, block by block; between its edits verify.py says what is missing."""
+    for name in ("losses.py", "verify.py", "claims", "toy", "llm"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    blocks = re.findall("```python\n(.*?)```", (ROOT / "claims/README.md").read_text(), re.S)
+    said = []
+    for key, (file, above) in PLACES.items():
+        [block] = [x for x in blocks if key in x]
+        text = (tmp_path / file).read_text()
+        assert text.count(above) == 1
+        (tmp_path / file).write_text(text.replace(above, block + "\n\n" * ("def" in block) + above))
+        if key in ("Method((luspo", '"00xx"'):
+            command = [sys.executable, "verify.py", "--only", "M1", "AUDIT"]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+            said.append((done.returncode, done.stdout))
+    assert said[0][0] == 1 and "! luspo: no claim checks luspo" in said[0][1]
+    assert said[1][0] == 0 and "luspo 0 0 0.007 0.348" in re.sub("[ |]+", " ", said[1][1])
 
 
 # ---------------- a fault is noticed
