@@ -47,7 +47,7 @@ from llm.runs import count_cores, read_config
 from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
-INCIDENTAL = ["seed", "out", "resume", "resumed", "threads", "micro_rows", "fast"]
+INCIDENTAL = ["seed", "out", "resume", "resumed", "threads", "micro_rows", "offload", "fast"]
 
 
 def main(argv: list[str] | None = None):
