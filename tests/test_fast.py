@@ -30,8 +30,9 @@ FAMILIES = {"qwen2": {}, "mistral": dict(sliding_window=4), "phi": {}}  # GPT-2:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path, monkeypatch):
-    """A text is longer than the sliding window; Phi's output layer has a bias. Nothing of a model's own generation config (top_k =
-    1 in Qwen2's) shapes its answers. The fast way has several buckets, and chunks of logits."""
+    """A text is longer than the sliding window; Phi's output layer has a bias. Nothing of a model's
+    own generation config (top_k = 1 in Qwen2's) shapes its answers. The fast way has several
+    buckets, and chunks of logits."""
     monkeypatch.setitem(fast.PADDING, "cpu", 3)
     monkeypatch.setattr(fast, "CHUNK", 1)
     path, made = build(family, tmp_path, **FAMILIES[family]), []
