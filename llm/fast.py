@@ -181,7 +181,7 @@ def read_prompts(model, prompts) -> PromptStates:
     """Send each different prompt through the model once: a group shares it, and its gradient."""
     different, place = prompts.unique(dim=0, return_inverse=True)  # (U, P), (N,)
     seen = different >= 0
-    cache = DynamicCache(config=model.config)
+    cache = SmallCache(config=model.config)
     hidden = model.base_model(
         different.clamp(min=0),
         attention_mask=seen.long(),
@@ -190,6 +190,18 @@ def read_prompts(model, prompts) -> PromptStates:
         use_cache=True,
     ).last_hidden_state[:, -1]
     return PromptStates(cache, hidden, seen, place)
+
+
+class SmallCache(DynamicCache):
+    """In sampling, keys and values as attention reads them. Inside autocast transformers' own cache
+    keeps them in fp32, because rotary keys are, and each token casts all of them again."""
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs):
+        device = keys.device.type
+        if torch.is_autocast_enabled(device) and not torch.is_grad_enabled():
+            dtype = torch.get_autocast_dtype(device)
+            keys, values = keys.to(dtype), values.to(dtype)
+        return super().update(keys, values, *args, **kwargs)
 
 
 # ---------------- little padding, few logits
