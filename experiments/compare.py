@@ -48,7 +48,8 @@ from llm.runs import count_cores, read_config
 from toy.figure import format_interval, make_figure
 
 # Flags that do not make a run another experiment.
-INCIDENTAL = ["seed", "out", "resume", "resumed", "threads", "micro_rows", "fast", "track"]
+INCIDENTAL = ["seed", "out", "resume", "resumed"]
+INCIDENTAL += ["threads", "micro_rows", "offload", "fast", "track"]
 
 
 def main(argv: list[str] | None = None):

@@ -4,10 +4,12 @@ Nothing here changes a number by more than rounding; tests/test_fast.py says so.
 
 - Each different prompt is read once, in sampling and in scoring. The answers of a group share it.
 - Answers that have ended leave the batch.
-- The cache of sampled tokens grows in place.
 - Answers of like length are scored together, so that little padding is computed.
 - Logits are made a chunk at a time. With a vocabulary of 152,000, those of 16 answers of 1,024
   tokens would need 10 GB.
+- Where the model computes in bf16, no bf16 copy of its weights waits for the backward pass.
+
+`python -m experiments.memory` counts what a step needs.
 
 So it calls a model's trunk and its output layer itself, and copies its cache. This is wrong for a
 model that does more between the two (a soft cap), or keeps more in its cache. train.py compares
@@ -22,13 +24,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-# Logits held at once: 16 MB of fp32 stay near a CPU's caches; 256 MB on a GPU. But at least those
-# of 128 tokens.
-CHUNK = {"cpu": 2**22, "cuda": 2**26}
+# Logits held at once: 16 MB of fp32 stay near a CPU's caches. But at least those of 128 tokens.
+CHUNK = 2**22
 # Padded positions that cost about as much as one more call of the model.
 PADDING = {"cpu": 2**9, "cuda": 2**12}
 
@@ -47,9 +48,6 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
     alive = torch.arange(n, device=device)  # the answers that are still in the batch
     with policy.autocast():  # which casts each weight once
         cache, hidden, seen = read_prompts(model, prompts).of(alive)
-        for i, layer in enumerate(cache.layers):
-            if type(layer) is DynamicLayer:  # sliding windows do not grow
-                cache.layers[i] = RoomyLayer(layer)
         attention = torch.cat([seen, seen.new_ones(n, max_tokens)], 1).long()
         position = seen.sum(1, keepdim=True)  # of the next token
         for t in range(max_tokens):
@@ -69,7 +67,7 @@ def generate(policy, prompts, max_tokens: int, temperature: float, gen):
             if t + 1 == max_tokens or not left:
                 break
             if left < len(stays):
-                rows = fill_gaps(stays, left)
+                rows = stays.nonzero().squeeze(1)
                 cache.reorder_cache(rows)
                 alive, token = alive[rows], token[rows]
                 attention, position = attention[rows], position[rows]
@@ -87,7 +85,15 @@ def log_probs(policy, rollout, temperature: float) -> Tensor:
     """As train.log_probs: log pi of the answers' tokens, differentiable. (N, T)."""
     model, mask = policy.model, rollout.mask
     logp = torch.zeros(mask.shape, device=mask.device)
-    with autocast(policy):
+    with autocast(policy), RecastWeights():
+        if len(mask) == 1:
+            # Prompt and answer in one call: with two, the weights' gradients of the one would wait
+            # for those of the other.
+            prompt, answer = rollout.prompt_ids[rollout.prompt_ids >= 0], rollout.tokens[mask]
+            ids = torch.cat([prompt, answer])[None, :-1]
+            hidden = model.base_model(ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+            new = token_log_probs(model, hidden, answer, temperature)
+            return logp.index_put(mask.nonzero(as_tuple=True), new)
         prompts = read_prompts(model, rollout.prompt_ids)
         for bucket in length_buckets(mask):
             seen, tokens = mask[bucket], rollout.tokens[bucket]  # (n, T)
@@ -104,11 +110,14 @@ def log_probs(policy, rollout, temperature: float) -> Tensor:
                     use_cache=True,
                 ).last_hidden_state
                 hidden = torch.cat([hidden, rest], 1)  # (n, width, d)
-            hidden = hidden[seen[:, :width]]  # (M, d)
-            row, column = bucket[:, None].expand_as(seen)[seen], seen.nonzero()[:, 1]  # (M,)
-            new = token_log_probs(model, hidden, tokens[seen], temperature)
-            logp = logp.index_put((row, column), new)
+            row, column = seen.nonzero().T  # (M,) each: the tokens of these answers
+            targets = tokens[row, column]
+            new = token_log_probs(model, hidden[row, column], targets, temperature)
+            logp = logp.index_put((bucket[row], column), new)
     return logp
+
+
+# ---------------- bf16 without a copy of the weights
 
 
 def autocast(policy) -> torch.autocast:
@@ -116,6 +125,35 @@ def autocast(policy) -> torch.autocast:
     and answers use each weight twice, and a cached bf16 copy would add these up in bf16."""
     device, on = policy.model.device.type, policy.bf16
     return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
+
+
+class RecastWeights(TorchFunctionMode):
+    """Inside autocast, linear layers keep no bf16 copy of a weight, and cast it again in backward.
+
+    autograd would keep one copy for the prompts, and one for each bucket of answers. The numbers
+    are autocast's own.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is linear and not kwargs and torch.is_autocast_enabled(args[0].device.type):
+            return RecastLinear.apply(*args)
+        return func(*args, **kwargs or {})
+
+
+class RecastLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
+        """(..., d), (e, d), (e,) -> (..., e), in bf16."""
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias)  # autocast casts all three
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)  # (M, e)
+        d_weight = rows.T @ x.flatten(0, -2).to(grad.dtype)  # (e, d); autograd makes it fp32
+        d_bias = rows.sum(0) if ctx.needs_input_grad[2:] == (True,) else None
+        return grad @ weight.to(grad.dtype), d_weight, d_bias
 
 
 # ---------------- prompts that are read once
@@ -143,7 +181,7 @@ def read_prompts(model, prompts) -> PromptStates:
     """Send each different prompt through the model once: a group shares it, and its gradient."""
     different, place = prompts.unique(dim=0, return_inverse=True)  # (U, P), (N,)
     seen = different >= 0
-    cache = DynamicCache(config=model.config)
+    cache = SmallCache(config=model.config)
     hidden = model.base_model(
         different.clamp(min=0),
         attention_mask=seen.long(),
@@ -154,57 +192,16 @@ def read_prompts(model, prompts) -> PromptStates:
     return PromptStates(cache, hidden, seen, place)
 
 
-# ---------------- a cache that grows in place, and from which rows can leave
+class SmallCache(DynamicCache):
+    """In sampling, keys and values as attention reads them. Inside autocast transformers' own cache
+    keeps them in fp32, because rotary keys are, and each token casts all of them again."""
 
-
-class RoomyLayer(DynamicLayer):
-    """The keys and values of one layer, (n, heads, tokens, d), with room for more tokens.
-
-    transformers' own layer copies all that it holds for every token. This one copies when its room
-    is full, and then makes room for a quarter more. For sampling alone: no gradient passes.
-    """
-
-    def __init__(self, layer: DynamicLayer):
-        """With the tensors of a layer that nothing else uses."""
-        super().__init__()
-        vars(self).update(vars(layer))
-        device = self.keys.device.type
-        if torch.is_autocast_enabled(device):
-            # Rotary keys come as fp32, and so does all that transformers joins to them. Attention
-            # would cast it for every token.
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs):
+        device = keys.device.type
+        if torch.is_autocast_enabled(device) and not torch.is_grad_enabled():
             dtype = torch.get_autocast_dtype(device)
-            self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
-        self.room = [self.keys, self.values]
-
-    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens. Returns all, as views of the room."""
-        start = self.keys.shape[2]
-        end = start + keys.shape[2]
-        for i, (old, new) in enumerate(((self.keys, keys), (self.values, values))):
-            if end > self.room[i].shape[2]:
-                n, heads, _, d = old.shape
-                self.room[i] = old.new_empty(n, heads, end + end // 4 + 4, d)
-                self.room[i][:, :, :start] = old
-            self.room[i][:, :, start:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self.room)
-        return self.keys, self.values
-
-    def reorder_cache(self, index: Tensor):
-        """Row index[i] becomes row i. Only rows that change their place are copied."""
-        n = len(index)
-        moved = (index != torch.arange(n, device=index.device)).nonzero().squeeze(1)
-        for x in (self.keys, self.values):
-            x[moved] = x[index[moved]]
-        self.keys, self.values = self.keys[:n], self.values[:n]
-        self.room = [room[:n] for room in self.room]
-
-
-def fill_gaps(stays: Tensor, left: int) -> Tensor:
-    """The rows that stay, as many as `left`. The last ones fill the gaps, so that few rows change
-    their place. (n,) bool -> (left,)."""
-    order = torch.arange(left, device=stays.device)
-    order[~stays[:left]] = stays[left:].nonzero().squeeze(1) + left
-    return order
+            keys, values = keys.to(dtype), values.to(dtype)
+        return super().update(keys, values, *args, **kwargs)
 
 
 # ---------------- little padding, few logits
@@ -238,24 +235,50 @@ def output_logits(model, hidden: Tensor) -> Tensor:
 
 
 def token_log_probs(model, hidden: Tensor, targets: Tensor, temperature: float):
-    """log pi of M target tokens, differentiable, in fp32.
+    """log pi of M target tokens, differentiable, in fp32. pi = softmax(logits / temperature).
 
-    pi = softmax(logits / temperature). Many rows of a large vocabulary go through it a chunk at a
-    time, and once more in backward, so that all logits never exist together.
     (M, d), (M,) -> (M,).
     """
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    # With much fewer rows than 128, a product with a large matrix takes as long as reading it.
-    size = max(128, CHUNK[hidden.device.type] // vocabulary)
-    if len(hidden) <= size:
-        return _chunk_log_probs(model, hidden, targets, temperature)
-    parts = [
-        checkpoint(_chunk_log_probs, model, h, y, temperature, use_reentrant=False)
-        for h, y in zip(hidden.split(size), targets.split(size), strict=True)
-    ]
-    return torch.cat(parts)
+    head = model.get_output_embeddings()
+    return TokenLogProbs.apply(hidden.float(), head.weight, head.bias, targets, temperature)
 
 
-def _chunk_log_probs(model, hidden: Tensor, targets: Tensor, temperature: float):
-    logp = (output_logits(model, hidden) / temperature).log_softmax(-1)  # (M, V)
-    return logp.gather(1, targets[:, None]).squeeze(1)
+class TokenLogProbs(torch.autograd.Function):
+    """A chunk of logits at a time, and once more in backward, so that all never exist together.
+
+    autograd would hold the weight's gradient three times: a chunk's, the sum so far, the new sum.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature):
+        # With much fewer rows than 128, a product with a large matrix takes as long as reading it.
+        ctx.size = max(128, CHUNK // len(weight))
+        logp = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for h, y in zip(hidden.split(ctx.size), targets[:, None].split(ctx.size), strict=True):
+                logits = linear(h, weight, bias).div_(temperature)  # (m, V)
+                logp.append(logits.log_softmax(-1).gather(1, y))
+        logp = torch.cat(logp)  # (M, 1)
+        ctx.save_for_backward(hidden, weight, bias, targets[:, None], logp)
+        ctx.temperature = temperature
+        return logp.squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden, weight, bias, *columns = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        rows = (x.split(ctx.size) for x in (hidden, d_hidden, *columns, grad[:, None]))
+        for h, d_h, y, logp, g in zip(*rows, strict=True):
+            # One (m, V) tensor, changed in place: logits, p, the gradient of the logits.
+            x = linear(h, weight, bias).div_(ctx.temperature)
+            x.sub_(x.gather(1, y) - logp).exp_()  # p; log Z is a token's logit less its logp
+            # d logp / d logits is (1 at the token, 0 elsewhere) less p, over the temperature.
+            g = g / ctx.temperature
+            x.mul_(-g).scatter_add_(1, y, g)
+            torch.mm(x, weight, out=d_h)
+            d_weight.addmm_(x.T, h)
+            if bias is not None:
+                d_bias += x.sum(0)
+            del x  # before there is another
+        return d_hidden, d_weight, d_bias, None, None

@@ -1,7 +1,7 @@
 """To whoever uses --fast: sampling and scoring, plain and fast, are whole unpadded forward passes.
 
-Whatever makes llm/fast.py quick or small changes nothing: shared prompts, rows that leave, a cache
-that grows in place, buckets, chunks. In float64: test_step.py.
+Whatever makes llm/fast.py quick or small changes nothing: shared prompts, rows that leave, buckets,
+chunks, a row that is read alone. In float64: test_step.py.
 """
 
 from types import SimpleNamespace
@@ -25,15 +25,16 @@ def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float
 
 
 PROMPTS = [[5, 6, 7], [2], [1, 0, *range(2, 9)], [2], [3, 0, 3]]
-FAMILIES = {"qwen2": {}, "mistral": dict(sliding_window=4)}  # GPT-2: test_step.py
+FAMILIES = {"qwen2": {}, "mistral": dict(sliding_window=4), "phi": {}}  # GPT-2: test_step.py
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path, monkeypatch):
-    """A text is longer than the sliding window. Nothing of a model's own generation config (top_k =
-    1 in Qwen2's) shapes its answers. The fast way has several buckets, and chunks of logits."""
+    """A text is longer than the sliding window; Phi's output layer has a bias. Nothing of a model's
+    own generation config (top_k = 1 in Qwen2's) shapes its answers. The fast way has several
+    buckets, and chunks of logits."""
     monkeypatch.setitem(fast.PADDING, "cpu", 3)
-    monkeypatch.setitem(fast.CHUNK, "cpu", 1)
+    monkeypatch.setattr(fast, "CHUNK", 1)
     path, made = build(family, tmp_path, **FAMILIES[family]), []
     policies, prompts = [load(path), load(path, fast=True)], PROMPTS * 3
     expected = rollout(policies[0], prompts, 24, 1.5, train.rng(1))
@@ -44,13 +45,17 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
         rows = zip(answers.tokens, answers.mask, strict=True)
         assert [y[mask].tolist() for y, mask in rows] == expected
         scored = train.log_probs(policy, answers, 1.5)
-        for found in (answers.logp_sampled, scored):
+        rows = [answers.of(torch.tensor([i])) for i in range(len(prompts))]
+        alone = torch.cat([train.log_probs(policy, row, 1.5) for row in rows])
+        for found in (answers.logp_sampled, scored, alone):
             torch.testing.assert_close(found[answers.mask], logp, rtol=1e-4, atol=1e-4)
         weight = torch.randn(scored.shape, generator=train.rng("weight"))
-        grads = torch.autograd.grad((weight * scored).sum(), policy.model.parameters())
-        made.append([answers.entropy, *grads])
-    for slow, quick in zip(*made, strict=True):
-        assert (slow - quick).norm() <= 1e-4 * slow.norm() + 1e-5
+        for found in (scored, alone):
+            grads = torch.autograd.grad((weight * found).sum(), policy.model.parameters())
+            made.append([answers.entropy, *grads])
+    for slow, *others in zip(*made, strict=True):
+        for quick in others:
+            assert (slow - quick).norm() <= 1e-4 * slow.norm() + 1e-5
 
 
 def test_a_draw_is_exact_in_a_large_vocabulary(monkeypatch):
