@@ -70,7 +70,7 @@ def count(config: train.Config, shape, prompt_tokens: int, bf16: bool = True) ->
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
-    policy = train.Policy(model, None, torch.tensor([0]), config.fast, bf16)
+    policy = train.Policy(model, None, torch.tensor([0]), fast=config.fast, bf16=bf16)
     live = Live()
     live.add(list(model.parameters()))
     found = {"weights": live.now, "moments": 0 if config.offload else 2 * live.now}

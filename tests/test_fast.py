@@ -16,7 +16,9 @@ from llm import fast
 from toy import plain
 
 # A task without text. The prompts of its items are ids.
-IDS = SimpleNamespace(encode=lambda _, items: [x.prompt for x in items], reward=lambda *_: 0.0)
+IDS = SimpleNamespace(
+    encode=lambda _, items: [x.prompt for x in items], rewards=lambda texts, _: [0.0] * len(texts)
+)
 
 
 def answer(policy, prompts: list[list[int]], max_tokens: int, temperature: float, gen):
