@@ -6,6 +6,7 @@ Run: python -m pytest -q tests/test_report.py
 
 import math
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,27 @@ def test_a_loss_written_anew_is_recognised():
     assert [*page][1] == "dr_grpo" and (times, to) == near((3, 3))
     assert {"token_grpo", "nthr_grpo"} == {x for x in page if x in ("token_grpo", "nthr_grpo")}
     assert "reinforce" in [*page][-1] and "gspo" not in [*page][-1]
+
+
+def test_trls_own_loss_goes_through_the_door():
+    """Its default is token_grpo, with another clip range."""
+    pytest.importorskip("trl", reason="TRL is an extra: pip install -e '.[trl]'")
+    path = Path(losses.__file__).parent / "engines" / "trl_loss.py"
+    [loss] = losses.bind(str(path), {"epsilon_high": 0.24}).passes
+    page = lines(report.twins(loss, {}))
+    assert page["token_grpo"] == near([1, 1]) and "nthr_grpo" not in page
+
+
+def test_the_picture_shows_the_pages_numbers(monkeypatch):
+    monkeypatch.setattr(
+        report, "curves", lambda row: 4 * [torch.tensor([row.scale == "mean", 0.5])]
+    )
+    axes = report.draw("cispo", Row(losses.cispo)).axes
+    win, lose = axes[0].lines
+    at_5 = [*report.clips.RATIOS].index(1.99)
+    assert win.get_ydata()[at_5] == near(1.99) and lose.get_ydata()[at_5] == near(1.99)
+    assert axes[1].lines[0].get_ydata().tolist() == near([32 / 15] * 4)
+    assert [[line.get_ydata()[0] for line in axis.lines] for axis in axes[2:]] == [[0, 0, 1]] * 4
 
 
 # ---------------- planted mistakes
