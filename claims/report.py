@@ -145,7 +145,7 @@ def bites(loss: Loss) -> Iterator[Line]:
     for name, (d, usual) in tried.items():
         k = factor(usual, d)
         by = "other" if math.isnan(k) and d.isfinite().all() else k
-        yield name, by, "" if torch.allclose(d, usual, rtol=1e-6) else "!"
+        yield name, by, *([] if torch.allclose(d, usual, rtol=1e-6) else "!")
 
 
 def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
