@@ -379,7 +379,7 @@ MISTAKES = """
 --hyper eps=0.1: no hyperparameter 'eps'; accepted: eps_low=0.2
 --hyper kl=true: could not convert string to float: 'true'
 --method gpo: method 'gpo' does not exist; accepted: reinforce, grpo,
---method my.py: No such file or directory: 'my.py'
+--method my.py: No such file or directory
 --hyper kl_ratio=2: accepted: true, false
 --method dfpo-min --hyper ratio=sum: accepted: geometric, product
 """
