@@ -15,7 +15,8 @@
 
 A check's docstring has the proof of its claim, or PROOFS.md has it, which also explains the
 symbols. evidence.py says what a claim is, draws the random prefix trees and examines the claim on
-them. toy/worlds.py has worlds in which nothing is sampled.
+them. toy/worlds.py has worlds in which nothing is sampled. report.py prints the page on a loss of
+your own.
 """
 
 from claims import (

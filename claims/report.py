@@ -5,16 +5,17 @@
     python losses.py gspo                      a method, for comparison
     python losses.py mine.py --plot mine.png   and a picture (needs matplotlib)
 
-A line that ends in "!" is a surprise. Lengths, ratios and batches are small and made up, and worlds
-are those of toy/README.md. A loss knows advantages only, so the page cannot say what your rewards
-do. The reference of a KL term is the policy that sampled; in a net push it is a third policy.
+A line that ends in "!" is a surprise. All batches are small and made up; tokens whose ratio moves
+were sampled with probability 0.05. The worlds are those of toy/README.md, and there a KL term
+holds the policy at its start. A loss knows advantages only, so the page cannot say what your
+rewards do, nor what happens if a number is added to all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -83,23 +84,28 @@ def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
         yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
 
 
-def by_length(loss: Loss) -> Tensor:
-    """Push / A of winners and of losers, the mean over an answer's tokens. (2, LENGTHS)."""
-    batch = group([1] * 4 + [-1] * 4, [*LENGTHS] * 2)
-    weight = 16 * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
+def by_ratio(loss: Loss, ratios: Sequence[float]) -> Tensor:
+    """Push / A of a winner and of a loser, each of one token, alone in their batch. (2, ratios)."""
+    return torch.cat([clips.weigh(loss, [r], old=0.05) for r in ratios], 1)
+
+
+def by_length(loss: Loss, lengths: Sequence[int]) -> Tensor:
+    """Push / A of winners and of losers, the mean over an answer's tokens. (2, lengths)."""
+    batch = group([1] * len(lengths) + [-1] * len(lengths), [*lengths] * 2)
+    weight = batch.max_tokens * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
     return weight.view(2, -1)
 
 
 def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
-    (win, lose), A = by_length(loss), [1, -1, 1, -1]
+    (win, lose), A = by_length(loss, LENGTHS), [1, -1, 1, -1]
     yield "WEIGHT of a token, by the length of its answer", *LENGTHS
     yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
     yield "  losers", *lose
-    win, lose = clips.weigh(loss, RATIOS, old=0.05)
+    win, lose = by_ratio(loss, RATIOS)
     yield "WEIGHT of a token, by its ratio; a group of two tokens", *RATIOS
     yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
-    if not win[5] and not lose[3]:  # at 1.05 and 0.95
+    if win[4] and not win[5] and not lose[3]:  # at 1, at 1.05, and at 0.95
         wider = [f"{key}=0.2" for key, x in hyper.items() if type(x) is float and 0 < x < 0.05]
         yield (f"  The clip stops nearly all. Wider: python losses.py {' '.join([name, *wider])}",)
     yield "ONE TOKEN OF A WINNER MOVES; pushes are multiplied by", "its own", "answer", "others"
@@ -139,7 +145,7 @@ def bites(loss: Loss) -> Iterator[Line]:
     for name, (d, usual) in tried.items():
         k = factor(usual, d)
         by = "other" if math.isnan(k) and d.isfinite().all() else k
-        yield name, by, "" if torch.allclose(d, usual, rtol=1e-6) else "!"
+        yield name, by, *([] if torch.allclose(d, usual, rtol=1e-6) else "!")
 
 
 def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
@@ -199,24 +205,22 @@ def draw(name: str, row: Row):
     """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
     figure = make_figure(name, 5.2)
     axes = figure.subplots(2, 3).flatten()
-    weights = clips.weigh(row.loss, clips.RATIOS), by_length(row.loss)
-    for axis, x, pair in zip(axes[:2], (clips.RATIOS, LENGTHS), weights, strict=True):
-        axis.plot(x, pair[0], color=OWN, linewidth=4, alpha=0.5, label="winners")
-        axis.plot(x, pair[1], color=OWN, linestyle="--", label="losers")
-        axis.set_ylim(min(0, 1.1 * pair.min()), 1.1 * pair.max())
-    axes[0].set(title="weight of a token", xlabel="its ratio", ylabel="push / A")
-    axes[1].set(title="weight of a token", xlabel="length of its answer", xticks=LENGTHS)
-    axes[0].legend()
-    rows = {"this": row, "grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean")}
-    for label, of_method in rows.items():
-        style = dict(color=COLORS.get(label, OWN), linewidth=1 + 3 * (label == "this"))
-        for axis, curve in zip((*axes[3:], axes[2]), curves(of_method), strict=True):
-            axis.plot(curve, label=label, **style)
-            axis.set(ylim=(0, 0.65), xlabel="batches")
-    axes[3].legend()
-    for axis, title in zip(axes[2:], ("the crumb", *tax.SETTINGS), strict=True):
-        axis.set(title=title)
+    weights = ("its ratio", clips.RATIOS, by_ratio), ("length of its answer", LENGTHS, by_length)
+    for axis, (label, x, weigh) in zip(axes, weights, strict=False):
+        win, lose = weigh(row.loss, x)
+        axis.plot(x, win, color=OWN, linewidth=4, alpha=0.5, label="winner")
+        axis.plot(x, lose, color=OWN, linestyle="--", label="loser")
+        axis.set(title="weight of a token", xlabel=label, ylim=(min(0, win.min()), None))
+    others = {"grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean")}
+    for k, title in enumerate((*tax.SETTINGS, "the crumb")):
+        axis = axes[2 + k]
+        axis.plot(curves(row)[k], color=OWN, linewidth=4, label="this")
+        for label, other in others.items():
+            axis.plot(curves(other)[k], color=COLORS[label], label=label)
+        axis.set(title=title, xlabel="batches", ylim=(0, 0.65))
     axes[3].set(ylabel="expected reward")
+    for k in (0, 2):
+        axes[k].legend()
     return figure
 
 
