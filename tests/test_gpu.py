@@ -101,9 +101,10 @@ def test_the_counted_memory_is_that_of_a_real_step(rows):
     assert counted["activations"] == pytest.approx(peak, rel=1e-3)
 
 
-def test_adamw_in_main_memory_makes_the_same_run_and_resumes_any(tmp_path, monkeypatch):
+def test_adamw_in_main_memory_makes_the_same_run_and_resumes_any(tmp_path, monkeypatch, easy):
     flags = "--method", "grpo", "--schedule", "constant"
     whole = run(tmp_path / "whole", *flags)
+    assert any(line.get("grad_norm") for line in metrics(whole))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: x.clone())  # as from a GPU
     runs = [run(tmp_path / "away", *flags, "--offload", "true")]
     for first, then in (("true", "false"), ("false", "true")):
