@@ -13,7 +13,7 @@ losses.py. The page's script draws them, and adds them up at shared tokens:
     net push = sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
 
 The toy group answers "37+48=" four times. For all methods A is the reward minus the group mean, as
-in README. toy/tree.svg, README's picture, shows this group under REINFORCE and under GRPO. A group
+in README. toy/tree.svg, README's picture, shows this group under one divisor and under GRPO's. A group
 of a real model, from sums.json, has the same A. A run's groups have the scale of the run, or of
 their method.
 """
