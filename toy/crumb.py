@@ -104,28 +104,22 @@ def plot_rare(rewards: dict[str, Tensor]):
 def plot_three(three: dict[str, Tensor]):
     """The second of THREE_STARTS. three: the shares for each scale, (THREE_BATCHES + 1, 2, 3)."""
     figure = make_figure(
-        "The group's std gives the largest share to the strategy with the lowest reward", 3.7
+        "The group's std gives the largest share to the strategy that earns least", 2.7
     )
-    left, right = figure.subplots(1, 2)
-    for scale, style in SCALES.items():
-        left.plot(expected_reward(THREE_WAYS, three[scale][:, 1]), **style)
-    left.set(title="reward of the policy", xlabel="updates", ylabel="expected reward")
-    orange, green = COLORS["grpo"], COLORS["dr-grpo"]
-    low, high = (expected_reward(THREE_WAYS, three[scale][-1, 1]) for scale in ("std", "mean"))
-    text = f"divided by the group's\nstd (grpo): {low:.3f}"
-    left.text(THREE_BATCHES, 0.635, text, color=orange, ha="right", va="top")
-    text = f"divided by nothing (dr-grpo)\nor the batch's std (dashed):\n{high:.3f}"
-    left.text(THREE_BATCHES, 0.695, text, color=green, ha="right", va="top")
-    earned = expected_reward(THREE_WAYS, torch.eye(3))
+    axis = figure.subplots()
+    for scale, name, text, shift in (
+        ("std", "grpo", "divided by the group's std (grpo)", -0.2),
+        ("mean", "dr-grpo", "divided by nothing (dr-grpo)", 0.2),
+    ):
+        bars = axis.barh(torch.arange(3) + shift, three[scale][-1, 1], 0.38, color=COLORS[name])
+        axis.bar_label(bars, fmt="{:.0%}", padding=3)
+        bars.set_label(text)
+    earned = expected_reward(THREE_WAYS, torch.eye(3)).tolist()
     ways = zip(("first", "second", "third"), earned, strict=True)
-    for scale, name, shift in (("std", "grpo", -0.2), ("mean", "dr-grpo", 0.2)):
-        shares = three[scale][-1, 1]
-        color, texts = COLORS[name], [f"{share:.0%} ({name})" for share in shares]
-        bars = right.barh(torch.arange(3) + shift, shares, 0.38, color=color)
-        right.bar_label(bars, texts, padding=3, color=color)
-    right.set(title="share of each strategy at the end", xlim=(0, 0.7), xticks=[])
-    right.set_yticks(range(3), [f"{way} strategy,\nearns {x:.2f}" for way, x in ways])
-    right.invert_yaxis()
+    axis.set_yticks(range(3), [f"{way} strategy: reward {x:.2f}" for way, x in ways])
+    axis.set(title="share of the answers at the end", xlim=(0, 0.6), xticks=[])
+    axis.invert_yaxis()
+    figure.legend(loc="outside lower right", ncols=2)
     return figure
 
 

@@ -63,11 +63,20 @@ SETTINGS = {
 NAMES = (MEAN, EXACT, BOTH, LOCAL, "gspo", "dr-grpo", "cispo", "dfpo-min")
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 1, 3], dtype=torch.float64)
 ADAM_ROWS = (MEAN, "dr-grpo")
-LINES = {  # of the picture
-    MEAN: dict(color=COLORS["grpo"], linewidth=5),
-    BOTH: dict(color="black", linewidth=1.2, linestyle="--"),  # EXACT would coincide with it
-    LOCAL: dict(color="black", linewidth=1.8, linestyle=":"),
-    "dr-grpo": dict(color=COLORS["dr-grpo"], linewidth=2.2),
+LINES = {  # of the picture: their labels, and their styles; EXACT would coincide with BOTH
+    MEAN: ("GRPO, group mean", dict(color=COLORS["grpo"], linewidth=5)),
+    BOTH: (
+        "GRPO, expected-reward and prefix baseline",
+        dict(color="black", linewidth=1.2, linestyle="--"),
+    ),
+    LOCAL: (
+        "GRPO, group mean and prefix baseline",
+        dict(color="black", linewidth=1.8, linestyle=":"),
+    ),
+    "dr-grpo": (
+        "Dr. GRPO, one divisor for all answers",
+        dict(color=COLORS["dr-grpo"], linewidth=2.2),
+    ),
 }
 
 
@@ -126,26 +135,18 @@ def find_adam_rewards(setting: str, row: Row) -> Tensor:
 
 
 def plot(curves: dict[tuple[str, str], Tensor]):
-    figure = make_figure("GRPO's division by length costs reward in two of three worlds", 3.9)
+    figure = make_figure("GRPO's division by length costs reward in two of three worlds", 4.2)
     axes = figure.subplots(1, len(SETTINGS), sharey=True)
     axes[0].set(ylabel="expected reward (best: 0.6)", ylim=(0.13, 0.65))
     for k, (axis, setting) in enumerate(zip(axes, SETTINGS, strict=True), 1):
-        for name, style in LINES.items():
-            axis.plot(curves[setting, name], **style)
+        for name, (label, style) in LINES.items():
+            axis.plot(curves[setting, name], label=label, **style)
+        for name, place in ((MEAN, "top"), ("dr-grpo", "bottom")):
+            end, shift = curves[setting, name][-1], 0.012 * (1 if place == "bottom" else -1)
+            color = LINES[name][1]["color"]
+            axis.text(BATCHES, end + shift, f"{end:.3f}", color=color, ha="right", va=place)
         axis.set(title=f"world {k}\n{setting}", xlabel=f"batches of {UPDATES} updates")
-    orange, green = COLORS["grpo"], COLORS["dr-grpo"]
-    prefix = "GRPO with group\nmean and prefix\nbaseline"
-    labels = [  # of each world: the line, its name, the height of the name's upper edge
-        [(MEAN, "GRPO, with\nany baseline", 0.575, orange)],
-        [(LOCAL, prefix, 0.55, "black"), (MEAN, "GRPO", 0.395, orange)],
-        [(LOCAL, prefix, 0.55, "black"), (MEAN, "GRPO", 0.185, orange)],
-    ]
-    for axis, setting, of_world in zip(axes, SETTINGS, labels, strict=True):
-        for name, text, height, color in [("dr-grpo", "Dr. GRPO", 0.635, green), *of_world]:
-            end = f"{text} {curves[setting, name][-1]:.3f}"
-            axis.text(BATCHES + 3, height, end, ha="right", va="top", color=color)
-    dashed = "dashed: GRPO with the\nexpected-reward baseline,\nwith or without\nprefix baseline"
-    axes[-1].text(BATCHES + 3, 0.43, dashed, ha="right", va="top")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure
 
 

@@ -13,9 +13,9 @@ losses.py. The page's script draws them, and adds them up at shared tokens:
     net push = sum c = wbar sum A + sum (w - wbar) A = credit + tax,   c = w A
 
 The toy group answers "37+48=" four times. For all methods A is the reward minus the group mean, as
-in README. toy/tree.svg, README's picture, shows this group under REINFORCE and under GRPO. A group
-of a real model, from sums.json, has the same A. A run's groups have the scale of the run, or of
-their method.
+in README. toy/tree.svg, README's picture, shows this group under one divisor for all answers, and
+under GRPO's. A group of a real model, from sums.json, has the same A. A run's groups have the scale
+of the run, or of their method.
 """
 
 from __future__ import annotations
@@ -297,11 +297,12 @@ def toy_page() -> str:
 
 # ---------------- the article below the tree
 
-# toy/article.png shows the article's tree. After `python -m toy.tree`, these commands draw it:
-#     chromium --headless --hide-scrollbars --window-size=1250,1100 --virtual-time-budget=9999 \
+# toy/article.png shows the article's buttons and tree without its words. After `python -m toy.tree`:
+#     echo '<style>.prose, #say, #method { display: none !important }</style>' >> tree.html
+#     chromium --headless --hide-scrollbars --window-size=1250,600 --virtual-time-budget=9999 \
 #         --screenshot=toy/article.png tree.html
 #     python -c "from PIL import Image; picture = Image.open('toy/article.png').convert('RGB'); \
-#         picture.crop((0, 394, 1250, 1004)).quantize(256, 1).save('toy/article.png')"
+#         picture.crop((0, 16, 1250, 526)).quantize(256, 1).save('toy/article.png')"
 
 
 def add_article(page: str) -> str:
@@ -322,7 +323,7 @@ def add_article(page: str) -> str:
 def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     """The page of a run: three groups of the newest saved batch in which rewards differ, before
     and after the step."""
-    name, methods = flags["method"], shown_methods(flags["scale"])
+    name, methods = Path(flags["method"]).name, shown_methods(flags["scale"])
     mixed = [(batch["step"], groups) for batch in batches if (groups := run_groups(batch))]
     if not mixed:
         sys.exit(f"error: in no batches/step-*.pt of {run} do the rewards of one prompt differ")
@@ -331,7 +332,7 @@ def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     lead += " Each is shown as if it were a batch of its own."
     lead += " If a card has several tokens, it shows the pushes on the first."
     if name in methods or ".py" in name:
-        _, own, function = name.partition(".py")
+        _, own, function = name.rpartition(".py")
         loss = f"{run}/method.py{function}" if own else name  # a run has a copy of its loss
         hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
         if "kl" in losses.bind(loss, hyper).hyper:
