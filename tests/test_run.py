@@ -299,6 +299,8 @@ def test_files_are_replaced_as_a_whole_and_by_finite_weights_only(tmp_path, monk
 
 MISTAKES = """
 --group-size 1: --group-size must be at least 2
+--grad-clip -1: --grad-clip must be above 0
+--lr nan: --lr must be above 0
 --prompts 30 --minibatches 4: must divide
 --model /no/such/model: /no/such/model
 --task chess: no such file

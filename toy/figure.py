@@ -70,11 +70,6 @@ def make_figure(finding: str, height: float):
     return figure
 
 
-def pale_line(name: str) -> dict:
-    """The style of a method whose line is so wide and pale that a thin one on it is seen too."""
-    return dict(color=COLORS[name], alpha=0.35, linewidth=7, zorder=1)
-
-
 def save(figure, path: Path):
     figure.savefig(path)
     print(f"\npicture: {path}")

@@ -297,7 +297,7 @@ def toy_page() -> str:
 
 # ---------------- the article below the tree
 
-# toy/article.png shows the buttons and the tree without the words. After `python -m toy.tree`:
+# toy/article.png shows the article's buttons and tree, not its words. After `python -m toy.tree`:
 #     echo '<style>.prose, #say, #method { display: none !important }</style>' >> tree.html
 #     chromium --headless --hide-scrollbars --window-size=1250,600 --virtual-time-budget=9999 \
 #         --screenshot=toy/article.png tree.html
