@@ -24,9 +24,9 @@ trap 'rm -rf "$dir"' EXIT
 cd "$dir"
 "${PYTHON:-python3}" -m venv venv
 venv/bin/pip install -q torch==2.13.0
-venv/bin/pip install -q --no-deps verl==0.9.1
 venv/bin/pip install -q torch==2.13.0 transformers==5.10.4 tensordict==0.10.0 \
     ray==2.49.2 omegaconf==2.4.0
+venv/bin/pip install -q --no-deps verl==0.9.1
 cat > see.py <<'P'
 from importlib.metadata import version
 from math import comb
