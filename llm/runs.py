@@ -201,9 +201,9 @@ def write_model(policy, folder: Path):
         policy.tokenizer.save_pretrained(part)
         for pattern in loading.BESIDE if policy.files else ():
             for file in policy.files.glob(pattern):
-                shutil.copy(file, part)
+                if not file.name.endswith(".index.json"):  # names the shards that came
+                    shutil.copy(file, part)
         policy.model.save_pretrained(part)  # with its config.json, over the one that came
-        (part / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
 @contextmanager

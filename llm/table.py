@@ -37,7 +37,10 @@ class Table(ChatTask):
         self.prompts = read_pairs(splits["train"], self.path)
         super().__init__()
         if test:  # a split of its own, so no row of the others need be held out
-            self.train, self.test = self.train + self.test, to_items(read_pairs(test, held_out))
+            self.train, self.test = (
+                self.train + self.test,
+                to_items(read_pairs(test, held_out or self.path)),
+            )
         answers = [item.answer for item in self.train + self.test]
         self.numbers = all(NUMBER.fullmatch(x) and extract(f"#### {x}") for x in answers)
         kind = "the same number" if self.numbers else "the same text"

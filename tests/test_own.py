@@ -4,6 +4,7 @@ import json
 import string
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -183,9 +184,15 @@ def test_files_beside_the_weights_stay_as_they_came(tmp_path):
     (path / "processor_config.json").write_text("{}")
     (path / "config.json").write_text((path / "config.json").read_text().replace("0.3", "0.4"))
     policy = load(path)
+    (path / "model.safetensors.index.json").write_text("{}")
     next(policy.model.parameters()).data.zero_()
     runs.write_model(policy, tmp_path / "new")
+    assert not (tmp_path / "new" / "model.safetensors.index.json").exists()
     for name in ("tokenizer_config.json", "processor_config.json", "tokenizer.json"):
         assert (tmp_path / "new" / name).read_bytes() == (path / name).read_bytes()
     assert not next(load(tmp_path / "new").model.parameters()).any()
     assert torch.equal(load(tmp_path / "new").eos, policy.eos)
+    # A model that is saved in shards needs the list of its own.
+    policy.model.save_pretrained = partial(policy.model.save_pretrained, max_shard_size="20KB")
+    runs.write_model(policy, tmp_path / "shards")
+    assert not next(load(tmp_path / "shards").model.parameters()).any()
