@@ -3,7 +3,6 @@
     python losses.py mine.py                   the function `loss` of the file
     python losses.py mine.py:other eps=0.1     another one, with a hyperparameter
     python losses.py gspo                      a method, for comparison
-    python losses.py mine.py --plot mine.png   and a picture (needs matplotlib)
 
 A line that ends in "!" is a surprise. All batches are small and made up; tokens whose ratio moves
 were sampled with probability 0.05. The worlds are those of toy/README.md, and there a KL term
@@ -17,8 +16,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -31,10 +29,8 @@ from claims.formulas import FORMULAS
 from claims.tax import cosine
 from losses import Batch, Method
 from toy import clips, crumb, drift, tax
-from toy.figure import COLORS, make_figure, save
 from toy.worlds import Row, Toy
 
-OWN = "#0072B2"  # this loss, in the picture
 LENGTHS = (2, 4, 8, 16)
 RATIOS = (0.1, 0.5, 0.75, 0.95, 1, 1.05, 1.25, 2, 10)
 WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.py computes them
@@ -176,17 +172,13 @@ def bias(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
         yield name, fmean(cosine(toy.expected_update(loss, off_policy), toy.exact) for toy in toys)
 
 
-@cache
-def curves(row: Row) -> list[Tensor]:
-    """The expected reward in the worlds of toy/tax.py and in the crumb."""
-    return [*tax.find_rewards(tax.climb(row)), crumb.train_rare(row, crumb.STARTS[1:2])[:, 0]]
-
-
 def worlds(row: Row) -> Iterator[Line]:
+    rewards = tax.find_rewards(tax.climb(row))[:, -1]
+    rare = crumb.train_rare(row, crumb.STARTS[1:2])[-1]
     moved, _, reward = drift.measure(row)
-    ends = [*(curve[-1] for curve in curves(row)), reward, moved]
     yield "EXPECTED REWARD at the end", "this", "grpo", "dr-grpo", "best"
-    for (name, others), end in zip(WORLDS.items(), ends, strict=True):
+    ends = zip(WORLDS.items(), (*rewards, *rare, reward, moved), strict=True)
+    for (name, others), end in ends:
         yield name, end, *others
 
 
@@ -201,35 +193,11 @@ def report(name: str, method: Method) -> Iterator[Line]:
     yield from worlds(Row(loss, method.scale))
 
 
-def draw(name: str, row: Row):
-    """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
-    figure = make_figure(name, 5.2)
-    axes = figure.subplots(2, 3).flatten()
-    weights = ("its ratio", clips.RATIOS, by_ratio), ("length of its answer", LENGTHS, by_length)
-    for axis, (label, x, weigh) in zip(axes, weights, strict=False):
-        win, lose = weigh(row.loss, x)
-        axis.plot(x, win, color=OWN, linewidth=4, alpha=0.5, label="winner")
-        axis.plot(x, lose, color=OWN, linestyle="--", label="loser")
-        axis.set(title="weight of a token", xlabel=label, ylim=(min(0, win.min()), None))
-    others = {"grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean")}
-    for k, title in enumerate((*tax.SETTINGS, "the crumb")):
-        axis = axes[2 + k]
-        axis.plot(curves(row)[k], color=OWN, linewidth=4, label="this")
-        for label, other in others.items():
-            axis.plot(curves(other)[k], color=COLORS[label], label=label)
-        axis.set(title=title, xlabel="batches", ylim=(0, 0.65))
-    axes[3].set(ylabel="expected reward")
-    for k in (0, 2):
-        axes[k].legend()
-    return figure
-
-
 def main(argv: list[str] | None = None):
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("loss", help="mine.py, mine.py:other or a method")
     parser.add_argument("hyper", nargs="*", help="eps=0.1")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     method = losses.bind(given.loss, dict(x.partition("=")[::2] for x in given.hyper))
@@ -238,5 +206,3 @@ def main(argv: list[str] | None = None):
     for label, *cells in report(given.loss, method):
         cells = [x if isinstance(x, str) else f"{round(float(x), 9) + 0:.3g}" for x in cells]
         print(f"{label:58}" if cells else label, *(f"{x:>6}" for x in cells))
-    if given.plot:
-        save(draw(given.loss, Row(method.passes[0], method.scale)), given.plot)
