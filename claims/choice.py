@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -134,7 +133,6 @@ def c19(name, draws, evidence):
     sign-blind clip pushes nothing there, and cispo pushes by the credit. "otherwise": the push
     under PPO's clip over the credit.
     """
-    loss_fn = getattr(losses, name)
     for k, draw in enumerate(draws[::2]):
         up, down = draw.randn(2).sigmoid().tolist()
         p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
@@ -146,6 +144,5 @@ def c19(name, draws, evidence):
         for scale in ("mean", "std"):
             push = predicted * new * (1 - new) * factor(world.G, b, scale)
             logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
-            loss = partial(loss_fn, **fitting(loss_fn))
-            measured = world.expected_push(loss, scale, logits, old=world.logits())
+            measured = world.expected_push(fitting(name), scale, logits, old=world.logits())
             evidence.equal([push, -push], measured)

@@ -90,10 +90,8 @@ def c22b(name, draws, evidence):
     12 random worlds, on-policy and off-policy. "otherwise": how far it moves the update of methods
     whose pushes depend on the group.
     """
-    loss_fn = getattr(losses, name)
-    loss_fn = partial(loss_fn, **fitting(loss_fn))
     for off_policy, toy in itertools.product((False, True), toys_of(draws)):
-        before, after = expected_updates(loss_fn, toy, off_policy, "exact")
+        before, after = expected_updates(fitting(name), toy, off_policy, "exact")
         if name in OWN:
             evidence.equal(before, after)
         else:

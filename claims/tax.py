@@ -8,8 +8,6 @@ of a node are called exchangeable.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -121,9 +119,7 @@ def c16(name, draws, evidence):
                 else:
                     evidence.record_otherwise(1 - cosine(g, toy.exact))
             continue
-        loss = getattr(losses, name)
-        loss = partial(loss, **fitting(loss))
-        on, off = (toy.expected_update(loss, off_policy) for off_policy in (False, True))
+        on, off = (toy.expected_update(fitting(name), off_policy) for off_policy in (False, True))
         rows.append([cosine(on, toy.exact), cosine(off, toy.exact)])
         evidence.equal(True, rows[-1][0] > 0, what="whether it ascends on-policy")
         if average_of(name) == "budget":
