@@ -30,7 +30,8 @@ from claims.evidence import Draw
 from claims.formulas import FORMULAS
 from claims.tax import cosine
 from losses import Batch, Method
-from toy import clips, crumb, drift, tax
+from toy import crumb, drift, tax
+from toy.clips import make_group, weigh
 from toy.worlds import Row, Toy
 
 LENGTHS = (2, 4, 8, 16)
@@ -54,14 +55,6 @@ def push(loss: Loss, batch: Batch) -> Tensor:
     return losses.token_pushes(value, batch.logp) + 0 * value.detach()
 
 
-def group(A: list, T: list, log_r: Tensor | float = 0.0) -> Batch:
-    """One group with these advantages and lengths. Every token was sampled with log pi = -3."""
-    A, T = torch.tensor([A, T], dtype=torch.float64)[..., None]  # (G, 1) each
-    mask = torch.arange(int(T.max())) < T
-    old = torch.full(mask.shape, -3.0, dtype=torch.float64)
-    return Batch(old + log_r, old, A.expand(mask.shape), mask, *mask.shape, logp_ref=old)
-
-
 def factor(c: Tensor, d: Tensor) -> float:
     """k if d = k c and k is not 0, otherwise nan."""
     if c.equal(d):
@@ -74,7 +67,7 @@ def factor(c: Tensor, d: Tensor) -> float:
 
 
 def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
-    so = push(loss, group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
+    so = push(loss, make_group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
     yield "PUSHES on the word so, in the four answers of losses.py", *so
     yield "  their sum, which is 0 if they cancel", so.sum()
     yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way",)
@@ -84,12 +77,12 @@ def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
 
 def by_ratio(loss: Loss, ratios: Sequence[float]) -> Tensor:
     """Push / A of a winner and of a loser, each of one token, alone in their batch. (2, ratios)."""
-    return torch.cat([clips.weigh(loss, [r], old=0.05) for r in ratios], 1)
+    return torch.cat([weigh(loss, [r], old=0.05) for r in ratios], 1)
 
 
 def by_length(loss: Loss, lengths: Sequence[int]) -> Tensor:
     """Push / A of winners and of losers, the mean over an answer's tokens. (2, lengths)."""
-    batch = group([1] * len(lengths) + [-1] * len(lengths), [*lengths] * 2)
+    batch = make_group([1] * len(lengths) + [-1] * len(lengths), [*lengths] * 2)
     weight = batch.max_tokens * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
     return weight.view(2, -1)
 
@@ -107,7 +100,7 @@ def weights(loss: Loss) -> Iterator[Line]:
     for label, log_r in (("  its ratio is 3", math.log(3)), ("  its ratio is 1/3", -math.log(3))):
         moved = torch.zeros(4, 4, dtype=torch.float64)
         moved[0, 0] = log_r
-        k = push(loss, group(A, [4] * 4, moved)) / push(loss, group(A, [4] * 4))
+        k = push(loss, make_group(A, [4] * 4, moved)) / push(loss, make_group(A, [4] * 4))
         yield label, k[0, 0], k[0, 1], k[1, 0]
 
 

@@ -8,6 +8,8 @@ of a node are called exchangeable.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -79,8 +81,8 @@ def cosine(x: Tensor, y: Tensor) -> float:
 
 
 def weighed(batch: losses.Batch, ratio: str) -> Tensor:
-    """J if each answer adds s A / L, with L = 2."""
-    return (losses.sequence_ratio(batch, ratio) * batch.adv[:, 0]).mean() / 2
+    """The loss if each answer adds s A / L to J, with L = 2."""
+    return -(losses.sequence_ratio(batch, ratio) * batch.adv[:, 0]).mean() / 2
 
 
 @claim("C16", "sequence_ratio", *FORMULAS, only_if="on-policy, or the weight is the plain product")
@@ -113,7 +115,7 @@ def c16(name, draws, evidence):
     for toy in (Toy(draw.seed) for draw in draws[::4]):
         if name == "sequence_ratio":
             for ratio in losses.RATIOS:
-                g = toy.expected_update(lambda x, r=ratio: -weighed(x, r), off_policy=True)
+                g = toy.expected_update(partial(weighed, ratio=ratio), off_policy=True)
                 if ratio == "product":
                     evidence.equal(toy.unbiased, g)
                 else:

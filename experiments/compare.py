@@ -111,8 +111,6 @@ def train_all(
 
 
 def train_one(folder: Path, flags: list[str]):
-    if is_finished(folder):  # another process has made it in the meantime
-        return
     began = (folder / "config.json").exists()
     flags = ["--resume", str(folder)] if began else [*flags, "--out", str(folder)]
     with open(f"{folder}.log", "a", encoding="utf-8") as log:

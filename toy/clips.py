@@ -28,17 +28,37 @@ TABLE_RATIOS = (0.51, 1.0, 1.51)
 TOP, WIDTH, HEIGHT = 2.0, 150, 110  # the largest ratio and |push| / |A|; a panel's frame
 
 
+def make_group(
+    adv: Sequence[float],
+    lengths: Sequence[int],
+    log_ratio: Tensor | float = 0.0,
+    old: float = 0.05,
+    group_size: int = 0,
+    max_tokens: int = 0,
+) -> Batch:
+    """Answers with these advantages and lengths, whose tokens were sampled with probability old.
+
+    log_ratio has the shape (N, T), or one that expands to it. If nothing else is said, the answers
+    are one group, and L is the longest of them.
+    """
+    A, T = torch.tensor([adv, lengths], dtype=torch.float64)[..., None]  # (N, 1) each
+    mask = torch.arange(max(lengths)) < T
+    logp_old = torch.full(mask.shape, old, dtype=torch.float64).log()
+    logp, adv = (logp_old + log_ratio).requires_grad_(), A.expand(mask.shape)
+    n, longest = mask.shape
+    sizes = group_size or n, max_tokens or longest
+    return Batch(logp, logp_old, adv, mask, *sizes, logp_ref=logp_old)
+
+
 def weigh(loss: Callable[[Batch], Tensor], ratios: Sequence[float], old: float = OLD) -> Tensor:
     """|push| / |A| of a winner and of a loser at these ratios. (2, ratios).
 
     Every ratio has a group of its own: two answers of one token, whose probability was old.
     """
     ratio = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(2)[:, None]  # (N, 1)
-    logp_old = torch.full_like(ratio, old).log()
-    adv = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(ratios))[:, None]
-    logp, mask = (logp_old + ratio.log()).requires_grad_(), torch.ones_like(adv) > 0
-    batch = Batch(logp, logp_old, adv, mask, 2, max_tokens=1, logp_ref=logp_old)
-    return (token_pushes(loss(batch), logp) / adv).view(-1, 2).T
+    adv = [1.0, -1.0] * len(ratios)
+    batch = make_group(adv, [1] * len(adv), ratio.log(), old, group_size=2)
+    return (token_pushes(loss(batch), batch.logp) / batch.adv).view(-1, 2).T
 
 
 @cache
