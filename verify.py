@@ -8,7 +8,7 @@ known exactly.
 
 The claims are in claims/, one short function each. Each is checked on many random prefix trees: 1
 to 3 prompts with 2 to 16 answers each, on-policy and off-policy, inside and outside the clip range.
-All are also checked on extreme trees: ratios of 20, groups of 64,
+All are also checked on extreme trees: ratios of 20, ids of a large vocabulary, groups of 64,
 rewards that nearly agree, hundreds of tokens. Extreme trees decide about verdicts, not about the
 numbers shown.
 

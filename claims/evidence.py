@@ -152,18 +152,20 @@ GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows
 # Trees beyond the ordinary ones, where users are: group size, index (which decides on prompts and
 # lengths), how many tokens are fully shared, longest answer, size of the advantages.
 EXTREMES = {
-    "steep": (3, 2, 2, 5, 100.0),  # ratios of 20 and more
+    "steep": (3, 2, 2, 5, 100.0),  # ratios of 20 and more, and the ids of a large vocabulary
     "wide": (64, 6, 2, 5, 1e-6),  # a large group whose rewards nearly agree
     "long": (3, 1, 260, 300, 1.0),  # more tokens than a byte counts
 }
+LARGE = 152_000  # ids; short integers cannot tell these apart
+LARGE_IDS = [LARGE - 1, 1, 65_537, 131_073, 257]
 
 
 class Draw:
     """A random prefix tree: 1 to 3 prompts with G answers each.
 
     The answers to a prompt share their first token or two. Token t of answer i leads to the node
-    (prompt number, prefix); `tree` lists the visits (i, t) of every node. The ids are those
-    below `vocabulary`.
+    (prompt number, prefix); `tree` lists the visits (i, t) of every node. The policy has the ids
+    below `vocabulary`; `tokens` has the ids of `ids` in their place.
     """
 
     def __init__(self, seed: int, index: int, kind: str = ""):
@@ -177,6 +179,7 @@ class Draw:
         self.max_tokens = rng.randint(8, 12) + longest
         self.vocabulary = rng.randint(3, 5)
         self.longest = longest or rng.randint(4, 6)
+        self.ids = LARGE_IDS if kind == "steep" else list(range(self.vocabulary))
         self._grow_answers(rng, index, common)
         self._build_tree(rng)
         prefixes = {(p, *y[:-1]) for p, y in self.tree}
@@ -218,7 +221,7 @@ class Draw:
         tokens, mask = pad(self.answers)
         self.mask = pad_columns(mask, (0, 1))  # (N, T): the last column is padding only
         junk = torch.randint(0, self.vocabulary, self.mask.shape, generator=self.generator)
-        self.tokens = junk.masked_scatter(self.mask, tokens[mask])
+        self.tokens = torch.tensor(self.ids)[junk.masked_scatter(self.mask, tokens[mask])]
         self.nodes = torch.full(self.mask.shape, -1)
         self.noise = torch.zeros(self.mask.shape, dtype=torch.float64)
         numbers = rng.sample(range(len(self.tree)), len(self.tree))

@@ -32,7 +32,7 @@ from torch.nn.functional import one_hot
 
 import llm.neighbours
 import losses
-from claims.evidence import Draw, ascent, claim, pushes_of
+from claims.evidence import LARGE, Draw, ascent, claim, pushes_of
 from claims.formulas import formula
 
 # ---------------- NTHR: negative gradients
@@ -46,7 +46,7 @@ class Readout:
     """
 
     def __init__(self, draw: Draw):
-        V = draw.vocabulary + 5  # five ids occur in no answer
+        V = LARGE if draw.kind == "steep" else draw.vocabulary + 5  # five ids occur in no answer
         self.draw = draw
         self.h = draw.randn(*draw.mask.shape, 4)  # (N, T, 4)
         self.head = draw.randn(V, 4)

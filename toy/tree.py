@@ -314,17 +314,16 @@ def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " If a card has several tokens, it shows the pushes on the first."
-    if name in methods or ".py" in name:
-        _, own, function = name.rpartition(".py")
-        loss = f"{run}/method.py{function}" if own else name  # a run has a copy of its loss
-        hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
-        if "kl" in losses.bind(loss, hyper).hyper:
-            hyper["kl"] = "0"  # the log-probs of the reference are not saved
-        bound = losses.bind(loss, hyper)
-        methods[name] = replace(bound, scale=flags["scale"] or bound.scale)
-    else:
+    _, own, function = name.rpartition(".py")
+    loss = f"{run}/method.py{function}" if own else name  # a run has a copy of its loss
+    bound = losses.bind(loss, dict(pair.split("=", 1) for pair in flags["hyper"].split()))
+    if bound.credit or len(bound.passes) > 1:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"
+    else:
+        if "kl" in bound.hyper:  # the log-probs of the reference are not saved
+            bound.passes = (functools.partial(*bound.passes, kl=0.0),)
+        methods[name] = replace(bound, scale=flags["scale"] or bound.scale)
     scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
     start = {"group": next(iter(scenes)), "method": name, "policy": STATES[0]}
     start |= {"baseline": "on" if flags["prefix_baseline"] else "off"}
