@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -75,24 +75,16 @@ def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
         yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
 
 
-def by_ratio(loss: Loss, ratios: Sequence[float]) -> Tensor:
-    """Push / A of a winner and of a loser, each of one token, alone in their batch. (2, ratios)."""
-    return torch.cat([weigh(loss, [r], old=0.05) for r in ratios], 1)
-
-
-def by_length(loss: Loss, lengths: Sequence[int]) -> Tensor:
-    """Push / A of winners and of losers, the mean over an answer's tokens. (2, lengths)."""
-    batch = make_group([1] * len(lengths) + [-1] * len(lengths), [*lengths] * 2)
-    weight = batch.max_tokens * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
-    return weight.view(2, -1)
-
-
 def weights(loss: Loss) -> Iterator[Line]:
-    (win, lose), A = by_length(loss, LENGTHS), [1, -1, 1, -1]
+    """Push / A, the mean over an answer's tokens, and what one moved token changes."""
+    n, A = len(LENGTHS), [1, -1, 1, -1]
+    batch = make_group([1] * n + [-1] * n, [*LENGTHS] * 2)
+    weight = batch.max_tokens * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
     yield "WEIGHT of a token, by the length of its answer", *LENGTHS
-    yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
-    yield "  losers", *lose
-    win, lose = by_ratio(loss, RATIOS)
+    yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *weight[:n]
+    yield "  losers", *weight[n:]
+    # A winner and a loser of one token each, alone in their batch.
+    win, lose = torch.cat([weigh(loss, [r], old=0.05) for r in RATIOS], 1)
     yield "WEIGHT of a token, by its ratio; a group of two tokens", *RATIOS
     yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose

@@ -10,6 +10,7 @@ cancel. The article of toy/tree.py shows such a panel for each method of the tab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
@@ -32,18 +33,18 @@ def make_group(
     adv: Sequence[float],
     lengths: Sequence[int],
     log_ratio: Tensor | float = 0.0,
-    old: float = 0.05,
+    log_old: float = -3.0,
     group_size: int = 0,
     max_tokens: int = 0,
 ) -> Batch:
-    """Answers with these advantages and lengths, whose tokens were sampled with probability old.
+    """Answers with these advantages and lengths. The log-prob of each token was log_old.
 
     log_ratio has the shape (N, T), or one that expands to it. If nothing else is said, the answers
     are one group, and L is the longest of them.
     """
     A, T = torch.tensor([adv, lengths], dtype=torch.float64)[..., None]  # (N, 1) each
     mask = torch.arange(max(lengths)) < T
-    logp_old = torch.full(mask.shape, old, dtype=torch.float64).log()
+    logp_old = torch.full(mask.shape, log_old, dtype=torch.float64)
     logp, adv = (logp_old + log_ratio).requires_grad_(), A.expand(mask.shape)
     n, longest = mask.shape
     sizes = group_size or n, max_tokens or longest
@@ -57,7 +58,7 @@ def weigh(loss: Callable[[Batch], Tensor], ratios: Sequence[float], old: float =
     """
     ratio = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(2)[:, None]  # (N, 1)
     adv = [1.0, -1.0] * len(ratios)
-    batch = make_group(adv, [1] * len(adv), ratio.log(), old, group_size=2)
+    batch = make_group(adv, [1] * len(adv), ratio.log(), math.log(old), group_size=2)
     return (token_pushes(loss(batch), batch.logp) / batch.adv).view(-1, 2).T
 
 
