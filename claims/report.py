@@ -84,7 +84,7 @@ def weights(loss: Loss) -> Iterator[Line]:
     yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *weight[:n]
     yield "  losers", *weight[n:]
     # A winner and a loser of one token each, alone in their batch.
-    win, lose = torch.cat([weigh(loss, [r], old=0.05) for r in RATIOS], 1)
+    win, lose = weigh(loss, RATIOS, old=0.05)
     yield "WEIGHT of a token, by its ratio; a group of two tokens", *RATIOS
     yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def start_alike(ratio, advantages: list, lengths: list | None = None, budget: in
     """Answers whose first tokens have this ratio, or these. Their other tokens have ratio 1."""
     lengths = lengths or [1] * len(advantages)
     log_ratio = numbers(ratio).log()[..., None] * (torch.arange(max(lengths)) == 0)
-    return make_group(advantages, lengths, log_ratio, max_tokens=budget)
+    return replace(make_group(advantages, lengths, log_ratio), max_tokens=budget)
 
 
 def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:

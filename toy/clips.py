@@ -34,32 +34,28 @@ def make_group(
     lengths: Sequence[int],
     log_ratio: Tensor | float = 0.0,
     log_old: float = -3.0,
-    group_size: int = 0,
-    max_tokens: int = 0,
 ) -> Batch:
-    """Answers with these advantages and lengths. The log-prob of each token was log_old.
+    """One group of answers with these advantages and lengths; the longest has L tokens.
 
-    log_ratio has the shape (N, T), or one that expands to it. If nothing else is said, the answers
-    are one group, and L is the longest of them.
+    The log-prob of each token was log_old. log_ratio is (N, T), or expands to it.
     """
     A, T = torch.tensor([adv, lengths], dtype=torch.float64)[..., None]  # (N, 1) each
     mask = torch.arange(max(lengths)) < T
     logp_old = torch.full(mask.shape, log_old, dtype=torch.float64)
     logp, adv = (logp_old + log_ratio).requires_grad_(), A.expand(mask.shape)
-    n, longest = mask.shape
-    sizes = group_size or n, max_tokens or longest
-    return Batch(logp, logp_old, adv, mask, *sizes, logp_ref=logp_old)
+    return Batch(logp, logp_old, adv, mask, *mask.shape, logp_ref=logp_old)
 
 
 def weigh(loss: Callable[[Batch], Tensor], ratios: Sequence[float], old: float = OLD) -> Tensor:
     """|push| / |A| of a winner and of a loser at these ratios. (2, ratios).
 
-    Every ratio has a group of its own: two answers of one token, whose probability was old.
+    Every ratio has a batch of its own: two answers of one token, whose probability was old.
     """
-    ratio = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(2)[:, None]  # (N, 1)
-    adv = [1.0, -1.0] * len(ratios)
-    batch = make_group(adv, [1] * len(adv), ratio.log(), math.log(old), group_size=2)
-    return (token_pushes(loss(batch), batch.logp) / batch.adv).view(-1, 2).T
+    columns = []
+    for ratio in ratios:
+        batch = make_group([1, -1], [1, 1], math.log(ratio), math.log(old))
+        columns.append(token_pushes(loss(batch), batch.logp) / batch.adv)  # (2, 1)
+    return torch.cat(columns, 1)
 
 
 @cache
