@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 
-import losses
 from claims.evidence import NOTICEABLE, Draw, claim, pushes_of
 from claims.formulas import FORMULAS, fitting
 
@@ -71,8 +69,7 @@ def audit(name, draws, evidence):
     lopti_high takes every token (eta = 0). A group must be in one update, because the advantages of
     a part of it do not sum to 0.
     """
-    loss, cells = getattr(losses, name), []
-    loss = partial(loss, **fitting(loss))
+    loss, cells = fitting(name), []
     regimes = itertools.zip_longest(REGIMES.values(), AUDIT.get(name, ""))
     for (spread, offset, equal_lengths), expected in regimes:
         net = net_pushes(loss, draws, spread, offset, equal_lengths)

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
-from torch import Tensor
 
 import losses
 from claims.evidence import Draw, claim
@@ -37,12 +35,6 @@ def random_worlds(draws: list[Draw], binary: bool) -> Iterator[World]:
             kinds = zip(chances, rewards, lengths, strict=True)
             outcomes += [Outcome(way, *kind) for kind in kinds]
         yield World(G, outcomes, draw.randn(3).softmax(0).tolist())
-
-
-def measure_push(name: str, world: World, scale: str, logits: Tensor | None = None) -> Tensor:
-    """On the logit of each strategy, at the world's shares or at other logits. (strategies,)."""
-    logits = world.logits() if logits is None else logits
-    return world.expected_push(getattr(losses, name), scale, logits)
 
 
 def predict_push(name: str, world: World, scale: str) -> list[float]:
@@ -95,12 +87,13 @@ def c18(name, draws, evidence):
     std and rewards 0 and 1, then without the std and with graded rewards. "otherwise": how far the
     std turns the push for graded rewards (C29c).
     """
+    loss = getattr(losses, name)
     for scale in ("std", "mean"):
         for world in random_worlds(draws, binary=scale == "std"):
-            push = measure_push(name, world, scale)
+            push = world.expected_push(loss, scale)
             evidence.equal(predict_push(name, world, scale), push)
             if scale == "mean":
-                other = measure_push(name, world, "std")
+                other = world.expected_push(loss, "std")
                 evidence.record_otherwise((other / other.norm() - push / push.norm()).norm())
 
 
@@ -134,7 +127,6 @@ def c19(name, draws, evidence):
     sign-blind clip pushes nothing there, and cispo pushes by the credit. "otherwise": the push
     under PPO's clip over the credit.
     """
-    loss_fn = getattr(losses, name)
     for k, draw in enumerate(draws[::2]):
         up, down = draw.randn(2).sigmoid().tolist()
         p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
@@ -145,7 +137,6 @@ def c19(name, draws, evidence):
             evidence.record_otherwise(predicted / (up - down))
         for scale in ("mean", "std"):
             push = predicted * new * (1 - new) * factor(world.G, b, scale)
-            logits = torch.tensor([new, 1 - new], dtype=torch.float64).log().requires_grad_()
-            loss = partial(loss_fn, **fitting(loss_fn))
-            measured = world.expected_push(loss, scale, logits, old=world.logits())
+            logits = torch.tensor([new, 1 - new], dtype=torch.float64).log()
+            measured = world.expected_push(fitting(name), scale, logits, old=world.logits())
             evidence.equal([push, -push], measured)

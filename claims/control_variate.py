@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
+from claims.choice import binary_world
 from claims.evidence import TOLERANCE, Draw, claim, pushes_of
 from claims.formulas import DFPO, UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
@@ -90,10 +91,8 @@ def c22b(name, draws, evidence):
     12 random worlds, on-policy and off-policy. "otherwise": how far it moves the update of methods
     whose pushes depend on the group.
     """
-    loss_fn = getattr(losses, name)
-    loss_fn = partial(loss_fn, **fitting(loss_fn))
     for off_policy, toy in itertools.product((False, True), toys_of(draws)):
-        before, after = expected_updates(loss_fn, toy, off_policy, "exact")
+        before, after = expected_updates(fitting(name), toy, off_policy, "exact")
         if name in OWN:
             evidence.equal(before, after)
         else:
@@ -201,11 +200,9 @@ def c27(name, draws, evidence):
         ("an even choice; right 0.95, 0.85", 0.5, 0.95, 0.85),
         ("good strategy, taken with 0.1; right 0.9, other 0.1", 0.1, 0.9, 0.1),
     ):
-        outcomes = []
-        for way, q in enumerate(right):
-            outcomes += [Outcome(way, q, 0.5, 1), Outcome(way, 1 - q, -0.5, 1)]
-        logits = torch.tensor([share, 1 - share], dtype=torch.float64).log()
-        measured = compare_noise(outcomes, 4, logits, logits)
+        world = binary_world(4, right, share)
+        outcomes = [o._replace(reward=o.reward - 0.5) for o in world.outcomes]
+        measured = compare_noise(outcomes, 4, world.logits(), world.logits())
         t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
         evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
 

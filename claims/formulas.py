@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
@@ -40,12 +42,13 @@ UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
 
 
-def fitting(function) -> dict[str, object]:
-    """Hyperparameters for small trees: a clip range that is made for long answers is widened."""
-    if losses.defaults(function).get("eps_high", 1.0) < 0.1:
-        return {"eps_low": 0.2, "eps_high": 0.28}
+def fitting(name: str) -> Callable[[losses.Batch], Tensor]:
+    """A loss for small trees: a clip range that is made for long answers is widened."""
+    loss = getattr(losses, name)
+    if losses.defaults(loss).get("eps_high", 1.0) < 0.1:
+        return partial(loss, eps_low=0.2, eps_high=0.28)
     # few shared tokens have a probability above lopti's 0.5
-    return {"eta": 0.0} if function.__name__ == "lopti_high" else {}
+    return partial(loss, eta=0.0) if name == "lopti_high" else loss
 
 
 # ---------------- the twin of losses.py

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from statistics import fmean, stdev
 
-from claims.choice import binary_world, factor, measure_push
+import losses
+from claims.choice import binary_world, factor
 from claims.evidence import claim
 from toy.worlds import Outcome, World
 
@@ -35,7 +37,7 @@ def c29a(name, draws, evidence):
         world = binary_world((2, 3, 4, 5, 6, 8)[k], q, share)
         p = share * q[0] + (1 - share) * q[1]
         predicted = factor(world.G, p, scale) * share * (1 - share) * (q[0] - q[1])
-        evidence.equal(predicted, measure_push("reinforce", world, scale)[0])
+        evidence.equal(predicted, world.expected_push(losses.reinforce, scale)[0])
 
 
 # ---------------- C29c: rewards of three levels
@@ -56,14 +58,14 @@ def cycle(levels: list[float], S: tuple[float, ...], scale: str) -> float:
     return sum(compare(a, (b, *S), scale) - compare(b, (a, *S), scale) for a, b in pairs)
 
 
-def curl(loss: str, world: World, scale: str) -> float:
+def curl(loss: Callable, world: World, scale: str) -> float:
     """dv_0/dtheta_1 - dv_1/dtheta_0 of the expected update v, by differences of sixth order."""
     h, total = 0.02, 0.0
     weights = (1, 3 / 4), (2, -3 / 20), (3, 1 / 60)
     for (a, b), (k, weight), sign in itertools.product(((0, 1), (1, 0)), weights, (1, -1)):
-        logits = world.logits().detach()
+        logits = world.logits()
         logits[b] += sign * k * h
-        push = measure_push(loss, world, scale, logits.requires_grad_())[a]
+        push = world.expected_push(loss, scale, logits)[a]
         total += (b - a) * sign * weight / h * float(push)
     return total
 
@@ -90,7 +92,7 @@ def c29c(name, draws, evidence):
         for S in itertools.product(range(3), repeat=G - 2):
             chance = math.prod(pi[s] for s in S)
             mean += chance * cycle(levels, tuple(levels[s] for s in S), scale)
-        evidence.equal((G - 1) * math.prod(pi) * mean, curl(name, world, scale))
+        evidence.equal((G - 1) * math.prod(pi) * mean, curl(getattr(losses, name), world, scale))
         if scale == "mean":
             evidence.equal(0, mean)
         else:
@@ -106,7 +108,7 @@ def push_rare(name: str, G: int, share: float, scale: str, right: float = 0.45) 
     """On a rare strategy that earns 1 if right and otherwise 0; the usual one always earns 0.1."""
     rare = [Outcome(1, right, 1.0, 1), Outcome(1, 1 - right, 0.0, 1)]
     world = World(G, [Outcome(0, 1.0, 0.1, 1), *rare], [1 - share, share])
-    return float(measure_push(name, world, scale)[1]) / (share * (1 - share))
+    return float(world.expected_push(getattr(losses, name), scale)[1]) / (share * (1 - share))
 
 
 @claim("C30", "reinforce")

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -30,12 +31,15 @@ from claims.evidence import Draw
 from claims.formulas import FORMULAS
 from claims.tax import cosine
 from losses import Batch, Method
-from toy import clips, crumb, drift, tax
+from toy import crumb, drift, tax
+from toy.clips import RATIOS as PLOT_RATIOS
+from toy.clips import make_group, weigh
 from toy.figure import COLORS, make_figure, save
 from toy.worlds import Row, Toy
 
-OWN = "#0072B2"  # this loss, in the picture
 LENGTHS = (2, 4, 8, 16)
+OWN = "#0072B2"  # this loss, in the picture
+OLD = 0.05  # the probability with which a token was sampled whose ratio moves
 RATIOS = (0.1, 0.5, 0.75, 0.95, 1, 1.05, 1.25, 2, 10)
 WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.py computes them
     "  world 1: the wrong answers are long": (0.596, 0.597, 0.6),
@@ -56,14 +60,6 @@ def push(loss: Loss, batch: Batch) -> Tensor:
     return losses.token_pushes(value, batch.logp) + 0 * value.detach()
 
 
-def group(A: list, T: list, log_r: Tensor | float = 0.0) -> Batch:
-    """One group with these advantages and lengths. Every token was sampled with log pi = -3."""
-    A, T = torch.tensor([A, T], dtype=torch.float64)[..., None]  # (G, 1) each
-    mask = torch.arange(int(T.max())) < T
-    old = torch.full(mask.shape, -3.0, dtype=torch.float64)
-    return Batch(old + log_r, old, A.expand(mask.shape), mask, *mask.shape, logp_ref=old)
-
-
 def factor(c: Tensor, d: Tensor) -> float:
     """k if d = k c and k is not 0, otherwise nan."""
     if c.equal(d):
@@ -76,7 +72,7 @@ def factor(c: Tensor, d: Tensor) -> float:
 
 
 def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
-    so = push(loss, group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
+    so = push(loss, make_group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
     yield "PUSHES on the word so, in the four answers of losses.py", *so
     yield "  their sum, which is 0 if they cancel", so.sum()
     yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way",)
@@ -84,24 +80,21 @@ def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
         yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
 
 
-def by_ratio(loss: Loss, ratios: Sequence[float]) -> Tensor:
-    """Push / A of a winner and of a loser, each of one token, alone in their batch. (2, ratios)."""
-    return torch.cat([clips.weigh(loss, [r], old=0.05) for r in ratios], 1)
-
-
-def by_length(loss: Loss, lengths: Sequence[int]) -> Tensor:
-    """Push / A of winners and of losers, the mean over an answer's tokens. (2, lengths)."""
-    batch = group([1] * len(lengths) + [-1] * len(lengths), [*lengths] * 2)
+def by_length(loss: Loss) -> Tensor:
+    """Push / A of winners and of losers, the mean over an answer's tokens. (2, LENGTHS)."""
+    n = len(LENGTHS)
+    batch = make_group([1] * n + [-1] * n, [*LENGTHS] * 2)
     weight = batch.max_tokens * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
-    return weight.view(2, -1)
+    return weight.view(2, n)
 
 
 def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
-    (win, lose), A = by_length(loss, LENGTHS), [1, -1, 1, -1]
+    (win, lose), A = by_length(loss), [1, -1, 1, -1]
     yield "WEIGHT of a token, by the length of its answer", *LENGTHS
     yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
     yield "  losers", *lose
-    win, lose = by_ratio(loss, RATIOS)
+    # A winner and a loser of one token each, alone in their batch.
+    win, lose = weigh(loss, RATIOS, old=OLD)
     yield "WEIGHT of a token, by its ratio; a group of two tokens", *RATIOS
     yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
@@ -112,7 +105,7 @@ def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
     for label, log_r in (("  its ratio is 3", math.log(3)), ("  its ratio is 1/3", -math.log(3))):
         moved = torch.zeros(4, 4, dtype=torch.float64)
         moved[0, 0] = log_r
-        k = push(loss, group(A, [4] * 4, moved)) / push(loss, group(A, [4] * 4))
+        k = push(loss, make_group(A, [4] * 4, moved)) / push(loss, make_group(A, [4] * 4))
         yield label, k[0, 0], k[0, 1], k[1, 0]
 
 
@@ -152,19 +145,18 @@ def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
     draws = [Draw(1, k) for k in range(25)]
     batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in draws]
     own = [push(loss, batch) for batch in batches]
-    both = {"eps_low": hyper.get("eps"), "eps_high": hyper.get("eps")} if "eps" in hyper else {}
+    if "eps" in hyper:
+        hyper = {"eps_low": hyper["eps"], "eps_high": hyper["eps"]} | hyper
     yield "THE SAME PUSHES, on 100 random batches, as", "times", "to"
     on_policy = []
     for name in FORMULAS:
-        twin, ks = getattr(losses, name), []
-        known = {key: x for key, x in (both | hyper).items() if key in losses.defaults(twin)}
-        for batch, c in zip(batches, own, strict=True):
-            ks.append(factor(push(partial(twin, **known), batch), c))
-            if math.isnan(ks[-1]):
-                break
-        if not math.isnan(ks[-1]):
+        twin = getattr(losses, name)
+        twin = partial(twin, **{k: x for k, x in hyper.items() if k in losses.defaults(twin)})
+        factors = (factor(push(twin, x), c) for x, c in zip(batches, own, strict=True))
+        ks = [*takewhile(math.isfinite, factors)]
+        if len(ks) == len(batches):
             yield f"  {name}", min(ks), max(ks)
-        elif len(ks) > 25:  # the first 25 are on-policy
+        elif len(ks) >= len(draws):  # the first are on-policy
             on_policy.append(name)
     yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
 
@@ -205,9 +197,12 @@ def draw(name: str, row: Row):
     """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
     figure = make_figure(name, 5.2)
     axes = figure.subplots(2, 3).flatten()
-    weights = ("its ratio", clips.RATIOS, by_ratio), ("length of its answer", LENGTHS, by_length)
-    for axis, (label, x, weigh) in zip(axes, weights, strict=False):
-        win, lose = weigh(row.loss, x)
+    by_ratio = weigh(row.loss, PLOT_RATIOS, old=OLD)
+    weights = (
+        ("its ratio", PLOT_RATIOS, by_ratio),
+        ("length of its answer", LENGTHS, by_length(row.loss)),
+    )
+    for axis, (label, x, (win, lose)) in zip(axes, weights, strict=False):
         axis.plot(x, win, color=OWN, linewidth=4, alpha=0.5, label="winner")
         axis.plot(x, lose, color=OWN, linestyle="--", label="loser")
         axis.set(title="weight of a token", xlabel=label, ylim=(min(0, win.min()), None))

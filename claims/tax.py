@@ -81,8 +81,8 @@ def cosine(x: Tensor, y: Tensor) -> float:
 
 
 def weighed(batch: losses.Batch, ratio: str) -> Tensor:
-    """J if each answer adds s A / L, with L = 2."""
-    return (losses.sequence_ratio(batch, ratio) * batch.adv[:, 0]).mean() / 2
+    """The loss if each answer adds s A / L to J, with L = 2."""
+    return -(losses.sequence_ratio(batch, ratio) * batch.adv[:, 0]).mean() / 2
 
 
 @claim("C16", "sequence_ratio", *FORMULAS, only_if="on-policy, or the weight is the plain product")
@@ -115,15 +115,13 @@ def c16(name, draws, evidence):
     for toy in (Toy(draw.seed) for draw in draws[::4]):
         if name == "sequence_ratio":
             for ratio in losses.RATIOS:
-                g = toy.expected_update(lambda x, r=ratio: -weighed(x, r), off_policy=True)
+                g = toy.expected_update(partial(weighed, ratio=ratio), off_policy=True)
                 if ratio == "product":
                     evidence.equal(toy.unbiased, g)
                 else:
                     evidence.record_otherwise(1 - cosine(g, toy.exact))
             continue
-        loss = getattr(losses, name)
-        loss = partial(loss, **fitting(loss))
-        on, off = (toy.expected_update(loss, off_policy) for off_policy in (False, True))
+        on, off = (toy.expected_update(fitting(name), off_policy) for off_policy in (False, True))
         rows.append([cosine(on, toy.exact), cosine(off, toy.exact)])
         evidence.equal(True, rows[-1][0] > 0, what="whether it ascends on-policy")
         if average_of(name) == "budget":

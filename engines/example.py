@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -117,20 +116,13 @@ def make_trainer(options: Options, config: GRPOConfig, given: ModelConfig) -> Tr
 
 
 def main(argv: list[str] | None = None):
-    try:
-        options, config, given = parse(argv)
-        saved = config.resume_from_checkpoint
-        if saved and not Path(saved).is_dir():
-            raise ValueError(f"--resume_from_checkpoint {saved}: no such directory")
-        needed = config.generation_batch_size // config.num_generations
-        if len(ROWS) < needed:  # TRL would save an untrained model, with only a warning
-            raise ValueError(f"a batch has {needed} prompts, and ROWS only {len(ROWS)}")
-        trainer = make_trainer(options, config, given)
-    except Exception as error:  # what loading a model raises has many classes
-        first_line = str(error).strip().partition("\n")[0]
-        sys.exit(f"error: {first_line or type(error).__name__}")
+    options, config, given = parse(argv)
+    needed = config.generation_batch_size // config.num_generations
+    if len(ROWS) < needed:  # TRL would save an untrained model, with only a warning
+        sys.exit(f"error: a batch has {needed} prompts, and ROWS only {len(ROWS)}")
+    trainer = make_trainer(options, config, given)
     trainer.add_callback(Show())
-    trainer.train(resume_from_checkpoint=saved)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model()
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import losses
 from losses import Batch, token_pushes
+from toy.clips import make_group
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,8 @@ def read_rows(rows: list[list]) -> tuple[Tensor, Tensor]:
 def start_alike(ratio, advantages: list, lengths: list | None = None, budget: int = 1) -> Batch:
     """Answers whose first tokens have this ratio, or these. Their other tokens have ratio 1."""
     lengths = lengths or [1] * len(advantages)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (G, T)
-    logp = torch.full(mask.shape, -1.0, dtype=torch.float64, requires_grad=True)
-    logp_old = logp.detach().clone()
-    logp_old[:, 0] -= numbers(ratio).log()
-    adv = numbers(advantages)[:, None].expand(mask.shape)
-    return Batch(logp, logp_old, adv, mask, len(advantages), budget)
+    log_ratio = numbers(ratio).log()[..., None] * (torch.arange(max(lengths)) == 0)
+    return replace(make_group(advantages, lengths, log_ratio), max_tokens=budget)
 
 
 def first_pushes(loss: Callable, batch: Batch, **options) -> Tensor:

@@ -28,6 +28,7 @@ import time
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
+from statistics import fmean
 
 import pandas as pd
 import torch
@@ -112,8 +113,8 @@ def time_step(side: str, flags: list[str], task, seen: list) -> dict[str, float]
         else:
             train.main(flags, task)
     answers = config.prompts * config.group_size
-    step = pd.DataFrame(seen[-answers:], columns=["time", "letters"])
-    found = {"seconds": seen[-1][0] - seen[-1 - answers][0], "letters": step["letters"].mean()}
+    times, letters = zip(*seen[-1 - answers :], strict=True)  # and the last of the step before
+    found = {"seconds": times[-1] - times[0], "letters": fmean(letters[1:])}
     return found | ({"GB": torch.cuda.max_memory_allocated() / 1e9} if CUDA else {})
 
 

@@ -111,8 +111,6 @@ def train_all(
 
 
 def train_one(folder: Path, flags: list[str]):
-    if is_finished(folder):  # another process has made it in the meantime
-        return
     began = (folder / "config.json").exists()
     flags = ["--resume", str(folder)] if began else [*flags, "--out", str(folder)]
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
@@ -201,7 +199,8 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
     """A matplotlib Figure with a panel for each of the curves."""
     figure = make_figure("Mean and range over the seeds", 3.3)
     for axis, key in zip(figure.subplots(1, len(curves), squeeze=False).flat, curves, strict=True):
-        table = tabulate(runs, key)
+        # greedy and sampled have numbers at evaluated steps only
+        table = pd.DataFrame({run: lines[key] for run, lines in runs.items()}).dropna(how="all")
         axis.axhline(0, color="black", linewidth=0.5)  # so that panels begin there
         for method in table.columns.unique(0):
             seeds = table[method].agg(["mean", "min", "max"], axis="columns").dropna()
@@ -212,11 +211,6 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
             axis.set_ylabel("mean reward, held out")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
-
-
-def tabulate(runs: dict[tuple[str, int], pd.DataFrame], key: str) -> pd.DataFrame:
-    """A row for each step and a column for each run; greedy and sampled: evaluated steps only."""
-    return pd.DataFrame({run: lines[key] for run, lines in runs.items()}).dropna(how="all")
 
 
 if __name__ == "__main__":

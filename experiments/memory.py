@@ -35,22 +35,21 @@ CARDS = (8, 12, 16, 24)
 class Live(TorchDispatchMode):
     """Counts the bytes of all storages that live, each once, and their peak."""
 
+    now = peak = 0
+
     def __init__(self):
         super().__init__()
-        self.now = self.peak = 0
-        self.known = set()
+        self.known = weakref.WeakSet()
 
     def add(self, found):
         for x in tree_leaves(found):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
-                storage = x.untyped_storage()
-                self.known.add(storage._cdata)
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:
+                self.known.add(storage)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self.drop, storage.nbytes())
 
-    def drop(self, key: int, size: int):
-        self.known.remove(key)
+    def drop(self, size: int):
         self.now -= size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -113,9 +113,8 @@ def test_a_wrong_function_is_not_held_against_the_next(grade):
     assert "It called" not in grade(6, wrong + solution)[1]
 
 
-def test_exercise_4_trains_after_a_prediction(grade, monkeypatch, tmp_path):
+def test_exercise_4_trains_after_a_prediction(grade):
     """At the end GRPO follows the worse strategy (0.2), Dr. GRPO the better one (0.6)."""
-    monkeypatch.chdir(tmp_path)  # the picture goes into runs/
     source = grader.find_files()[4].read_text() + "\n" + LESSONS["loss"].solution
     _, out = grade(4, source + "\ndef prediction():\n    raise NotImplementedError\n")
     assert "Nothing is trained before" in out and "mean reward" not in out

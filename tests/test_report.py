@@ -6,7 +6,6 @@ Run: python -m pytest -q tests/test_report.py
 
 import math
 import traceback
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,7 @@ def test_pushes_and_weights_are_those_of_a_hand():
         ("dfpo_min", [1.05, 1.25, 2, 10], [0.1, 0.5, 0.75, 0.95], [1] * 4, [1] * 3 + [1 / s] * 3),
     ):
         loss = getattr(losses, name)
-        page = lines(report.weights(loss, name, {}))
+        page = lines(report.weights(loss))
         assert page["a winner's. PPO's clip: 0 from 1.25 on"][5:] == near(winner), name
         assert page["a loser's. PPO's clip: 0 up to 0.75"][:4] == near(loser), name
         for who in ("winners. 1 1 1 1: one divisor, 8 4 2 1: own length", "losers"):
@@ -105,18 +104,6 @@ def test_trls_own_loss_goes_through_the_door():
     [loss] = losses.bind(str(path), {"epsilon_high": 0.24}).passes
     page = lines(report.twins(loss, {}))
     assert page["token_grpo"] == near([1, 1]) and "nthr_grpo" not in page
-
-
-def test_the_picture_shows_the_pages_numbers(monkeypatch):
-    monkeypatch.setattr(
-        report, "curves", lambda row: 4 * [torch.tensor([row.scale == "mean", 0.5])]
-    )
-    axes = report.draw("cispo", Row(losses.cispo)).axes
-    win, lose = axes[0].lines
-    at_5 = [*report.clips.RATIOS].index(1.99)
-    assert win.get_ydata()[at_5] == near(1.99) and lose.get_ydata()[at_5] == near(1.99)
-    assert axes[1].lines[0].get_ydata().tolist() == near([32 / 15] * 4)
-    assert [[line.get_ydata()[0] for line in axis.lines] for axis in axes[2:]] == [[0, 0, 1]] * 4
 
 
 # ---------------- planted mistakes
@@ -176,9 +163,8 @@ scale = "mean"
 """
 
 
-def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy):
+def test_a_file_is_bound_wherever_a_name_is(tmp_path, capsys, easy):
     path = write(tmp_path, KL) + ":other"
-    monkeypatch.setattr(report, "curves", lambda row: torch.ones(4, 2))
     report.main([path, "eps=0.3"])
     page = capsys.readouterr().out
     assert page.startswith(f"{path}, scale mean") and "eps=0.3 kl=0.04\nPUSHES" in page
@@ -190,12 +176,7 @@ def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy)
     assert "tree.html: open it" in capsys.readouterr().out
 
 
-def test_a_clip_that_stops_all_says_what_widens_it_and_two_passes_are_refused(capsys):
-    hyper = losses.bind("gspo", {}).hyper
-    wider = "  The clip stops nearly all. Wider: python losses.py gspo eps_low=0.2 eps_high=0.2"
-    assert (wider,) in [*report.weights(losses.gspo, "gspo", hyper)]
-    one_side = partial(losses.grpo, eps_high=0.01)  # stops winners only
-    assert "Wider" not in str([*report.weights(one_side, "grpo", {"eps_high": 0.01})])
+def test_two_passes_are_refused(capsys):
     for name in ("lopti", "nthr"):
         with pytest.raises(SystemExit):
             report.main([name])

@@ -60,10 +60,9 @@ def test_the_warm_start_of_ibpo_shows_an_answer_and_siblings_and_corrects_the_an
     assert made.prompt.startswith(problem) and made.prompt.count("#") == 4 and made.demo == demo
 
 
-def test_shares_tell_openers_and_forms_apart():
+def test_shares_tell_openers_apart():
     texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
-    shares = TOY.shares([ITEMS["37+48="]] * 8, texts)
-    assert [share * 8 for share in shares.values()] == [3, 1, 2, 2, 2, 2, 1, 3]
+    assert [share * 8 for share in TOY.shares([], texts).values()] == [3, 1, 2]
 
 
 # ---------------- GSM8K and sums: the verifier

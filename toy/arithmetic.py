@@ -174,21 +174,13 @@ class Arithmetic(BaseTask):
         return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
 
     def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
-        """How often answers begin and continue in each known form: what drifts without a reward.
+        """How often answers begin with each opener: what drifts without a reward.
 
-        {"opener so": 0.4, ..., "opener other": 0.0, "form direct": 0.7, ..., "form other": 0.1}
+        {"opener so": 0.4, "opener ok": 0.3, "opener hm": 0.2}
         """
-        seen = Counter()
-        for item, text in zip(items, texts, strict=True):
-            a = int(item.prompt.partition("+")[0])
-            opener, _, rest = text.partition(" ")
-            seen[f"opener {opener if f'{opener} ' in OPENERS else 'other'}"] += 1
-            starts = {"direct": "#", "ones first": f"{a % 10}+", "tens first": f"{a - a % 10}+"}
-            forms = [form for form, start in starts.items() if rest.startswith(start)]
-            seen[f"form {forms[0] if forms else 'other'}"] += 1
-        names = ("opener so", "opener ok", "opener hm", "opener other")
-        names += ("form direct", "form ones first", "form tens first", "form other")
-        return {name: seen[name] / len(texts) for name in names}
+        first = Counter(text.partition(" ")[0] for text in texts)
+        names = [opener.strip() for opener in OPENERS]
+        return {f"opener {name}": first[name] / first.total() for name in names}
 
 
 Task = Arithmetic  # what train.py looks for

@@ -10,6 +10,7 @@ cancel. The article of toy/tree.py shows such a panel for each method of the tab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
@@ -28,17 +29,33 @@ TABLE_RATIOS = (0.51, 1.0, 1.51)
 TOP, WIDTH, HEIGHT = 2.0, 150, 110  # the largest ratio and |push| / |A|; a panel's frame
 
 
+def make_group(
+    adv: Sequence[float],
+    lengths: Sequence[int],
+    log_ratio: Tensor | float = 0.0,
+    log_old: float = -3.0,
+) -> Batch:
+    """One group of answers with these advantages and lengths; the longest has L tokens.
+
+    The log-prob of each token was log_old. log_ratio is (N, T), or expands to it.
+    """
+    A, T = torch.tensor([adv, lengths], dtype=torch.float64)[..., None]  # (N, 1) each
+    mask = torch.arange(max(lengths)) < T
+    logp_old = torch.full(mask.shape, log_old, dtype=torch.float64)
+    logp, adv = (logp_old + log_ratio).requires_grad_(), A.expand(mask.shape)
+    return Batch(logp, logp_old, adv, mask, *mask.shape, logp_ref=logp_old)
+
+
 def weigh(loss: Callable[[Batch], Tensor], ratios: Sequence[float], old: float = OLD) -> Tensor:
     """|push| / |A| of a winner and of a loser at these ratios. (2, ratios).
 
-    Every ratio has a group of its own: two answers of one token, whose probability was old.
+    Every ratio has a batch of its own: two answers of one token, whose probability was old.
     """
-    ratio = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(2)[:, None]  # (N, 1)
-    logp_old = torch.full_like(ratio, old).log()
-    adv = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(ratios))[:, None]
-    logp, mask = (logp_old + ratio.log()).requires_grad_(), torch.ones_like(adv) > 0
-    batch = Batch(logp, logp_old, adv, mask, 2, max_tokens=1, logp_ref=logp_old)
-    return (token_pushes(loss(batch), logp) / adv).view(-1, 2).T
+    columns = []
+    for ratio in ratios:
+        batch = make_group([1, -1], [1, 1], math.log(ratio), math.log(old))
+        columns.append(token_pushes(loss(batch), batch.logp) / batch.adv)  # (2, 1)
+    return torch.cat(columns, 1)
 
 
 @cache

@@ -10,13 +10,8 @@ from pathlib import Path
 
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
-# A method has one colour in all pictures. The colours are safe for the colour-blind: two are Okabe
-# and Ito's.
-COLORS = {
-    "grpo": "#D55E00",
-    "dr-grpo": "#009E73",
-    "grpo-symmetric": "#332288",
-}
+# A method has one colour in all pictures: Okabe and Ito's, which are safe for the colour-blind.
+COLORS = {"grpo": "#D55E00", "dr-grpo": "#009E73"}
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -82,9 +82,6 @@ class Group:
     max_tokens: int
     states: list[str]  # S, the names of the policies
 
-    def __post_init__(self):
-        self.nodes = losses.prefix_nodes(self.tokens, self.mask, len(self.tokens))
-
 
 def toy_group(lengths: str, won: str) -> Group:
     """The toy group; won: a digit per answer, "1010" if answers 1 and 3 are right."""
@@ -96,12 +93,12 @@ def toy_group(lengths: str, won: str) -> Group:
     rewards = torch.tensor([float(digit) for digit in won], dtype=torch.float64)
     old = torch.full(mask.shape, math.log(OLD), dtype=torch.float64)
     states = [f"{moved}/{spread}" for moved in MOVED for spread in SPREAD]
-    group = Group("37+48=", texts, tokens, mask, rewards, old, old[None], L, states)
-    own = (group.nodes[:, None] == group.nodes).sum(1) == 1  # no other answer shares the token
+    nodes = losses.prefix_nodes(tokens, mask, G)
+    own = (nodes[:, None] == nodes).sum(1) == 1  # no other answer shares the token
     factor = torch.tensor(FACTOR, dtype=torch.float64).log()[:, None] * own  # (G, T)
     moves = [math.log(float(m)) + s * factor for m in MOVED for s in SPREAD.values()]
-    group.logp = old + torch.stack(moves)  # (S, G, T)
-    return group
+    logp = old + torch.stack(moves)  # (S, G, T)
+    return Group("37+48=", texts, tokens, mask, rewards, old, logp, L, states)
 
 
 # ---------------- the groups of a run
@@ -163,27 +160,11 @@ def toy_methods() -> dict[str, Method]:
     return methods
 
 
-def advantages(group: Group, method: Method) -> Tensor:
-    """A_i. (G,)."""
-    return losses.group_advantages(group.rewards, len(group.rewards), method.scale)
-
-
-def pushes(group: Group, method: Method) -> tuple[Tensor, Tensor]:
-    """c of every token under every policy, without and with a prefix baseline. (S, G, T) each.
-
-    The S groups are one batch, in which a token mean is the same as in one group.
-    """
-    S, G, T = group.logp.shape
-    logp = group.logp.reshape(S * G, T).requires_grad_()
-    adv = advantages(group, method).repeat(S)[:, None].expand(S * G, T)
-    mask = group.mask.repeat(S, 1)
-    batch = Batch(logp, group.old.repeat(S, 1), adv, mask, G, group.max_tokens)
-    loss = method.passes[0](batch)
-    nodes = losses.prefix_nodes(group.tokens.repeat(S, 1), mask, G)
-    both = (loss, losses.prefix_baseline(loss, batch, nodes))
-    pair = (losses.token_pushes(x, logp) for x in both)
-    plain, with_baseline = (c.view(S, G, T) for c in pair)
-    return plain, with_baseline
+def take(method: Method, batch: Batch, rewards: Tensor) -> tuple[Tensor, Batch, Tensor]:
+    """A_i of all answers, (N,); the batch with them; and its loss."""
+    A = losses.group_advantages(rewards, batch.group_size, method.scale)
+    batch = replace(batch, adv=A[:, None].expand_as(batch.mask))
+    return A, batch, method.passes[0](batch)
 
 
 def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
@@ -200,37 +181,39 @@ def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
         "at place": place[shared].mean().item(),
         "others at": place[~shared].mean().item(),
     }
+    sampled = Batch(old.clone().requires_grad_(), old, old, mask, G, batch["max_tokens"])
     for name in ("grpo", "dr-grpo", "gspo"):
-        adv = losses.group_advantages(batch["rewards"].double(), G, methods[name].scale)
-        logp = old.clone().requires_grad_()
-        spread = adv[:, None].expand_as(mask)
-        loss = methods[name].passes[0](Batch(logp, old, spread, mask, G, batch["max_tokens"]))
-        c = losses.token_pushes(loss, logp)
-        found[f"tax share of {name}"] = losses.learning_tax(c, adv, nodes, mask)
+        A, taken, loss = take(methods[name], sampled, batch["rewards"].double())
+        c = losses.token_pushes(loss, taken.logp)
+        found[f"tax share of {name}"] = losses.learning_tax(c, A, nodes, mask)
     return found
-
-
-def sequence_ratios(group: Group) -> Tensor:
-    """s_i of every answer under every policy of the group. (S, G)."""
-    rows = [Batch(x, group.old, x, group.mask, len(x), group.max_tokens) for x in group.logp]
-    return torch.stack([losses.sequence_ratio(batch) for batch in rows])
 
 
 # ---------------- the page
 
 
 def scene(group: Group, methods: dict[str, Method]) -> str:
-    """The page's data about a group. Tokens are listed one after the other, answer by answer."""
-    mask, table = group.mask, {}
+    """The page's data about a group. Tokens are listed one after the other, answer by answer.
+
+    The S groups, one for each policy, are one batch, in which a token mean is as in one group.
+    """
+    S, G, T = group.logp.shape
+    tokens, mask, old = (x.repeat(S, 1) for x in (group.tokens, group.mask, group.old))
+    logp = group.logp.view(S * G, T).requires_grad_()
+    nodes, table = losses.prefix_nodes(tokens, mask, G), {}
     for name, method in methods.items():
-        off, on = (brief(c[:, mask]) for c in pushes(group, method))
-        table[name] = {"A": brief(advantages(group, method)), "off": off, "on": on}
+        batch = Batch(logp, old, old, mask, G, group.max_tokens)
+        A, batch, loss = take(method, batch, group.rewards.repeat(S))
+        both = (loss, losses.prefix_baseline(loss, batch, nodes))
+        pushes = (losses.token_pushes(x, batch.logp).view(S, G, T) for x in both)
+        off, on = (brief(c[:, group.mask]) for c in pushes)
+        table[name] = {"A": brief(A[:G]), "off": off, "on": on}
     about = {
         "prompt": group.prompt,
         "texts": group.texts,
-        "nodes": group.nodes[mask].tolist(),
+        "nodes": nodes[:G][group.mask].tolist(),
         "rewards": group.rewards.tolist(),
-        "s": brief(sequence_ratios(group)),
+        "s": brief(losses.sequence_ratio(batch).detach().view(S, G)),
         "states": group.states,
         "losses": table,
     }
@@ -331,17 +314,16 @@ def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     lead = f"Groups of {run}, a run of {name}, at step {step}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " If a card has several tokens, it shows the pushes on the first."
-    if name in methods or ".py" in name:
-        _, own, function = name.rpartition(".py")
-        loss = f"{run}/method.py{function}" if own else name  # a run has a copy of its loss
-        hyper = dict(pair.split("=", 1) for pair in flags["hyper"].split())
-        if "kl" in losses.bind(loss, hyper).hyper:
-            hyper["kl"] = "0"  # the log-probs of the reference are not saved
-        bound = losses.bind(loss, hyper)
-        methods[name] = replace(bound, scale=flags["scale"] or bound.scale)
-    else:
+    _, own, function = name.rpartition(".py")
+    loss = f"{run}/method.py{function}" if own else name  # a run has a copy of its loss
+    bound = losses.bind(loss, dict(pair.split("=", 1) for pair in flags["hyper"].split()))
+    if bound.credit or len(bound.passes) > 1:
         lead += f" {name} is more than one loss of a batch, so grpo is shown first."
         name = "grpo"
+    else:
+        if "kl" in bound.hyper:  # the log-probs of the reference are not saved
+            bound.passes = (functools.partial(*bound.passes, kl=0.0),)
+        methods[name] = replace(bound, scale=flags["scale"] or bound.scale)
     scenes = {f"{k}: {x.prompt[:24]}": scene(x, methods) for k, x in enumerate(groups[:3], 1)}
     start = {"group": next(iter(scenes)), "method": name, "policy": STATES[0]}
     start |= {"baseline": "on" if flags["prefix_baseline"] else "off"}

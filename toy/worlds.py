@@ -126,7 +126,6 @@ ROWS = {
     "gspo": Row(partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
     "dr-grpo": Row(losses.dr_grpo, "mean"),
     "cispo": Row(losses.cispo),
-    "grpo-symmetric": Row(losses.grpo_symmetric),
     "reinforce": Row(losses.reinforce),
     "dfpo-min": Row(losses.dfpo_min),
     "dfpo-min, eps 0.2": Row(partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
@@ -219,13 +218,20 @@ class World(Groups):
         return sum(p * f(o) for o, p in chances) / sum(p for _, p in chances)
 
     def logits(self) -> Tensor:
-        return torch.tensor(self.shares, dtype=torch.float64).log().requires_grad_()
+        return torch.tensor(self.shares, dtype=torch.float64).log()
 
     def expected_push(
-        self, loss: Callable[[Batch], Tensor], scale: str, logits: Tensor, old: Tensor | None = None
+        self,
+        loss: Callable[[Batch], Tensor],
+        scale: str,
+        logits: Tensor | None = None,
+        old: Tensor | None = None,
     ) -> Tensor:
-        """On the logit of each strategy, over all groups of a policy, which may be an old one.
-        (strategies,)."""
+        """On the logit of each strategy, at the world's shares or at other logits. (strategies,).
+
+        The mean over all groups of this policy, or of an old one.
+        """
+        logits = self.logits() if logits is None else logits
         policy = partial(way_log_probs, self)
         batch, counts = self.batch(policy((logits if old is None else old)[None]), scale)
         return ascend(Row(loss), batch, counts, self.nodes, policy, logits[None])[0]
