@@ -40,13 +40,12 @@ def lines(part) -> dict[str, list]:
 # ---------------- the numbers
 
 
-@pytest.mark.parametrize("name", ["grpo", "dfpo_min"])
-def test_net_pushes_and_bias_are_those_of_the_claims(name):
-    loss = getattr(losses, name)
+def test_net_pushes_and_bias_are_those_of_the_claims():
     found = {claim.id: claim for claim in CLAIMS}
-    [audit], [c16] = (examine_on(DRAWS, found[id_], name).rows for id_ in ("AUDIT", "C16"))
-    assert [x[0] for x in [*lines(report.cancelling(loss, DRAWS)).values()][-4:]] == near(audit[1:])
-    assert [x[0] for x in [*lines(report.bias(loss, DRAWS)).values()][1:]] == near(c16[1:])
+    [audit], [c16] = (examine_on(DRAWS, found[x], "grpo").rows for x in ("AUDIT", "C16"))
+    pages = lines(report.cancelling(losses.grpo, DRAWS)), lines(report.bias(losses.grpo, DRAWS))
+    net, cosines = ([x[0] for x in page.values()] for page in pages if page)
+    assert net[-4:] == near(audit[1:]) and cosines[1:] == near(c16[1:])
 
 
 def test_pushes_and_weights_are_those_of_a_hand():
@@ -96,27 +95,6 @@ def test_a_loss_written_anew_is_recognised():
     assert [*page][1] == "dr_grpo" and (times, to) == near((3, 3))
     assert {"token_grpo", "nthr_grpo"} == {x for x in page if x in ("token_grpo", "nthr_grpo")}
     assert "reinforce" in [*page][-1] and "gspo" not in [*page][-1]
-
-
-def test_trls_own_loss_goes_through_the_door():
-    """Its default is token_grpo, with another clip range."""
-    pytest.importorskip("trl", reason="TRL is an extra: pip install -e '.[trl]'")
-    path = Path(losses.__file__).parent / "engines" / "trl_loss.py"
-    [loss] = losses.bind(str(path), {"epsilon_high": 0.24}).passes
-    page = lines(report.twins(loss, {}))
-    assert page["token_grpo"] == near([1, 1]) and "nthr_grpo" not in page
-
-
-def test_the_picture_shows_the_pages_numbers(monkeypatch):
-    monkeypatch.setattr(
-        report, "curves", lambda row: 4 * [torch.tensor([row.scale == "mean", 0.5])]
-    )
-    axes = report.draw("cispo", Row(losses.cispo)).axes
-    win, lose = axes[0].lines
-    at_5 = [*report.clips.RATIOS].index(1.99)
-    assert win.get_ydata()[at_5] == near(1.99) and lose.get_ydata()[at_5] == near(1.99)
-    assert axes[1].lines[0].get_ydata().tolist() == near([32 / 15] * 4)
-    assert [[line.get_ydata()[0] for line in axis.lines] for axis in axes[2:]] == [[0, 0, 1]] * 4
 
 
 # ---------------- planted mistakes
@@ -190,36 +168,8 @@ def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy)
     assert "tree.html: open it" in capsys.readouterr().out
 
 
-def test_a_clip_that_stops_all_says_what_widens_it_and_two_passes_are_refused(capsys):
-    hyper = losses.bind("gspo", {}).hyper
-    wider = "  The clip stops nearly all. Wider: python losses.py gspo eps_low=0.2 eps_high=0.2"
-    assert (wider,) in [*report.weights(losses.gspo, "gspo", hyper)]
-    one_side = partial(losses.grpo, eps_high=0.01)  # stops winners only
-    assert "Wider" not in str([*report.weights(one_side, "grpo", {"eps_high": 0.01})])
+def test_what_is_more_than_one_loss_is_refused(capsys):
     for name in ("lopti", "nthr"):
         with pytest.raises(SystemExit):
             report.main([name])
         assert f"{name} is more than one loss of a batch" in capsys.readouterr().err
-
-
-WRONG = {  # the file's third line, what Python says of it, and whether it says it of this line
-    "def loss(batch): return batch.nothing": ("no attribute 'nothing'", True),
-    "def loss(batch) return": ("expected ':'", False),
-    "x = 1 / 0": ("division by zero", True),
-    "def other(batch): pass": ("has no attribute 'loss'", False),
-    "def loss(batch, eps=0.2): 1 / 0": (
-        "no hyperparameter 'e'; accepted: eps=0.2",
-        False,
-    ),
-    "def loss(batch): return batch.logp": ("only for scalar outputs", False),
-    "def loss(batch): return batch.adv.sum()": ("does not require grad", False),
-}
-
-
-@pytest.mark.parametrize("line", WRONG)
-def test_an_error_is_pythons_own(line, tmp_path):
-    path, (says, there) = write(tmp_path, line), WRONG[line]
-    with pytest.raises(Exception, match=says) as error:
-        report.main([path, *(["e=1"] if "eps" in line else [])])
-    last = traceback.extract_tb(error.value.__traceback__)[-1]
-    assert not there or (last.filename, last.lineno) == (path, 3)
