@@ -168,7 +168,8 @@ def test_kl_torn_groups_learned_positions_and_an_evaluation(tmp_path):
     reference. After a step, tokens lie on both sides of these clips. Prompts have padding, which
     GPT-2's positions must not count. The evaluation, whose groups are of another size, is in the
     middle of a generation."""
-    hyper, more = {"eps_low": 0.15, "eps_high": 0.2}, dict(seed=0, num_generations_eval=2)
+    hyper = {"eps_low": 0.15, "eps_high": 0.2}
+    more = dict(seed=0, scale_rewards="batch", num_generations_eval=2)
     trainer = check_run(build("gpt2", tmp_path), "grpo", hyper, beta=0.3, **more)
     seen = trainer.evaluate(Dataset.from_list(PROMPTS[:5]))
     assert 0 < seen["eval_reward"] < 4
@@ -185,7 +186,7 @@ def test_passes_credit_and_prefix_baseline_without_dropout(tmp_path, monkeypatch
     )
     monkeypatch.setitem(METHODS, "mine", mine)
     path = build("qwen2", tmp_path, attention_dropout=0.3)
-    options = split(4, 3, 6, scale_rewards="batch", max_steps=5)
+    options = split(4, 3, 6, scale_rewards="none", max_steps=5)
     check_run(path, "mine", {"eps": 0.6}, prefix_baseline=True, **options)
 
 
@@ -239,6 +240,7 @@ def test_the_examples_flags_reach_the_trainer(qwen_path):
     theirs = example.make_trainer(*example.parse(flags.split()))
     loaded = theirs.model.dtype, theirs.model.config._attn_implementation
     assert loaded == (torch.bfloat16, "eager")
+    assert theirs.method.scale == "std"
     assert theirs.args.max_steps == -1  # that of the tiny model is 60
     with pytest.raises(SystemExit):  # more prompts in a batch than ROWS; TRL would only warn
         example.main(["--num_generations", "4"])
