@@ -53,9 +53,9 @@ def test_solutions_pass_and_blanks_do_not(number, grade, capsys):
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_known_mistake_gets_its_hint(name):
-    for *edits, hint in LESSONS[name].mistakes:
-        verdict = grader.judge(QUESTIONS[name], grader.make_mistaken(LESSONS[name], edits))
-        assert verdict.lines[-1] == hint
+    lesson = LESSONS[name]
+    for (*_, hint), answers in zip(lesson.mistakes, lesson.mistaken, strict=True):
+        assert grader.explain(lesson, answers)[-1] == hint
 
 
 # Written as a student writes, not as edits of a solution: the body, and what the command says.

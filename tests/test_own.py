@@ -128,7 +128,7 @@ class Judged(Arithmetic):
 
 def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train.main(TINY, Judged())
+    train.main([*TINY, "--warm-steps", "0"], Judged())
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.3
     train.main(["--resume", str(folder), "--steps", "5"], Judged())
