@@ -1,12 +1,11 @@
 """To whoever asks what a loss of her own does: the page's numbers are those of the claims and of
-the small worlds, planted mistakes are seen, and an error names her file and line.
+the small worlds, and planted mistakes are seen.
 
 Run: python -m pytest -q tests/test_report.py
 """
 
 import math
 import re
-import traceback
 
 import pytest
 import torch
@@ -181,11 +180,3 @@ def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy)
 def test_what_is_more_than_one_loss_is_refused(name):
     with pytest.raises(SystemExit):
         report.main([name])
-
-
-def test_an_error_names_the_file_and_the_line(tmp_path):
-    path = write(tmp_path, "def loss(batch): return batch.nothing")
-    with pytest.raises(AttributeError) as error:
-        report.main([path])
-    last = traceback.extract_tb(error.value.__traceback__)[-1]
-    assert (last.filename, last.lineno) == (path, 3)
