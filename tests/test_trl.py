@@ -228,6 +228,7 @@ def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
     steps, rewards = zip(*printed, strict=True)
     assert steps == ("5", "10", "15", "20", "20")
     assert float(rewards[3]) > float(rewards[0]) + 0.05
+    assert example.reward(["3", "34", "13"], ["3"] * 3) == [1, 0.5, 0]
 
 
 def test_the_examples_flags_reach_the_trainer(qwen_path):
