@@ -59,7 +59,7 @@ class Answer:
 
     def __init__(self, batch: losses.Batch, i: int, ratio: str):
         def numbers(x: Tensor) -> list[float]:
-            return x[i][batch.mask[i]].tolist()
+            return list(itertools.compress(x[i].tolist(), batch.mask[i].tolist()))
 
         self.logp, self.old, self.adv = map(numbers, (batch.logp, batch.logp_old, batch.adv))
         self.ref = numbers(batch.logp_ref)

@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM, Traine
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from engines.trl import Trainer
+from engines.trainer import Trainer
 from losses import METHODS
 from toy.arithmetic import Arithmetic
 

@@ -35,10 +35,13 @@ def loss(
     epsilon: float = 0.2,
     epsilon_high: float = 0.2,
     kl: float = 0.0,
+    kl_ratio: bool = True,
 ) -> Tensor:
-    """TRL's loss if the batch is a whole optimiser step. kl is TRL's beta."""
+    """TRL's loss if the batch is a whole optimiser step. kl is TRL's beta, and kl_ratio its
+    use_bias_correction_kl."""
     settings = dict(loss_type=loss_type, importance_sampling_level=importance_sampling_level)
     trainer = make_trainer(**settings, epsilon=epsilon, epsilon_high=epsilon_high)
+    trainer.args.use_bias_correction_kl = kl_ratio
     trainer.beta, trainer.max_completion_length = kl, batch.max_tokens
     trainer.current_gradient_accumulation_steps = 1
     trainer._metrics["train"].clear()

@@ -181,6 +181,11 @@ class Lesson:
         """What a function answers in every case."""
         return [answer(self.question, function, inputs) for inputs in self.cases]
 
+    @functools.cached_property
+    def mistaken(self) -> list[list]:
+        """What each of the mistakes answers in every case."""
+        return [self.ask(make_mistaken(self, edits)) for *edits, _ in self.mistakes]
+
 
 @functools.cache
 def read_lessons() -> dict[str, Lesson]:
@@ -238,8 +243,7 @@ def find_mistake(lesson: Lesson, yours: list, right: list) -> list[str]:
     mistake elsewhere, at the edge, would hide this one.
     """
     best, most, wrong = [], 2 / 3, find_different(lesson, yours, right)
-    for *edits, hint in lesson.mistakes:
-        theirs = lesson.ask(make_mistaken(lesson, edits))
+    for (*_, hint), theirs in zip(lesson.mistakes, lesson.mistaken, strict=True):
         either = wrong | find_different(lesson, theirs, right)
         agreement = 1 - len(find_different(lesson, yours, theirs)) / len(either)
         if agreement > most:

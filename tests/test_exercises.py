@@ -53,15 +53,14 @@ def test_solutions_pass_and_blanks_do_not(number, grade, capsys):
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_known_mistake_gets_its_hint(name):
-    for *edits, hint in LESSONS[name].mistakes:
-        verdict = grader.judge(QUESTIONS[name], grader.make_mistaken(LESSONS[name], edits))
-        assert verdict.lines[-1] == hint
+    lesson = LESSONS[name]
+    for (*_, hint), answers in zip(lesson.mistakes, lesson.mistaken, strict=True):
+        assert grader.explain(lesson, answers)[-1] == hint
 
 
 # Written as a student writes, not as edits of a solution: the body, and what the command says.
 ANSWERS = [
     ("still_pushes(r, A, a=0.2, b=0.2)", "r * A <= min(max(r, 1 - a), 1 + b) * A", "pushes PASS"),
-    ("lone_advantage(R, c, G)", "((R > c) - (R < c)) * (G - 1) / G**0.5", "advantage PASS"),
     # A tensor of one's own loses no digit.
     ("net_push_by_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).sum()", "length PASS"),
     # A small number in the divisor is no mistake.
@@ -76,10 +75,8 @@ ANSWERS = [
     # No known mistake: no hint is better than a wrong one.
     ("net_push_by_length(T, A)", "sum(a / t for a, t in zip(A, T)) / 3", r"expected +[\d.-]+$"),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
-    ("net_push(r, A)", "print(r * sum(A))", "returns nothing"),
     ("net_push(r, A)", "__import__('sys').exit()", "SystemExit"),
     ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),
-    ("min_replace(w)", "w.min(1).expand_as(w)", "line 3, in min_replace.* Try amin"),
     # The second number is a push: A/T, up for a winner.
     (
         "loss(log_pi, A, T, method)",
@@ -89,7 +86,6 @@ ANSWERS = [
     ("prediction()", "(0.6, 60)", "between 0 and 1"),
     ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
     ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "blind_spot PASS"),
-    ("blind_spot()", "3", "another form"),
     ("opposite_signs()", "(0.09, 0.45)", "It earns 5 times the bonus"),
     ("opposite_signs()", "(0.02, 0.6)", "mean A is 0.495, not below 0"),
 ]
@@ -113,8 +109,9 @@ def test_a_wrong_function_is_not_held_against_the_next(grade):
     assert "It called" not in grade(6, wrong + solution)[1]
 
 
-def test_exercise_4_trains_after_a_prediction(grade):
-    """At the end GRPO follows the worse strategy (0.2), Dr. GRPO the better one (0.6)."""
+def test_exercise_4_trains_after_a_prediction(grade, monkeypatch):
+    """In one seed GRPO ends at the worse strategy (0.2), and Dr. GRPO at the better one (0.6)."""
+    monkeypatch.setattr(grader, "SEEDS", (0,))
     source = grader.find_files()[4].read_text() + "\n" + LESSONS["loss"].solution
     _, out = grade(4, source + "\ndef prediction():\n    raise NotImplementedError\n")
     assert "Nothing is trained before" in out and "mean reward" not in out
@@ -123,10 +120,3 @@ def test_exercise_4_trains_after_a_prediction(grade):
     guesses, ends = zip(*re.findall(r"predicted (\S+), the seeds end at (\S+)", out), strict=True)
     assert guesses == ("0.50", "0.75")
     assert [*map(float, ends)] == pytest.approx([0.2, 0.6], abs=0.015)
-
-
-def test_the_command_says_what_the_readme_shows(grade):
-    mean = "sum(A / T for A, T in zip(advantages, lengths)) / len(lengths)"
-    code, out = grade(2, f"def net_push_by_length(lengths, advantages):\n    return {mean}")
-    readme = (FOLDER / "README.md").read_text()
-    assert code == 1 and re.search(r"  net_push_by_length .*?(?=```)", readme, re.S)[0] in out

@@ -1,4 +1,7 @@
-"""Whoever quotes a figure of toy/README.md finds its published numbers when they run it again."""
+"""Whoever quotes a figure of toy/README.md finds its published numbers when they run it again.
+
+test_report.py has those of GRPO and Dr. GRPO.
+"""
 
 import functools
 
@@ -7,22 +10,19 @@ import torch
 
 from losses import grpo
 from toy import crumb, drift, tax, tree
-from toy.worlds import BOTH, LOCAL, MEAN, ROWS, Groups, Row, way_log_probs
+from toy.worlds import LOCAL, MEAN, ROWS, Groups, Row, way_log_probs
 
 near = functools.partial(pytest.approx, abs=0.0006)
 
 
-def test_what_a_learning_tax_costs():
-    long, short, worse = tax.SETTINGS
-    published = {(long, MEAN): 0.596, (short, "dr-grpo"): 0.597, (short, LOCAL): 0.587}
-    published |= {(worse, "gspo"): 0.207, (worse, BOTH): 0.205}
-    paths = {name: tax.climb(ROWS[name]) for _, name in published}
-    ends = {name: tax.find_rewards(path)[:, -1].tolist() for name, path in paths.items()}
-    k = [*tax.SETTINGS].index
-    assert {(x, name): ends[name][k(x)] for x, name in published} == near(published)
-    assert tax.find_taxes(ROWS["gspo"], paths["gspo"])[2] == near(0.535)
-    # With Adam, at the rates 0.01 and 0.1; from 0.3 on rounding decides.
-    assert tax.find_adam_rewards(short, ROWS[MEAN])[[0, 2]].tolist() == near([0.419, 0.427])
+def test_what_a_learning_tax_costs(monkeypatch):
+    path = tax.climb(ROWS["gspo"])
+    assert tax.find_rewards(path)[2, -1].item() == near(0.207)
+    assert tax.find_taxes(ROWS["gspo"], path)[2] == near(0.535)
+    # With Adam; from a rate of 0.3 on rounding decides.
+    monkeypatch.setattr(tax, "ADAM_RATES", torch.tensor([0.01, 0.1], dtype=torch.float64))
+    _, short, _ = tax.SETTINGS
+    assert tax.find_adam_rewards(short, ROWS[MEAN]).tolist() == near([0.419, 0.427])
 
 
 def test_the_crumb():
@@ -42,13 +42,11 @@ def test_the_crumb():
 def test_a_token_that_earns_nothing():
     """The drift, and the expected reward before and after."""
     published = {
-        MEAN: [0.445, 0.287, 0.453],
         LOCAL: [0, 0.287, 0.460],
         "grpo, no clip": [2.397, 0.287, 0.949],
         "gspo": [1.731, 0.287, 0.843],
         "reinforce": [0, 0.287, 0.993],
         "dfpo-min": [0, 0.287, 0.937],
-        "dfpo-min, eps 0.2": [0, 0.287, 0.453],
     }
     for name, numbers in published.items():
         assert drift.measure(drift.METHODS[name]).tolist() == near(numbers), name

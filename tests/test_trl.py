@@ -29,11 +29,11 @@ from toy.policy import pad
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import gather_object  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from trl.trainer.utils import split_tensor_dict  # noqa: E402
 
 from engines import example  # noqa: E402
-from engines.trl import Trainer  # noqa: E402
+from engines.trainer import Trainer  # noqa: E402
 
+ROOT = Path(losses.__file__).parent  # ours, wherever another copy is installed
 G, L, LONGEST = 6, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
@@ -163,11 +163,16 @@ def split(micro, accumulate, pieces, **options):
     )
 
 
-def test_kl_and_torn_groups_with_learned_positions(tmp_path):
+def test_kl_torn_groups_learned_positions_and_an_evaluation(tmp_path):
     """Micro-batches of 4 rows tear groups of 6. The second generation's old policy is not the
     reference. After a step, tokens lie on both sides of these clips. Prompts have padding, which
-    GPT-2's positions must not count."""
-    check_run(build("gpt2", tmp_path), "grpo", {"eps_low": 0.15, "eps_high": 0.2}, beta=0.3, seed=0)
+    GPT-2's positions must not count. The evaluation, whose groups are of another size, is in the
+    middle of a generation."""
+    hyper = {"eps_low": 0.15, "eps_high": 0.2}
+    more = dict(seed=0, scale_rewards="batch", num_generations_eval=2)
+    trainer = check_run(build("gpt2", tmp_path), "grpo", hyper, beta=0.3, **more)
+    seen = trainer.evaluate(Dataset.from_list(PROMPTS[:5]))
+    assert 0 < seen["eval_reward"] < 4
 
 
 def test_passes_credit_and_prefix_baseline_without_dropout(tmp_path, monkeypatch):
@@ -183,15 +188,6 @@ def test_passes_credit_and_prefix_baseline_without_dropout(tmp_path, monkeypatch
     path = build("qwen2", tmp_path, attention_dropout=0.3)
     options = split(4, 3, 6, scale_rewards="none", max_steps=5)
     check_run(path, "mine", {"eps": 0.6}, prefix_baseline=True, **options)
-
-
-def test_an_evaluation_has_groups_of_its_own_size(qwen_path):
-    """In the middle of a generation. Before: k3 without the ratio, and the std of the batch. The
-    reference is the model as it was passed."""
-    options = dict(num_generations_eval=2, scale_rewards="batch")
-    trainer = check_run(qwen_path, "grpo", beta=0.3, use_bias_correction_kl=False, **options)
-    seen = trainer.evaluate(Dataset.from_list(PROMPTS[:5]))
-    assert 0 < seen["eval_reward"] < 4
 
 
 TOOL = {"prompt_ids": [[5]] * 12, "completion_ids": [[6, 7]] * 12, "logprobs": None}
@@ -216,7 +212,7 @@ def test_a_wrong_setting_is_refused(qwen_path, options, said):
 
 def test_a_model_that_is_scored_as_another_is_refused(tmp_path, monkeypatch):
     """Like a GPT-2 whose positions count padding."""
-    monkeypatch.setattr("engines.trl.score_as_sampled", lambda model: None)
+    monkeypatch.setattr("engines.trainer.score_as_sampled", lambda model: None)
     with pytest.raises(ValueError, match="nats"):
         make(build("gpt2", tmp_path), method="grpo").train()
 
@@ -232,11 +228,7 @@ def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
     steps, rewards = zip(*printed, strict=True)
     assert steps == ("5", "10", "15", "20", "20")
     assert float(rewards[3]) > float(rewards[0]) + 0.05
-
-
-def test_the_example_refuses_too_few_rows():
-    with pytest.raises(SystemExit, match="20 prompts, and ROWS only 10"):
-        example.main(["--num_generations", "4"])
+    assert example.reward(["3", "34", "13"], ["3"] * 3) == [1, 0.5, 0]
 
 
 def test_the_examples_flags_reach_the_trainer(qwen_path):
@@ -249,71 +241,66 @@ def test_the_examples_flags_reach_the_trainer(qwen_path):
     theirs = example.make_trainer(*example.parse(flags.split()))
     loaded = theirs.model.dtype, theirs.model.config._attn_implementation
     assert loaded == (torch.bfloat16, "eager")
+    assert theirs.method.scale == "std"
     assert theirs.args.max_steps == -1  # that of the tiny model is 60
+    with pytest.raises(SystemExit):  # more prompts in a batch than ROWS; TRL would only warn
+        example.main(["--num_generations", "4"])
 
 
 # ---------------- stock TRL
 
-KL = {"loss_type": "grpo", "beta": 0.04}
 CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default
-TWINS = [
+TWINS = [  # a setting of TRL, and its twin in losses.py with its hyperparameters
+    ({}, losses.token_grpo, CLIP),
     ({"loss_type": "grpo"}, losses.grpo, {}),
+    ({"loss_type": "grpo", "kl": 0.04}, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
+    ({"loss_type": "grpo", "kl": 0.04, "kl_ratio": False}, losses.grpo, {"kl": 0.04}),
     ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, losses.gspo, CLIP),
     ({"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
-    ({}, losses.token_grpo, CLIP),
     ({"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
     ({"loss_type": "sapo"}, losses.sapo, {}),
-    (KL, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
-    (KL | {"use_bias_correction_kl": False}, losses.grpo, {"kl": 0.04}),
 ]
 
 
-def random_batch():
-    """64 answers of one to five tokens. One ratio in twenty is above 5, where cispo clips."""
+@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(row[0]) for row in TWINS])
+def test_value_and_gradient_are_those_of_losses(settings, ours, hyper):
+    """Of 64 answers of one to five tokens. One ratio in twenty is above 5, where cispo clips."""
     gen = torch.Generator().manual_seed(0)
     policy, change, ref, adv = torch.randn(4, 64, 5, generator=gen, dtype=torch.float64)
     mask = torch.arange(5) < torch.randint(1, 6, (64, 1), generator=gen)
     logp = (policy - 3).requires_grad_()
     old, adv = logp.detach() - change, adv[:, :1].expand(64, 5)
-    return losses.Batch(logp, old, adv, mask, group_size=4, max_tokens=7, logp_ref=ref - 3)
-
-
-def trl_loss(path, batch, pieces=8, **settings):
-    """TRL's loss if the batch is an optimiser step that goes through the model in pieces."""
-    options = split(len(batch.adv) // pieces, pieces, pieces, num_generations=4, num_iterations=1)
-    trainer = make(path, max_completion_length=batch.max_tokens, **options | settings)
-    trainer.current_gradient_accumulation_steps = pieces
-    trainer.model.train()
-    mask, loss = batch.mask.long(), 0.0
-    rows = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), mask)
-    rows |= dict(advantages=batch.adv[:, 0], logp=batch.logp)
-    rows |= dict(old_per_token_logps=batch.logp_old, ref_per_token_logps=batch.logp_ref)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: scores
-    for piece in split_tensor_dict(rows, pieces):
-        scores = piece["logp"], -piece["logp"], None  # the second stands for the entropies
-        piece["num_items_in_batch"] = mask.sum()
-        loss = loss + trainer._compute_loss(trainer.model, piece)
-    return loss
-
-
-@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(row[0]) for row in TWINS])
-def test_value_and_gradient_are_those_of_losses_in_any_pieces(qwen_path, settings, ours, hyper):
-    batch = random_batch()
-    pair = ours(batch, **hyper), trl_loss(qwen_path, batch, **settings)
-    pushes = [losses.token_pushes(loss, batch.logp) for loss in pair]
+    batch = Batch(logp, old, adv, mask, group_size=4, max_tokens=7, logp_ref=ref - 3)
+    [theirs] = bind(str(ROOT / "engines" / "trl_loss.py"), settings).passes
+    pair = ours(batch, **hyper), theirs(batch)
+    pushes = [losses.token_pushes(loss, logp) for loss in pair]
     torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-7)  # sapo's 1.05 is float32 in TRL
     torch.testing.assert_close(*pushes, rtol=1e-5, atol=1e-7)
 
 
-TORN = [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.2}, {"entropy_coef": 0.1}]
+# ---------------- what the pages say of TRL's runs and logs
 
 
-@pytest.mark.parametrize("settings", TORN, ids=str)
-def test_smaller_pieces_change_the_gradient(qwen_path, settings):
-    batch = random_batch()
-    pair = [trl_loss(qwen_path, batch, pieces, **settings) for pieces in (1, 8)]
-    whole, torn = (losses.token_pushes(loss, batch.logp) for loss in pair)
-    assert (whole - torn).norm() > 1e-3 * whole.norm()
+def first_log(path, rewards=(by_sum, by_length), pieces=2, **options):
+    """What is logged of a step of 16 answers, which go through the model in pieces."""
+    size = split(16 // pieces, pieces, pieces, num_generations=8, num_iterations=1, max_steps=1)
+    trainer = make(path, rewards, **size | options)
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+PIECES = [
+    ({}, True),
+    ({"loss_type": "bnpo"}, False),
+    ({"top_entropy_quantile": 0.2}, False),
+    ({"entropy_coef": 0.1}, False),
+]
+
+
+@pytest.mark.parametrize("settings, same", PIECES, ids=str)
+def test_which_gradients_depend_on_the_micro_batch(qwen_path, settings, same):
+    whole, torn = (first_log(qwen_path, pieces=k, **settings)["grad_norm"] for k in (1, 8))
+    assert whole > 0 and (abs(whole - torn) < 1e-4 * whole) == same
 
 
 def pay(*numbers):
@@ -333,16 +320,13 @@ LOGS = [  # settings, rewards, and what is logged of the first step
         lambda x: x["frac_reward_zero_std"] == 1 and x["reward_std"] > 0.5,
     ),
     (CUT, pay(0), lambda x: x["completions/mean_terminated_length"] == 0),
-    (KL | {"noise": 0.1}, pay(0), lambda x: x["kl"] > 0.01),  # changed in memory
+    ({"beta": 0.04, "noise": 0.1}, pay(0), lambda x: x["kl"] > 0.01),  # changed in memory
 ]
 
 
 @pytest.mark.parametrize("options, rewards, is_so", LOGS)
 def test_what_a_log_says(qwen_path, options, rewards, is_so):
-    size = split(8, 2, 2, num_generations=8, num_iterations=1, max_steps=1)
-    trainer = make(qwen_path, rewards, **size | options)
-    trainer.train()
-    assert is_so(trainer.state.log_history[0])
+    assert is_so(first_log(qwen_path, rewards, **options))
 
 
 def test_an_evaluation_is_a_mean_over_batches(qwen_path):
@@ -364,10 +348,9 @@ def test_the_other_defaults_are_as_printed():
 def test_two_processes(qwen_path):
     """Groups torn over processes and micro-batches."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    root = str(Path(losses.__file__).parent)  # ours, wherever another copy is installed
-    env = os.environ | {"PYTHONPATH": root, "ACCELERATE_USE_CPU": "true"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     command += [__file__, qwen_path]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
