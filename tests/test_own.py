@@ -66,6 +66,7 @@ def test_a_table_is_a_task(tmp_path, chat_model, capsys):
     texts = train.find_task(table(tmp_path, "chats.jsonl", *lines))()
     assert {(x.prompt, x.answer) for x in texts.train + texts.test} == {*chats}
     assert [texts.reward(x, Item("", "May 3", "")) for x in (' "may 3."\n', "3")] == [1, 0]
+    assert texts.reward("It is 12.", Item("", "12", "")) == 1  # each answer decides
 
 
 @pytest.mark.parametrize(
