@@ -212,8 +212,11 @@ def write_model(policy, folder: Path):
         if came.get("model_type") == made["model_type"]:
             write_aside(part / "config.json", json.dumps(came | made, indent=2))
         file = part / "tokenizer_config.json"
-        text = file.read_text("utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast")
-        file.write_text(text, "utf-8")
+        settings = json.loads(file.read_text("utf-8"))
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            settings["model_input_names"] = policy.tokenizer.model_input_names
+        write_aside(file, json.dumps(settings, indent=2))
 
 
 @contextmanager
