@@ -203,7 +203,20 @@ def write_model(policy, folder: Path):
             for file in policy.files.glob(pattern):
                 if not file.name.endswith(".index.json"):  # names the shards that came
                     shutil.copy(file, part)
-        policy.model.save_pretrained(part)  # with its config.json, over the one that came
+        came = read_config(part) if policy.files else {}
+        policy.model.save_pretrained(part)  # with a config.json of its own
+        # Version 5 of transformers has new names for a tokenizer's class and for keys of
+        # config.json, such as rope_theta. Without the old ones, version 4 cannot read the first,
+        # and computes something else, in silence, with the second.
+        made = read_config(part)
+        if came.get("model_type") == made["model_type"]:
+            write_aside(part / "config.json", json.dumps(came | made, indent=2))
+        file = part / "tokenizer_config.json"
+        settings = json.loads(file.read_text("utf-8"))
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            settings["model_input_names"] = policy.tokenizer.model_input_names
+        write_aside(file, json.dumps(settings, indent=2))
 
 
 @contextmanager

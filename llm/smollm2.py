@@ -25,6 +25,7 @@ def main(out: str):
     config = quantised.config
     if hasattr(config, "quantization_config"):  # save_pretrained would refuse
         del config.quantization_config
+    config.rope_theta = 1e5  # also in rope_parameters, where transformers 4 does not look
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)

@@ -23,8 +23,8 @@ class Table(ChatTask):
     """A row is an item: what a user says, and the answer.
 
     The columns are called as in QUESTIONS and ANSWERS, or `messages` has a user's message and an
-    assistant's. If every answer is a number, a text that gives the same number earns 1.0, and is
-    read as GSM8K's answers are. Else the same text does, whatever its case and whatever white
+    assistant's. Where the answer is a number, a text that gives the same number earns 1.0, and is
+    read as GSM8K's answers are. Elsewhere the same text does, whatever its case and whatever white
     space, quotes and full stop are around it. Raises ValueError for a column that is missing, and
     for a row that cannot be used, with its number.
     """
@@ -41,15 +41,18 @@ class Table(ChatTask):
                 self.train + self.test,
                 to_items(read_pairs(test, held_out or self.path)),
             )
-        answers = [item.answer for item in self.train + self.test]
-        self.numbers = all(NUMBER.fullmatch(x) and extract(f"#### {x}") for x in answers)
-        kind = "the same number" if self.numbers else "the same text"
-        print(f"{self.path}: {len(self.train)} items, {len(self.test)} held out; 1.0 for {kind}")
+        numbers = sum(is_number(item.answer) for item in self.train + self.test)
+        kinds = f"1.0 for the same number ({numbers} items) or text"
+        print(f"{self.path}: {len(self.train)} items, {len(self.test)} held out; {kinds}")
 
     def reward(self, text, item):
-        if self.numbers:
+        if is_number(item.answer):
             return is_same_number(text, item.answer)
         return float(trim(text) == trim(item.answer))
+
+
+def is_number(answer: str) -> bool:
+    return bool(NUMBER.fullmatch(answer) and extract(f"#### {answer}"))
 
 
 def trim(text: str) -> str:

@@ -55,6 +55,7 @@ def test_a_table_is_a_task(tmp_path, chat_model):
     texts = train.find_task(table(tmp_path, "chats.jsonl", *lines))()
     assert {(x.prompt, x.answer) for x in texts.train + texts.test} == {*chats}
     assert [texts.reward(x, Item("", "May 3", "")) for x in (' "may 3."\n', "3")] == [1, 0]
+    assert texts.reward("It is 12.", Item("", "12", "")) == 1  # each answer decides
 
 
 def as_chat(said: str, answer: str) -> list[dict]:
@@ -116,6 +117,18 @@ def test_a_tasks_file_is_a_module_beside_its_neighbours(tmp_path, monkeypatch):
         assert pool.submit(sys.modules["mine"].f, 0.5).result(60) == 0.5
 
 
+def test_only_a_full_score_of_a_puzzle_pays():
+    """reasoning-gym pays 4/11 for "It is True." No puzzle is trained on and held out as well."""
+    pytest.importorskip("reasoning_gym")
+    from llm.puzzles import Task
+
+    task = Task()
+    item = task.test[0]
+    texts = (f" {item.answer}\n", f"It is {item.answer}.", "")
+    assert [task.reward(text, item) for text in texts] == [1, 0, 0]
+    assert len({item.prompt for item in task.train + task.test}) == len(task.train) + 200
+
+
 class Judged(Arithmetic):
     """The longest of a group wins."""
 
@@ -136,22 +149,26 @@ def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
 
 
 def test_files_beside_the_weights_stay_as_they_came(tmp_path):
-    """Another version's tokenizer_class, a processor, the names of shards that are no more."""
-    path = Path(build("qwen2", tmp_path / "m"))
-    came = json.loads((path / "tokenizer_config.json").read_text())
-    came["tokenizer_class"] = "PreTrainedTokenizerFast"
+    """A processor, not the names of shards that are no more. And transformers 4 reads them."""
+    path, new = Path(build("qwen2", tmp_path / "m")), tmp_path / "new"
+    came = json.loads((path / "tokenizer_config.json").read_text()) | {"note": "mine"}
     (path / "tokenizer_config.json").write_text(json.dumps(came))
     (path / "processor_config.json").write_text("{}")
-    (path / "config.json").write_text((path / "config.json").read_text().replace("0.3", "0.4"))
+    old = (path / "config.json").read_text().replace("{", '{"rope_theta": 7, ', 1)
+    (path / "config.json").write_text(old.replace("0.3", "0.4"))
     policy = load(path)
     (path / "model.safetensors.index.json").write_text("{}")
     next(policy.model.parameters()).data.zero_()
-    runs.write_model(policy, tmp_path / "new")
-    assert not (tmp_path / "new" / "model.safetensors.index.json").exists()
-    for name in ("tokenizer_config.json", "processor_config.json", "tokenizer.json"):
-        assert (tmp_path / "new" / name).read_bytes() == (path / name).read_bytes()
-    assert not next(load(tmp_path / "new").model.parameters()).any()
-    assert torch.equal(load(tmp_path / "new").eos, policy.eos)
+    runs.write_model(policy, new)
+    assert not (new / "model.safetensors.index.json").exists()
+    for name in ("processor_config.json", "tokenizer.json"):
+        assert (new / name).read_bytes() == (path / name).read_bytes()
+    came["tokenizer_class"] = "PreTrainedTokenizerFast"
+    came["model_input_names"] = ["input_ids", "attention_mask"]
+    assert json.loads((new / "tokenizer_config.json").read_text()) == came
+    assert json.loads((new / "config.json").read_text())["rope_theta"] == 7
+    assert not next(load(new).model.parameters()).any()
+    assert torch.equal(load(new).eos, policy.eos)
     # A model that is saved in shards needs the list of its own.
     policy.model.save_pretrained = partial(policy.model.save_pretrained, max_shard_size="20KB")
     runs.write_model(policy, tmp_path / "shards")
