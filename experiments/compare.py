@@ -197,7 +197,7 @@ def make_tables(outcomes: pd.DataFrame) -> str:
 
 def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
     """A matplotlib Figure with a panel for each of the curves."""
-    figure = make_figure("Mean and range over the seeds", 3.3)
+    figure, held_out = make_figure("Mean and range over the seeds", 3.3), None
     for axis, key in zip(figure.subplots(1, len(curves), squeeze=False).flat, curves, strict=True):
         # greedy and sampled have numbers at evaluated steps only
         table = pd.DataFrame({run: lines[key] for run, lines in runs.items()}).dropna(how="all")
@@ -209,6 +209,8 @@ def draw(runs: dict[tuple[str, int], pd.DataFrame], curves: list[str]):
         axis.set(title=key, xlabel="step")
         if key in ("sampled", "greedy"):
             axis.set_ylabel("mean reward, held out")
+            held_out = held_out or axis  # one scale for both
+            axis.sharey(held_out)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
