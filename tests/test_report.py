@@ -6,6 +6,7 @@ Run: python -m pytest -q tests/test_report.py
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,12 @@ def test_a_loss_written_anew_is_recognised():
     least, most = page["token_grpo"]  # as the mean length of a batch is
     assert least < most
     assert "reinforce" in [*page][-1] and "gspo" not in [*page][-1]
+
+
+def test_a_loss_that_is_nearly_another_is_not_taken_for_it():
+    """Its winners weigh 1% more."""
+    page = report.twins(lambda x: losses.grpo(replace(x, adv=x.adv + 0.01 * x.adv.relu())), {})
+    assert "grpo" not in lines(page)
 
 
 def test_the_picture_shows_the_pages_numbers(monkeypatch):

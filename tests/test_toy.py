@@ -10,7 +10,7 @@ import torch
 
 from losses import grpo
 from toy import crumb, drift, tax, tree
-from toy.worlds import LOCAL, MEAN, ROWS, Groups, Row, way_log_probs
+from toy.worlds import LOCAL, MEAN, ROWS, Groups, Row, plain, train, way_log_probs
 
 near = functools.partial(pytest.approx, abs=0.0006)
 
@@ -50,6 +50,17 @@ def test_a_token_that_earns_nothing():
     }
     for name, numbers in published.items():
         assert drift.measure(drift.METHODS[name]).tolist() == near(numbers), name
+
+
+def test_a_kl_term_holds_a_policy_at_its_start():
+    groups, start = Groups([crumb.RARE_WAY], 4), crumb.STARTS[2:].log()
+
+    def move(kl: float) -> float:
+        row, step = Row(functools.partial(grpo, kl=kl)), plain(0.3)
+        path = train(row, groups, way_log_probs, start, updates=1, batches=50, step=step)
+        return (path[-1] - start).norm().item()
+
+    assert move(10.0) < move(0.0) / 10
 
 
 def test_what_a_batch_shares_by_hand():
