@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from conftest import Letters, float64, load, random_policy, refused, timeless, weights_of
+from conftest import Letters, float64, random_policy, timeless, weights_of
 from torch.nn.utils import clip_grad_norm_
 
 import losses
@@ -75,8 +75,12 @@ def padded(values: list) -> torch.Tensor:
     return torch.stack([torch.cat([x, x.new_zeros(L - len(x), *x.shape[1:])]) for x in made])
 
 
-def sampled_and_assessed(policy, method, config, reference=None) -> train.Rollout:
+GAP = 1e-4  # nats by which sampling rounds, as on a GPU; no number but max_logp_gap may show it
+
+
+def sampled_and_assessed(policy, method, config, reference=None, gap=GAP) -> train.Rollout:
     rollout = train.sample(policy, Letters(), Letters().train, 2, config)
+    rollout.logp_sampled = rollout.logp_sampled - gap * rollout.mask
     train.assess(policy, reference, rollout, method, config)
     return rollout
 
@@ -127,7 +131,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     learn(theirs, adam(theirs.model, lr), [rows[i : i + G] for i in range(0, 16, G)], orders)
 
     tokens, rewards = sum(len(row.answer) for row in rows), [row.reward for row in rows]
-    assert 0 <= metrics.pop("max_logp_gap") < 1e-9 and math.isfinite(metrics.pop("loss"))
+    assert math.isfinite(metrics.pop("loss"))
     assert metrics == pytest.approx(
         {
             "step": 2,
@@ -138,6 +142,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
             "truncated": fmean(row.answer[-1] not in theirs.eos for row in rows),
             "equal_groups": fmean(len({*rewards[i : i + G]}) == 1 for i in range(0, 16, G)),
             "entropy": entropy / tokens,
+            "max_logp_gap": GAP,
             "grad_norm": fmean(norms),
             "clip_share": fmean(far),
         },
@@ -161,15 +166,6 @@ def test_the_plain_algorithm_learns(capsys, monkeypatch):
     assert first < 0.6 and last > 0.8 and "<eos>" in said
 
 
-@pytest.mark.parametrize("A", [1.5, -0.5, 0.0])
-def test_a_push_is_the_slope_that_autograd_finds(A):
-    old = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0]).log().neg()
-    logp = torch.zeros(7, requires_grad=True)
-    r = (logp - old).exp()
-    torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean().backward()
-    torch.testing.assert_close(plain_baseline.push(r.detach(), A), logp.grad)
-
-
 def test_two_passes_and_a_reference(start, rows):
     """What toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, other scales."""
     policy, reference = copy.deepcopy(start[0]), start[2]
@@ -181,9 +177,7 @@ def test_two_passes_and_a_reference(start, rows):
 
     passes = (lambda batch: spy("low", batch), lambda batch: spy("high", batch))
     method = replace(losses.bind("grpo", {}), passes=passes)
-    rollout = train.sample(policy, Letters(), Letters().train, 2, config)
-    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
-    train.assess(policy, None, rollout, method, config)
+    rollout = sampled_and_assessed(policy, method, replace(config, minibatches=1))
     assert rollout.logp_old is not rollout.logp_sampled  # two passes are two updates
     train.assess(policy, reference, rollout, method, config)
     groups = torch.tensor([row.reward for row in rows]).view(-1, G)
@@ -234,7 +228,6 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
     method = losses.bind(name, {"beta": "1"} if name == "nthr" else {})
     spied = replace(method, credit=lambda adv, old: given.append((adv, old)) or adv * 2 + 1)
     rollout = sampled_and_assessed(policy, method, config)
-    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
     more = train.reshape_credit(policy, task, rollout, spied, 2, config)
     ((adv, old),) = given
     assert torch.equal(rollout.adv, adv * 2 + 1)
@@ -340,26 +333,13 @@ def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
     assert all(sorted(walk) == task.train for walk in walks) and len(walks) == 8
 
 
-@pytest.fixture
-def prepared():
-    """4 x 3 answers of a step 1, which learns in two updates. Two groups are equal."""
-    task, policy = Arithmetic(), load("scratch", layers=1, width=16)
-    sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
-    config, method = train.Config(**sizes), losses.bind("grpo", {})
-    rollout = train.sample(policy, task, task.train[:4], 1, config)
-    rollout.rewards = torch.tensor([1.0, 0.0, 0.0] * 2 + [0.0] * 3 + [1.0] * 3)
-    return policy, rollout, method, config
-
-
-def step(policy, rollout, method, config):
-    train.assess(policy, None, rollout, method, config)
-    return train.learn(policy, train.adamw(policy.model), rollout, method, 1, config)
-
-
-def stops(prepared) -> bool:
-    """Whether the step ends in one line and leaves the weights as they are."""
-    before = weights_of(prepared[0])
-    return "step 1" in refused(step, *prepared) and torch.equal(weights_of(prepared[0]), before)
+def stops(policy, method, gap=GAP) -> bool:
+    """Whether a step ends before its first update."""
+    ours, config = copy.deepcopy(policy), train.Config(**SIZES)
+    with pytest.raises(ValueError, match="step 2"):
+        rollout = sampled_and_assessed(ours, method, config, gap=gap)
+        train.learn(ours, train.adamw(ours.model), rollout, method, 2, config)
+    return torch.equal(weights_of(ours), weights_of(policy))
 
 
 def sqrt_at_0(batch):
@@ -368,43 +348,20 @@ def sqrt_at_0(batch):
 
 
 @pytest.mark.parametrize("bad", [lambda batch: (batch.logp * 0).sum() + math.nan, sqrt_at_0])
-def test_a_number_that_is_not_finite_stops_before_the_weights_change(prepared, bad):
-    prepared[2].passes = (bad,)
-    assert stops(prepared)
+def test_a_number_that_is_not_finite_stops_before_the_weights_change(start, bad):
+    assert stops(start[0], losses.Method((bad,)))
 
 
-GAPS = [(0.01, 1), (-0.01, 1), (math.nan, 1), (0.03, 0.05), (0.01, 0.05)]
+@pytest.mark.parametrize("gap", [0.01, -0.01, math.nan])
+def test_a_sampler_that_is_not_the_scorer_stops(start, gap):
+    """A single token decides."""
+    at = torch.zeros(16, L)
+    at[14, 0] = gap  # of an answer in the first update, and right
+    assert stops(start[0], losses.bind("grpo", {}), at)
 
 
-@pytest.mark.parametrize("gap, temperature", GAPS)
-def test_a_sampler_that_is_not_the_scorer_stops(prepared, gap, temperature):
-    """A single token decides. The limit is 0.001, and 0.02 at a temperature of 0.05."""
-    policy, rollout, method, config = prepared
-    config.temperature, config.minibatches = temperature, 1
-    rollout.logp_sampled = train.log_probs(policy, rollout, temperature).detach()
-    rollout.logp_sampled[0, 0] -= gap
-    config.epochs = 2  # else the sampler's numbers are all that there is
-    if (gap, temperature) == (0.01, 0.05):
-        updates = step(*prepared)
-        logged = train.diagnose(policy, rollout, updates, 1, config)
-        # Of the first update, where weights are old.
-        assert logged["max_logp_gap"] == pytest.approx(gap, rel=1e-3)
-        assert logged["equal_groups"] == 0.5  # one is all wrong, one all right
-    else:
-        assert stops(prepared)
-
-
-def test_a_pass_has_micro_rows_answers_and_only_such_as_are_pushed(prepared):
-    """Of twelve answers six are pushed."""
-    policy, _, _, config = prepared
-    config.minibatches, config.epochs, sizes = 1, 2, []
-    policy.model.register_forward_hook(lambda *args: sizes.append(len(args[2].logits)))
-    step(*prepared)
-    assert sizes[:5] == [5, 5, 2, 5, 1] and max(sizes) == 5  # read, then learned from
-
-
-def test_a_prompt_and_its_answer_must_fit_the_context(prepared):
-    task, config = Arithmetic(), train.Config(max_tokens=2)
+def test_a_prompt_and_its_answer_must_fit_the_context(start):
+    task, config = Letters(), train.Config(max_tokens=2)
     task.encode = lambda tokenizer, items: [[7] * 1023]
-    asked = prepared[0], task, task.train[:1], config, 1.0, train.rng(0)
-    assert "1024" in refused(train.ask, *asked)
+    with pytest.raises(ValueError):  # else some models would read on, and be wrong
+        train.ask(start[0], task, task.train[:1], config, 1.0, train.rng(0))
