@@ -157,13 +157,13 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
 
 def test_the_plain_algorithm_learns(capsys, monkeypatch):
     """To begin with "so", which a third of the demonstrations do; and answers learn to end."""
-    for name, value in dict(PROMPTS=2, UPDATES=2, TOKENS=10).items():
+    for name, value in dict(PROMPTS=2, UPDATES=2, TOKENS=8).items():
         monkeypatch.setattr(plain, name, value)
     monkeypatch.setattr(Arithmetic, "reward", lambda _, text, item: float(text.startswith("so")))
-    plain.main(seed=0, warm_steps=25, steps=20)
+    plain.main(seed=0, warm_steps=12, steps=10)
     said = capsys.readouterr().out
-    first, _, last = (float(line.split()[3]) for line in said.replace(":", "").splitlines())
-    assert first < 0.6 and last > 0.8 and "<eos>" in said
+    first, last = (float(line.split()[3]) for line in said.replace(":", "").splitlines())
+    assert first < 0.5 and last > 0.6 and "<eos>" in said  # the last is a mean of nine steps
 
 
 def test_two_passes_and_a_reference(start, rows):
