@@ -42,15 +42,6 @@ def timeless(line: dict) -> dict:
     return {key: x for key, x in line.items() if not key.endswith("seconds")}
 
 
-def refused(function, *args) -> str:
-    """What a user is told in one line."""
-    with pytest.raises((SystemExit, ValueError)) as stopped:
-        function(*args)
-    said = str(stopped.value)
-    assert said and "\n" not in said
-    return said
-
-
 class Letters(Arithmetic):
     """Right: an odd number of the item's own letters. Half right: two of them.
 

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, TOY, load, metrics
+from conftest import TINY, TOY, build, load, metrics
 from torch.profiler import profile
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train
 from experiments import memory
@@ -39,16 +38,11 @@ def test_where_the_model_computes_in_bf16_numbers_and_gradients_are_fp32(fast, q
     assert fast != torch.equal(grad, grad.bfloat16().float())
 
 
-def test_the_counted_memory_is_that_of_a_real_step():
+def test_the_counted_memory_is_that_of_a_real_step(tmp_path):
     """torch's profiler sees what is allocated for real, here on a CPU, in fp32."""
-    sizes = dict(vocab_size=9000, hidden_size=64, intermediate_size=256, num_hidden_layers=2)
-    more = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    shape = Qwen2Config(**sizes, **more)
+    policy = load(build("qwen2", tmp_path, vocab_size=20_000), fast=True)
     config = train.Config(micro_rows=3, max_tokens=100, prompts=1, group_size=3, fast=True)
-    counted = memory.count(config, shape, 30, bf16=False)
-
-    model = AutoModelForCausalLM.from_config(shape).eval()
-    policy = train.Policy(model, None, torch.tensor([0]), fast=True)
+    counted = memory.count(config, policy.model.config, 30, bf16=False)
     tokens = torch.zeros(3, 100, dtype=torch.long)
     prompts = torch.ones(3, 30, dtype=torch.long)
     answers = SimpleNamespace(prompt_ids=prompts, tokens=tokens, mask=tokens == 0)

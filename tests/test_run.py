@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import filelock
 import pytest
 import torch
-from conftest import TINY, TOY, build, load, metrics, refused, run, timeless, weights_of
+from conftest import TINY, TOY, build, load, metrics, run, timeless, weights_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel
 
@@ -268,10 +268,12 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     file = tmp_path / "config.json"
     whole = file.read_text()
     file.write_text(whole.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
-    assert "unexpected_keys" in refused(load, path)
+    with pytest.raises(ValueError, match="unexpected_keys"):
+        load(path)
     file.write_text(whole)
     AutoModel.from_pretrained(path).save_pretrained(path)  # without its output layer
-    assert "missing_keys lm_head" in refused(load, path)
+    with pytest.raises(ValueError, match="missing_keys"):
+        load(path)
     policy = copy.deepcopy(scratch)
     policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="bias"):

@@ -3,7 +3,6 @@
 GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 """
 
-import json
 import os
 import re
 from collections import Counter
@@ -197,20 +196,10 @@ def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gs
         assert (task.train, task.test) == (ROWS, ROWS[:1])
 
 
-@pytest.mark.parametrize("answer", ["1", "#### x42"])
-def test_a_record_that_cannot_be_graded_is_named_in_one_line(small_gsm8k, answer):
-    line = json.dumps({"question": "a", "answer": answer})
-    Path(small_gsm8k, "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
-    with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
-        GSM8K(small_gsm8k)
-
-
-def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
+def test_a_chat_model_is_asked_in_its_template(small_gsm8k):
     task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
     assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
-    plain = tokenizer.decode(task.encode(tokenizer, ROWS)[1])
-    assert plain == f"Question: {BOB}\nAnswer:\n"
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
     chat = tokenizer.decode(task.encode(tokenizer, ROWS)[1])
