@@ -38,12 +38,12 @@ def test_a_family_samples_and_scores_what_its_forward_pass_says(family, tmp_path
     monkeypatch.setitem(fast.PADDING, "cpu", 3)
     monkeypatch.setattr(fast, "CHUNK", 1)
     path, made = build(family, tmp_path, **FAMILIES[family]), []
-    policies, prompts = [load(path), load(path, fast=True)], PROMPTS * 3
-    expected = rollout(policies[0], prompts, 24, 1.5, train.rng(1))
+    policies, prompts = [load(path), load(path, fast=True)], PROMPTS * 2
+    expected = rollout(policies[0], prompts, 16, 1.5, train.rng(1))
     pairs = zip(prompts, expected, strict=True)
     logp = torch.cat([plain.log_probs(tempered(policies[0], 1.5), *pair) for pair in pairs])
     for policy in policies:
-        answers = answer(policy, prompts, 24, 1.5, train.rng(1))
+        answers = answer(policy, prompts, 16, 1.5, train.rng(1))
         rows = zip(answers.tokens, answers.mask, strict=True)
         assert [y[mask].tolist() for y, mask in rows] == expected
         scored = train.log_probs(policy, answers, 1.5)

@@ -125,8 +125,16 @@ def test_no_two_runs_write_into_one_folder(tmp_path):
     with pytest.raises(FileExistsError), runs.own_folder(config):
         pass
     config.resume = config.out
-    with runs.own_folder(config), pytest.raises(filelock.Timeout), runs.own_folder(config):
-        pass
+    with runs.own_folder(config), pytest.raises(filelock.Timeout):
+        filelock.FileLock(tmp_path / ".lock", timeout=0).acquire()  # as another process would
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, monkeypatch, scratch):
+    monkeypatch.setattr(runs, "first_group", lambda *_: "")
+    policy, config = copy.deepcopy(scratch), train.Config(out=str(tmp_path))
+    next(policy.model.parameters()).data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="a weight is not finite"):
+        runs.save(policy, None, True, {"step": 3, "greedy": 1.0}, config)
 
 
 # ---------------- resuming
@@ -176,11 +184,11 @@ def test_a_killed_run_resumes_with_what_is_left(whole, tmp_path, monkeypatch):
     for module, name, call, before, after in MOMENTS:
         folder, real, calls = tmp_path / name, getattr(module, name), []
 
-        def die(*args, real=real, calls=calls, call=call):
+        def die(*args, name=name, real=real, calls=calls, call=call):
             calls.append(1)
             if len(calls) < call:
                 return real(*args)
-            if real is torch.save:
+            if name == "save":
                 Path(args[1]).write_text("half")
             raise Killed
 

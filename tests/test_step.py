@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from conftest import Letters, float64, random_policy, timeless, weights_of
+from conftest import TOY, Letters, float64, random_policy, timeless, weights_of
 from torch.nn.utils import clip_grad_norm_
 
 import losses
@@ -173,12 +173,14 @@ def test_the_plain_algorithm_learns(capsys, monkeypatch):
 
 
 def test_a_loss_is_told_what_toy_plain_does_not_know(start):
-    """Lopti's two losses take turns; L, which is longer than any answer; another scale of A."""
-    policy, seen = copy.deepcopy(start[0]), []
+    """Lopti's two losses take turns; L, which is longer than any answer; another scale of A; and
+    the log-probs of a reference."""
+    policy, seen, refs = copy.deepcopy(start[0]), [], []
     config = train.Config(**SIZES | {"max_tokens": 2 * L}, minibatches=1, scale="mean")
 
     def spy(name, batch):
         seen.append((name, batch.max_tokens))
+        refs.append(batch.logp_ref)
         return losses.reinforce(batch)
 
     passes = (lambda batch: spy("low", batch), lambda batch: spy("high", batch))
@@ -187,9 +189,11 @@ def test_a_loss_is_told_what_toy_plain_does_not_know(start):
     assert rollout.logp_old is not rollout.logp_sampled  # two passes are two updates
     groups = rollout.rewards.view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
+    train.assess(policy, start[2], rollout, method, config)
     config.minibatches = 2
     train.learn(policy, train.adamw(policy.model), rollout, method, 2, config)
     assert seen == [("low", 2 * L)] * 2 + [("high", 2 * L)] * 2
+    assert torch.stack(refs).sum().item() == pytest.approx(2 * rollout.logp_ref.sum().item())
 
 
 # ---------------- what neighbouring papers ask for
@@ -292,7 +296,7 @@ def test_the_warm_start_is_the_naive_one(start):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
     sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
-    config, task = train.Config(grad_clip=0.3, **sizes), Arithmetic()
+    config, task = train.Config(grad_clip=0.3, **sizes), copy.copy(TOY)
     task.train = [replace(task.train[0], demo=""), *task.train[:20]]  # the first shows nothing
     ours, theirs = (replace(copy.deepcopy(start[0]), eos=ENDS) for _ in range(2))
     warm_start(ours, task, train.adamw(ours.model), losses.bind("ibpo", {}), config)

@@ -10,16 +10,15 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import ANN, BOB, PROBLEMS
+from conftest import ANN, BOB, PROBLEMS, TOY
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from experiments import format_reward
 from llm.gsm8k import GSM8K, Item, extract
 from llm.smollm2 import split_as_trained
-from toy.arithmetic import Arithmetic
 
-TOY, SUMS = Arithmetic(), format_reward.Task()
+SUMS = format_reward.Task()
 ITEMS = {item.prompt: item for task in (TOY, SUMS) for item in task.test + task.train}
 
 
