@@ -295,14 +295,15 @@ def test_evaluation_is_the_naive_one(start):
 def test_the_warm_start_is_the_naive_one(start):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
-    sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
+    # With this seed some texts are as long as their step's average.
+    sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=33, repair_references=2)
     config, task = train.Config(grad_clip=0.3, **sizes), copy.copy(TOY)
     task.train = [replace(task.train[0], demo=""), *task.train[:20]]  # the first shows nothing
     ours, theirs = (replace(copy.deepcopy(start[0]), eos=ENDS) for _ in range(2))
     warm_start(ours, task, train.adamw(ours.model), losses.bind("ibpo", {}), config)
     optimizer, norms, end = adam(theirs.model, 0.1), [], theirs.tokenizer.eos_token_id
     for step in range(25):
-        picks = torch.randint(20, (10,), generator=train.rng(4, "warm", step)).tolist()
+        picks = torch.randint(20, (10,), generator=train.rng(33, "warm", step)).tolist()
         items = [task.train[1:][i] for i in picks]
         items[:3] = [task.correction(item, 2) for item in items[:3]]
         logps = []
