@@ -267,6 +267,8 @@ def test_a_prompt_has_what_the_tokenizer_puts_before_a_text_and_nothing_behind()
     tokenizer._tokenizer.post_processor = TemplateProcessing(**parts)
     for (task, _), ids in zip(prompts, bare, strict=True):
         assert task.encode(tokenizer, [item]) == [[0, *ids]]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert TOY.encode(tokenizer, [item]) == bare[:1]  # a chat template brings its own
 
 
 def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
