@@ -6,7 +6,6 @@ All but the last test run on a CPU. AdamW in main memory is in test_run.py.
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +17,14 @@ from torch.profiler import profile
 import train
 from experiments import memory
 
+GPT2, QWEN = "transformer.h.0.mlp.c_fc", "model.layers.0.mlp.down_proj"
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_where_the_model_computes_in_bf16_numbers_and_gradients_are_fp32(fast, qwen_path):
-    policy = replace(load(qwen_path, fast=fast), bf16=True)
-    layer, dtypes, found = policy.model.model.layers[0].mlp.down_proj, set(), []
+
+@pytest.mark.parametrize("name, fast", [(GPT2, False), (GPT2, True), (QWEN, True)])
+def test_where_the_model_computes_in_bf16_numbers_and_gradients_are_fp32(name, fast, qwen_path):
+    policy = load(qwen_path if name == QWEN else "scratch", fast=fast, width=16)
+    layer, dtypes, found = policy.model.get_submodule(name), set(), []
+    policy.bf16 = True
     layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
     rollout = train.sample(policy, TOY, TOY.train[:2], 1, train.Config(group_size=3, max_tokens=6))
     weights = [layer.weight, *policy.model.parameters()]

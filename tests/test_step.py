@@ -177,7 +177,7 @@ def test_a_loss_is_told_what_toy_plain_does_not_know(start):
     """Lopti's two losses take turns; L, which is longer than any answer; another scale of A; and
     the log-probs of a reference."""
     policy, seen, refs = copy.deepcopy(start[0]), [], []
-    config = train.Config(**SIZES | {"max_tokens": 2 * L}, minibatches=1, scale="mean")
+    config = train.Config(**SIZES, minibatches=1, scale="mean")
 
     def spy(name, batch):
         seen.append((name, batch.max_tokens))
@@ -191,7 +191,7 @@ def test_a_loss_is_told_what_toy_plain_does_not_know(start):
     groups = rollout.rewards.view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
     train.assess(policy, start[2], rollout, method, config)
-    config.minibatches = 2
+    config.minibatches, config.max_tokens = 2, 2 * L
     train.learn(policy, train.adamw(policy.model), rollout, method, 2, config)
     assert seen == [("low", 2 * L)] * 2 + [("high", 2 * L)] * 2
     assert torch.stack(refs).sum().item() == pytest.approx(2 * rollout.logp_ref.sum().item())
