@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from conftest import ANN, BOB, PROBLEMS, TOY
+from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from experiments import format_reward
 from llm.gsm8k import GSM8K, Item, extract
 from llm.smollm2 import split_as_trained
+from llm.table import read_pairs
 
 SUMS = format_reward.Task()
 ITEMS = {item.prompt: item for task in (TOY, SUMS) for item in task.test + task.train}
@@ -210,6 +212,14 @@ def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
     problem = GSM8K.repair(None, ROWS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
     assert re.search("Ann has 48.*#### 48.*#### 24.*none.*correct", problem.prompt, re.DOTALL)
     assert problem.answer == "24"
+
+
+# ---------------- tables, beside test_own.py
+
+
+def test_of_several_usual_columns_the_more_usual_counts_and_no_digit_is_lost():
+    columns = {"input": ["no"], "Question": ["?"], "label": ["no"], "answer": [1234567.5]}
+    assert read_pairs(Dataset.from_dict(columns), "") == [("?", "1234567.5")]
 
 
 # ---------------- SmolLM2
