@@ -20,6 +20,7 @@ torch.set_num_threads(1)  # the models are tiny; threads only wait for each othe
 import train  # noqa: E402
 from toy.arithmetic import Arithmetic, Item  # noqa: E402
 
+TOY = Arithmetic()
 TINY = "--steps 4 --warm-steps 3 --warm-rows 8 --prompts 4 --group-size 3 --layers 1 --width 16"
 TINY += " --max-tokens 12 --eval-items 6 --eval-every 2 --minibatches 2"
 TINY = TINY.split()
@@ -39,15 +40,6 @@ def metrics(folder: Path) -> list[dict]:
 
 def timeless(line: dict) -> dict:
     return {key: x for key, x in line.items() if not key.endswith("seconds")}
-
-
-def refused(function, *args) -> str:
-    """What a user is told in one line."""
-    with pytest.raises((SystemExit, ValueError)) as stopped:
-        function(*args)
-    said = str(stopped.value)
-    assert said and "\n" not in said
-    return said
 
 
 class Letters(Arithmetic):
@@ -101,7 +93,7 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     """A model and the toy's tokenizer, in a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = Arithmetic().make_tokenizer()
+    tokenizer = TOY.make_tokenizer()
     sizes = dict(
         vocab_size=len(tokenizer),
         initializer_range=0.3,
@@ -144,7 +136,7 @@ def scratch():
 
 def load(path, **options):
     """The policy at a path, as the trainer loads it; options are the Config's."""
-    return train.load_policy(train.Config(**options), Arithmetic(), str(path))
+    return train.load_policy(train.Config(**options), TOY, str(path))
 
 
 ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
@@ -165,5 +157,10 @@ def small_gsm8k(tmp_path):
 
 @pytest.fixture
 def easy(monkeypatch):
-    """A reward that an untrained model earns about half of the time."""
+    """Few sums, and a reward that an untrained model earns about half of the time."""
+
+    def few(self):
+        self.train, self.test = TOY.train[:40], TOY.test[:8]
+
+    monkeypatch.setattr(Arithmetic, "__init__", few)
     monkeypatch.setattr(Arithmetic, "reward", lambda self, text, item: text.count("1") % 2 * 1.0)

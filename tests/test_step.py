@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
-from conftest import Letters, float64, load, random_policy, refused, timeless, weights_of
+from conftest import TOY, Letters, float64, random_policy, timeless, weights_of
 from torch.nn.utils import clip_grad_norm_
 
 import losses
@@ -75,8 +75,12 @@ def padded(values: list) -> torch.Tensor:
     return torch.stack([torch.cat([x, x.new_zeros(L - len(x), *x.shape[1:])]) for x in made])
 
 
-def sampled_and_assessed(policy, method, config, reference=None) -> train.Rollout:
+GAP = 1e-4  # nats by which sampling rounds, as on a GPU; no number but max_logp_gap may show it
+
+
+def sampled_and_assessed(policy, method, config, reference=None, gap=GAP) -> train.Rollout:
     rollout = train.sample(policy, Letters(), Letters().train, 2, config)
+    rollout.logp_sampled = rollout.logp_sampled - gap * rollout.mask
     train.assess(policy, reference, rollout, method, config)
     return rollout
 
@@ -86,7 +90,8 @@ def sampled_and_assessed(policy, method, config, reference=None) -> train.Rollou
 
 STEPS = [
     dict(minibatches=2, epochs=3, prefix_baseline=True, micro_rows=5),
-    dict(minibatches=4, epochs=2, fast=True, schedule="constant"),  # some updates push nothing
+    # Some updates push nothing.
+    dict(minibatches=4, epochs=2, fast=True, offload=True, schedule="constant"),
     dict(minibatches=1, epochs=1, micro_rows=3),  # learned from once, and not read apart
 ]
 
@@ -96,8 +101,9 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     """From the sampled answers to the weights; and what is logged on the way."""
     config = train.Config(**SIZES, lr=0.05, grad_clip=0.51, **flags)
     ours, theirs = copy.deepcopy(start[config.fast]), tempered(copy.deepcopy(start[0]))
-    rollout = sampled_and_assessed(ours, losses.bind("grpo", {}), config)
-    optimizer = train.adamw(ours.model)  # a step sets its own learning rate
+    reference = start[2] if config.epochs > 1 else None
+    rollout = sampled_and_assessed(ours, losses.bind("grpo", {}), config, reference)
+    optimizer = train.adamw(ours.model, config.offload)  # a step sets its own learning rate
     updates = train.learn(ours, optimizer, rollout, losses.bind("grpo", {}), 2, config)
     metrics = train.diagnose(ours, rollout, updates, 2, config)
 
@@ -105,10 +111,13 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     for _ in range(config.epochs):
         orders += torch.randperm(4, generator=gen).view(config.minibatches, -1).tolist()
     lr = 0.05 * (2 / 3 if config.schedule == "linear" else 1)
-    entropy, read, norms, far, log_probs = 0.0, [], [], [], plain.log_probs
+    entropy, kl, read, norms, far, log_probs = 0.0, 0.0, [], [], [], plain.log_probs
     for row in rows:
         logp = naive.all_log_probs(theirs, row.prompt, row.answer).detach()  # (T_i, V)
         entropy -= float((logp.exp() * logp).sum())
+        other = naive.all_log_probs(tempered(start[2]), row.prompt, row.answer).detach()
+        log_q = (other - logp)[range(len(row.answer)), row.answer]
+        kl += float((log_q.exp() - log_q - 1).sum())
 
     def noted(*args):  # first the old log-probs of all rows, then update by update
         read.append(log_probs(*args))
@@ -127,7 +136,9 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
     learn(theirs, adam(theirs.model, lr), [rows[i : i + G] for i in range(0, 16, G)], orders)
 
     tokens, rewards = sum(len(row.answer) for row in rows), [row.reward for row in rows]
-    assert 0 <= metrics.pop("max_logp_gap") < 1e-9 and math.isfinite(metrics.pop("loss"))
+    if reference:
+        assert metrics.pop("kl") == pytest.approx(kl / tokens)
+    assert math.isfinite(metrics.pop("loss"))
     assert metrics == pytest.approx(
         {
             "step": 2,
@@ -138,6 +149,7 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
             "truncated": fmean(row.answer[-1] not in theirs.eos for row in rows),
             "equal_groups": fmean(len({*rewards[i : i + G]}) == 1 for i in range(0, 16, G)),
             "entropy": entropy / tokens,
+            "max_logp_gap": GAP,
             "grad_norm": fmean(norms),
             "clip_share": fmean(far),
         },
@@ -152,57 +164,37 @@ def test_the_trainers_step_is_that_of_the_plain_algorithm(start, rows, monkeypat
 
 def test_the_plain_algorithm_learns(capsys, monkeypatch):
     """To begin with "so", which a third of the demonstrations do; and answers learn to end."""
-    for name, value in dict(PROMPTS=2, UPDATES=2, TOKENS=10).items():
+    for name, value in dict(PROMPTS=2, UPDATES=2, TOKENS=8).items():
         monkeypatch.setattr(plain, name, value)
     monkeypatch.setattr(Arithmetic, "reward", lambda _, text, item: float(text.startswith("so")))
-    plain.main(seed=0, warm_steps=25, steps=20)
+    plain.main(seed=0, warm_steps=12, steps=10)
     said = capsys.readouterr().out
-    first, _, last = (float(line.split()[3]) for line in said.replace(":", "").splitlines())
-    assert first < 0.6 and last > 0.8 and "<eos>" in said
+    first, last = (float(line.split()[3]) for line in said.replace(":", "").splitlines())
+    assert first < 0.5 and last > 0.6 and "<eos>" in said  # the last is a mean of nine steps
 
 
-@pytest.mark.parametrize("A", [1.5, -0.5, 0.0])
-def test_a_push_is_the_slope_that_autograd_finds(A):
-    old = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0]).log().neg()
-    logp = torch.zeros(7, requires_grad=True)
-    r = (logp - old).exp()
-    torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean().backward()
-    torch.testing.assert_close(plain_baseline.push(r.detach(), A), logp.grad)
-
-
-def test_two_passes_and_a_reference(start, rows):
-    """What toy/plain.py has not: Lopti's second loss, a KL term's log-probs, L, other scales."""
-    policy, reference = copy.deepcopy(start[0]), start[2]
-    config, seen = train.Config(**SIZES, minibatches=2, lr=0.01, scale="mean"), []
+def test_a_loss_is_told_what_toy_plain_does_not_know(start):
+    """Lopti's two losses take turns; L, which is longer than any answer; another scale of A; and
+    the log-probs of a reference."""
+    policy, seen, refs = copy.deepcopy(start[0]), [], []
+    config = train.Config(**SIZES, minibatches=1, scale="mean")
 
     def spy(name, batch):
-        seen.append((name, batch.max_tokens, batch.logp_ref, batch.logp_old))
+        seen.append((name, batch.max_tokens))
+        refs.append(batch.logp_ref)
         return losses.reinforce(batch)
 
     passes = (lambda batch: spy("low", batch), lambda batch: spy("high", batch))
     method = replace(losses.bind("grpo", {}), passes=passes)
-    rollout = train.sample(policy, Letters(), Letters().train, 2, config)
-    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
-    train.assess(policy, None, rollout, method, config)
+    rollout = sampled_and_assessed(policy, method, config)
     assert rollout.logp_old is not rollout.logp_sampled  # two passes are two updates
-    train.assess(policy, reference, rollout, method, config)
-    groups = torch.tensor([row.reward for row in rows]).view(-1, G)
+    groups = rollout.rewards.view(-1, G)
     assert torch.equal(rollout.adv[:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
-    config.max_tokens, optimizer = 9, train.adamw(policy.model)
-    updates = train.learn(policy, optimizer, rollout, method, 2, config)
-    assert [x[:2] for x in seen] == [("low", 9)] * 2 + [("high", 9)] * 2
-    old, ref = (
-        padded([plain.log_probs(tempered(p), row.prompt, row.answer).detach() for row in rows])
-        for p in (start[0], reference)
-    )
-    order = torch.randperm(4, generator=train.rng(5, "learn", 2))
-    parts = torch.arange(16).view(4, G)[order].view(2, 8).tolist()
-    for (_, _, logp_ref, logp_old), rows_of_part in zip(seen, parts * 2, strict=True):
-        torch.testing.assert_close(logp_ref, ref[rows_of_part], rtol=0, atol=1e-9)
-        torch.testing.assert_close(logp_old, old[rows_of_part], rtol=0, atol=1e-9)
-    log_q = (ref - old)[rollout.mask]
-    kl = train.diagnose(policy, rollout, updates, 2, config)["kl"]
-    assert kl == pytest.approx((log_q.exp() - log_q - 1).mean().item()) and kl > 0
+    train.assess(policy, start[2], rollout, method, config)
+    config.minibatches, config.max_tokens = 2, 2 * L
+    train.learn(policy, train.adamw(policy.model), rollout, method, 2, config)
+    assert seen == [("low", 2 * L)] * 2 + [("high", 2 * L)] * 2
+    assert torch.stack(refs).sum().item() == pytest.approx(2 * rollout.logp_ref.sum().item())
 
 
 # ---------------- what neighbouring papers ask for
@@ -234,7 +226,6 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
     method = losses.bind(name, {"beta": "1"} if name == "nthr" else {})
     spied = replace(method, credit=lambda adv, old: given.append((adv, old)) or adv * 2 + 1)
     rollout = sampled_and_assessed(policy, method, config)
-    rollout.logp_sampled = rollout.logp_sampled - 1e-4 * rollout.mask  # it rounds, as on a GPU
     more = train.reshape_credit(policy, task, rollout, spied, 2, config)
     ((adv, old),) = given
     assert torch.equal(rollout.adv, adv * 2 + 1)
@@ -305,14 +296,15 @@ def test_evaluation_is_the_naive_one(start):
 def test_the_warm_start_is_the_naive_one(start):
     """Its loss is the mean over the demonstrations' tokens, their ends included. The learning rate
     rises for 20 steps and then falls to 0. With ibpo 30 % of the demonstrations are corrections."""
-    sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=4, repair_references=2)
-    config, task = train.Config(grad_clip=0.3, **sizes), Arithmetic()
+    # With this seed some texts are as long as their step's average.
+    sizes = dict(warm_steps=25, warm_rows=10, warm_lr=0.1, seed=33, repair_references=2)
+    config, task = train.Config(grad_clip=0.3, **sizes), copy.copy(TOY)
     task.train = [replace(task.train[0], demo=""), *task.train[:20]]  # the first shows nothing
     ours, theirs = (replace(copy.deepcopy(start[0]), eos=ENDS) for _ in range(2))
     warm_start(ours, task, train.adamw(ours.model), losses.bind("ibpo", {}), config)
     optimizer, norms, end = adam(theirs.model, 0.1), [], theirs.tokenizer.eos_token_id
     for step in range(25):
-        picks = torch.randint(20, (10,), generator=train.rng(4, "warm", step)).tolist()
+        picks = torch.randint(20, (10,), generator=train.rng(33, "warm", step)).tolist()
         items = [task.train[1:][i] for i in picks]
         items[:3] = [task.correction(item, 2) for item in items[:3]]
         logps = []
@@ -334,32 +326,18 @@ def test_the_warm_start_is_the_naive_one(start):
 def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
     task, seen = SimpleNamespace(train=[*range(10)]), []
     for seed in (0, 1):
-        config = train.Config(prompts=4, steps=10, seed=seed)
-        seen += sum(train.prompt_batches(task, config), [])
+        seen += sum(train.prompt_batches(task, train.Config(prompts=5, steps=8, seed=seed)), [])
     walks = {tuple(seen[i : i + 10]) for i in range(0, 80, 10)}  # four of each seed
     assert all(sorted(walk) == task.train for walk in walks) and len(walks) == 8
 
 
-@pytest.fixture
-def prepared():
-    """4 x 3 answers of a step 1, which learns in two updates. Two groups are equal."""
-    task, policy = Arithmetic(), load("scratch", layers=1, width=16)
-    sizes = dict(prompts=4, group_size=3, max_tokens=8, minibatches=2, micro_rows=5)
-    config, method = train.Config(**sizes), losses.bind("grpo", {})
-    rollout = train.sample(policy, task, task.train[:4], 1, config)
-    rollout.rewards = torch.tensor([1.0, 0.0, 0.0] * 2 + [0.0] * 3 + [1.0] * 3)
-    return policy, rollout, method, config
-
-
-def step(policy, rollout, method, config):
-    train.assess(policy, None, rollout, method, config)
-    return train.learn(policy, train.adamw(policy.model), rollout, method, 1, config)
-
-
-def stops(prepared) -> bool:
-    """Whether the step ends in one line and leaves the weights as they are."""
-    before = weights_of(prepared[0])
-    return "step 1" in refused(step, *prepared) and torch.equal(weights_of(prepared[0]), before)
+def stops(policy, method, gap=GAP) -> bool:
+    """Whether a step ends before its first update."""
+    ours, config = copy.deepcopy(policy), train.Config(**SIZES)
+    with pytest.raises(ValueError, match="step 2"):
+        rollout = sampled_and_assessed(ours, method, config, gap=gap)
+        train.learn(ours, train.adamw(ours.model), rollout, method, 2, config)
+    return torch.equal(weights_of(ours), weights_of(policy))
 
 
 def sqrt_at_0(batch):
@@ -368,43 +346,20 @@ def sqrt_at_0(batch):
 
 
 @pytest.mark.parametrize("bad", [lambda batch: (batch.logp * 0).sum() + math.nan, sqrt_at_0])
-def test_a_number_that_is_not_finite_stops_before_the_weights_change(prepared, bad):
-    prepared[2].passes = (bad,)
-    assert stops(prepared)
+def test_a_number_that_is_not_finite_stops_before_the_weights_change(start, bad):
+    assert stops(start[0], losses.Method((bad,)))
 
 
-GAPS = [(0.01, 1), (-0.01, 1), (math.nan, 1), (0.03, 0.05), (0.01, 0.05)]
+@pytest.mark.parametrize("gap", [0.01, -0.01, math.nan])
+def test_a_sampler_that_is_not_the_scorer_stops(start, gap):
+    """A single token decides."""
+    at = torch.zeros(16, L)
+    at[14, 0] = gap  # of an answer in the first update, and right
+    assert stops(start[0], losses.bind("grpo", {}), at)
 
 
-@pytest.mark.parametrize("gap, temperature", GAPS)
-def test_a_sampler_that_is_not_the_scorer_stops(prepared, gap, temperature):
-    """A single token decides. The limit is 0.001, and 0.02 at a temperature of 0.05."""
-    policy, rollout, method, config = prepared
-    config.temperature, config.minibatches = temperature, 1
-    rollout.logp_sampled = train.log_probs(policy, rollout, temperature).detach()
-    rollout.logp_sampled[0, 0] -= gap
-    config.epochs = 2  # else the sampler's numbers are all that there is
-    if (gap, temperature) == (0.01, 0.05):
-        updates = step(*prepared)
-        logged = train.diagnose(policy, rollout, updates, 1, config)
-        # Of the first update, where weights are old.
-        assert logged["max_logp_gap"] == pytest.approx(gap, rel=1e-3)
-        assert logged["equal_groups"] == 0.5  # one is all wrong, one all right
-    else:
-        assert stops(prepared)
-
-
-def test_a_pass_has_micro_rows_answers_and_only_such_as_are_pushed(prepared):
-    """Of twelve answers six are pushed."""
-    policy, _, _, config = prepared
-    config.minibatches, config.epochs, sizes = 1, 2, []
-    policy.model.register_forward_hook(lambda *args: sizes.append(len(args[2].logits)))
-    step(*prepared)
-    assert sizes[:5] == [5, 5, 2, 5, 1] and max(sizes) == 5  # read, then learned from
-
-
-def test_a_prompt_and_its_answer_must_fit_the_context(prepared):
-    task, config = Arithmetic(), train.Config(max_tokens=2)
+def test_a_prompt_and_its_answer_must_fit_the_context(start):
+    task, config = Letters(), train.Config(max_tokens=2)
     task.encode = lambda tokenizer, items: [[7] * 1023]
-    asked = prepared[0], task, task.train[:1], config, 1.0, train.rng(0)
-    assert "1024" in refused(train.ask, *asked)
+    with pytest.raises(ValueError):  # else some models would read on, and be wrong
+        train.ask(start[0], task, task.train[:1], config, 1.0, train.rng(0))

@@ -3,7 +3,6 @@
 GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 """
 
-import json
 import os
 import re
 from collections import Counter
@@ -11,16 +10,17 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import ANN, BOB, PROBLEMS
+from conftest import ANN, BOB, PROBLEMS, TOY
+from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from experiments import format_reward
 from llm.gsm8k import GSM8K, Item, extract
 from llm.smollm2 import split_as_trained
-from toy.arithmetic import Arithmetic
+from llm.table import read_pairs
 
-TOY, SUMS = Arithmetic(), format_reward.Task()
+SUMS = format_reward.Task()
 ITEMS = {item.prompt: item for task in (TOY, SUMS) for item in task.test + task.train}
 
 
@@ -196,20 +196,10 @@ def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gs
         assert (task.train, task.test) == (ROWS, ROWS[:1])
 
 
-@pytest.mark.parametrize("answer", ["1", "#### x42"])
-def test_a_record_that_cannot_be_graded_is_named_in_one_line(small_gsm8k, answer):
-    line = json.dumps({"question": "a", "answer": answer})
-    Path(small_gsm8k, "test.jsonl").write_text(f"{json.dumps(PROBLEMS[0])}\n{line}")
-    with pytest.raises(ValueError, match=r"^[^\n]*test\.jsonl:2: [^\n]*$"):
-        GSM8K(small_gsm8k)
-
-
-def test_a_chat_model_is_asked_in_its_template_and_others_in_plain_text(small_gsm8k):
+def test_a_chat_model_is_asked_in_its_template(small_gsm8k):
     task = GSM8K(small_gsm8k)
     tokenizer = task.make_tokenizer()
     assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
-    plain = tokenizer.decode(task.encode(tokenizer, ROWS)[1])
-    assert plain == f"Question: {BOB}\nAnswer:\n"
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
     chat = tokenizer.decode(task.encode(tokenizer, ROWS)[1])
@@ -221,6 +211,14 @@ def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
     problem = GSM8K.repair(None, ROWS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
     assert re.search("Ann has 48.*#### 48.*#### 24.*none.*correct", problem.prompt, re.DOTALL)
     assert problem.answer == "24"
+
+
+# ---------------- tables, beside test_own.py
+
+
+def test_of_several_usual_columns_the_more_usual_counts_and_no_digit_is_lost():
+    columns = {"input": ["no"], "Question": ["?"], "label": ["no"], "answer": [1234567.5]}
+    assert read_pairs(Dataset.from_dict(columns), "") == [("?", "1234567.5")]
 
 
 # ---------------- SmolLM2
