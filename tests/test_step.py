@@ -331,10 +331,10 @@ def test_prompts_walk_through_the_whole_training_split_before_any_repeats():
     assert all(sorted(walk) == task.train for walk in walks) and len(walks) == 8
 
 
-def stops(policy, method, gap=GAP) -> bool:
+def stops(policy, method, gap=GAP, **flags) -> bool:
     """Whether a step ends before its first update."""
-    ours, config = copy.deepcopy(policy), train.Config(**SIZES)
-    with pytest.raises(ValueError, match="step 2"):
+    ours, config = copy.deepcopy(policy), train.Config(**SIZES, **flags)
+    with pytest.raises(ValueError):
         rollout = sampled_and_assessed(ours, method, config, gap=gap)
         train.learn(ours, train.adamw(ours.model), rollout, method, 2, config)
     return torch.equal(weights_of(ours), weights_of(policy))
@@ -351,11 +351,12 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change(start, bad)
 
 
 @pytest.mark.parametrize("gap", [0.01, -0.01, math.nan])
-def test_a_sampler_that_is_not_the_scorer_stops(start, gap):
-    """A single token decides."""
+@pytest.mark.parametrize("row, minibatches", [(14, 1), (0, 4)])
+def test_a_sampler_that_is_not_the_scorer_stops(start, gap, row, minibatches):
+    """A single token decides: of an answer that is pushed, or of one in a later update."""
     at = torch.zeros(16, L)
-    at[14, 0] = gap  # of an answer in the first update, and right
-    assert stops(start[0], losses.bind("grpo", {}), at)
+    at[row, 0] = gap
+    assert stops(start[0], losses.bind("grpo", {}), at, minibatches=minibatches)
 
 
 def test_a_prompt_and_its_answer_must_fit_the_context(start):
