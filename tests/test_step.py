@@ -229,6 +229,10 @@ def test_a_credit_rule_knows_what_one_answer_at_a_time_would_tell(start, rows, n
     more = train.reshape_credit(policy, task, rollout, spied, 2, config)
     ((adv, old),) = given
     assert torch.equal(rollout.adv, adv * 2 + 1)
+    still = SimpleNamespace(logp=old.logp, logp_old=old.logp, mask=old.mask)
+    update = dict(gap=0.0, loss=0.0, grad_norm=0.0, batch=still)
+    # Groups of equal rewards have an advantage now, as repairs give them.
+    assert train.diagnose(policy, rollout, [update], 2, config)["equal_groups"] == 0
 
     rows = [copy.copy(row) for row in rows]
     rewards, log = [row.reward for row in rows], {}
