@@ -56,7 +56,8 @@ def test_the_counted_memory_is_that_of_a_real_step(tmp_path):
     for event in sorted(events, key=lambda x: x.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
-    assert counted["weights"] == counted["gradients"] == counted["moments"] / 2
+    assert counted["gradients"] == pytest.approx(counted["weights"], rel=1e-4)
+    assert counted["moments"] == pytest.approx(2 * counted["weights"], rel=1e-4)
     assert counted["activations"] == pytest.approx(peak, rel=1e-3)
 
 

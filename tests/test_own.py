@@ -163,8 +163,9 @@ def test_files_beside_the_weights_stay_as_they_came(tmp_path):
     assert not (new / "model.safetensors.index.json").exists()
     for name in ("processor_config.json", "tokenizer.json"):
         assert (new / name).read_bytes() == (path / name).read_bytes()
-    came["tokenizer_class"] = "PreTrainedTokenizerFast"
-    came["model_input_names"] = ["input_ids", "attention_mask"]
+    if came["tokenizer_class"] == "TokenizersBackend":  # version 5's
+        came["tokenizer_class"] = "PreTrainedTokenizerFast"
+        came["model_input_names"] = ["input_ids", "attention_mask"]
     assert json.loads((new / "tokenizer_config.json").read_text()) == came
     assert json.loads((new / "config.json").read_text())["rope_theta"] == 7
     assert not next(load(new).model.parameters()).any()
