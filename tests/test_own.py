@@ -154,8 +154,8 @@ def test_files_beside_the_weights_stay_as_they_came(tmp_path):
     came = json.loads((path / "tokenizer_config.json").read_text()) | {"note": "mine"}
     (path / "tokenizer_config.json").write_text(json.dumps(came))
     (path / "processor_config.json").write_text("{}")
-    old = (path / "config.json").read_text().replace("{", '{"rope_theta": 7, ', 1)
-    (path / "config.json").write_text(old.replace("0.3", "0.4"))
+    old = json.loads((path / "config.json").read_text()) | {"rope_theta": 7}
+    (path / "config.json").write_text(json.dumps(old).replace("0.3", "0.4"))
     policy = load(path)
     (path / "model.safetensors.index.json").write_text("{}")
     next(policy.model.parameters()).data.zero_()
