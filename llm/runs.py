@@ -221,7 +221,8 @@ def write_model(policy, folder: Path):
 
 @contextmanager
 def replacing(path: Path):
-    """A file or folder that takes the place of `path` as a whole, or not at all."""
+    """A file or folder that takes the place of `path` as a whole, or not at all. (A folder is away
+    for a moment; if a run is killed then, --resume writes it again.)"""
     part = path.with_name(path.name + ".part")
     yield part
     if path.is_dir():

@@ -63,7 +63,6 @@ def warm_start(policy, task, optimizer, method, config):
         average = fmean(len(prompt + demo) for prompt, demo in rows)
         short = [row for row in rows if len(row[0] + row[1]) <= average]
         long = [row for row in rows if len(row[0] + row[1]) > average]
-        optimizer.zero_grad()
         for some in filter(None, (short, long)):  # all may be of one length
             # Padding follows a text, where a causal model does not look. A label of -100 is not
             # learned: neither prompts nor padding are.
@@ -76,6 +75,7 @@ def warm_start(policy, task, optimizer, method, config):
         if not math.isfinite(norm):
             raise ValueError(f"warm start, step {step + 1}: the gradient is not finite ({norm})")
         optimizer.step()
+        model.zero_grad()
 
 
 def encode_demos(policy, task, items) -> list[tuple[list[int], list[int]]]:
