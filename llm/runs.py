@@ -1,9 +1,10 @@
-"""The folder of a run: what train.py keeps there, and what it prints. No number is made here.
+"""The folder of a run: what train.py keeps there, and what it prints. Nothing is trained here.
 
     runs/NAME/.lock          of the process that writes here
               config.json    flags, and what --resume changed after which step
               task.py        a copy of the task, if it is a file; a table keeps its own ending
               method.py      a copy of the loss, if it is a file
+              tracker.txt    the run's name there, with --track
               metrics.jsonl  a line a step
               samples.txt    a group of answers a step, to read
               start/         the policy after the warm start
