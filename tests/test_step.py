@@ -363,6 +363,13 @@ def test_a_sampler_that_is_not_the_scorer_stops(start, gap, row, minibatches):
     assert stops(start[0], losses.bind("grpo", {}), at, minibatches=minibatches)
 
 
+def test_a_reward_is_a_finite_number(start):
+    task, config = Letters(), train.Config(max_tokens=2)
+    task.reward = lambda text, item: math.inf
+    with pytest.raises(ValueError, match="inf"):  # else an evaluation would show it
+        train.ask(start[0], task, task.train[:1], config, 1.0, train.rng(0))
+
+
 def test_a_prompt_and_its_answer_must_fit_the_context(start):
     task, config = Letters(), train.Config(max_tokens=2)
     task.encode = lambda tokenizer, items: [[7] * 1023]
