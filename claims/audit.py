@@ -43,7 +43,7 @@ def net_pushes(loss: Callable, draws: list[Draw], spread, offset, equal_lengths)
             batch = draw.batch(spread, offset)
             c = draw.at_shared(pushes_of(loss(batch), batch))  # (K, G)
             size = c.abs().sum(1)
-            net += (c.sum(1).abs() / size)[size > 0].tolist()
+            net += (c.sum(1).abs() / size)[size != 0].tolist()  # a nan is not left out
     return net
 
 

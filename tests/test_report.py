@@ -15,7 +15,7 @@ from conftest import TINY
 import losses
 import train
 from claims import CLAIMS, report
-from claims.audit import REGIMES
+from claims.audit import REGIMES, net_pushes
 from claims.evidence import Draw, examine_on
 from toy import tree
 from toy.worlds import Row
@@ -120,6 +120,11 @@ def test_the_picture_shows_the_pages_numbers(monkeypatch):
     assert win.get_ydata()[at] == 0 and lose.get_ydata()[at] == near(1.51)
     assert [*lengths[0].get_ydata()] == near([8, 4, 2, 1])
     assert all([*axis.lines[0].get_ydata()] == near([0.3, 0.5]) for axis in axes[2:])
+
+
+def test_a_nan_is_no_net_push_of_0():
+    net = net_pushes(lambda batch: losses.grpo(batch) * math.nan, [Draw(0, 0)], 0.0, 0.0, True)
+    assert net and all(map(math.isnan, net))
 
 
 # ---------------- planted mistakes
