@@ -217,7 +217,7 @@ def write_model(policy, folder: Path):
         if settings.get("tokenizer_class") == "TokenizersBackend":
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
             settings["model_input_names"] = policy.tokenizer.model_input_names
-        write_aside(file, json.dumps(settings, indent=2))
+            write_aside(file, json.dumps(settings, indent=2))
 
 
 @contextmanager

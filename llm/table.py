@@ -37,10 +37,8 @@ class Table(ChatTask):
         self.prompts = read_pairs(splits["train"], self.path)
         super().__init__()
         if test:  # a split of its own, so no row of the others need be held out
-            self.train, self.test = (
-                self.train + self.test,
-                to_items(read_pairs(test, held_out or self.path)),
-            )
+            self.train = self.train + self.test
+            self.test = to_items(read_pairs(test, held_out or self.path))
         numbers = sum(is_number(item.answer) for item in self.train + self.test)
         kinds = f"1.0 for the same number ({numbers} items) or text"
         print(f"{self.path}: {len(self.train)} items, {len(self.test)} held out; {kinds}")
