@@ -25,8 +25,6 @@ AUDIT = {  # regime by regime: 0 if pushes cancel, x if they do not
     "dfpo_min": "0000",
     "dfpo_orthogonal": "0000",
     "sapo": "0xxx",
-    "dppo": "000x",
-    "symmetric_trust": "0000",
     "pos_only": "xxxx",
     "nthr_grpo": "000x",
     "token_grpo": "000x",
@@ -58,7 +56,7 @@ def audit(name, draws, evidence):
     cancel, 1 that all push one way. Off-policy they are equally long, so that C8 plays no part.
     "otherwise": the mean where pushes do not cancel.
 
-    Proof: reinforce, grpo-symmetric, symmetric-trust and cispo (C2, C7), dfpo-min and
+    Proof: reinforce, grpo-symmetric and cispo (C2, C7), dfpo-min and
     dfpo-orthogonal (C9, C10) always cancel. The others do not cancel outside the clip range,
     because their clips look at the sign of A (C6); NTHR's credit rules add to that on purpose. With
     unequal lengths grpo, gspo and sapo do not cancel (C8). Off-policy gspo never cancels (C4), nor

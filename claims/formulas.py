@@ -133,19 +133,6 @@ def sapo(y, t, hyper):
     return 4 / tau * gate * y.adv[t], 4 * gate * (1 - gate) * y.r[t] * y.adv[t]
 
 
-def dppo(y, t, hyper):
-    moved = math.exp(y.logp[t]) - math.exp(y.old[t])
-    outside = (moved if y.adv[t] > 0 else -moved) > hyper.delta
-    term = 0.0 if outside else y.r[t] * y.adv[t]
-    return term, term
-
-
-def symmetric_trust(y, t, hyper):
-    outside = abs(math.exp(y.logp[t]) - math.exp(y.old[t])) > hyper.delta
-    term = 0.0 if outside else y.r[t] * y.adv[t]
-    return term, term
-
-
 def pos_only(y, t, hyper):
     return ppo(y.r[t], max(y.adv[t], 0.0), hyper)
 
@@ -170,8 +157,6 @@ FORMULAS = {
     "dfpo_min": (dfpo_min, "budget"),
     "dfpo_orthogonal": (dfpo_orthogonal, "budget"),
     "sapo": (sapo, "answer"),
-    "dppo": (dppo, "tokens"),
-    "symmetric_trust": (symmetric_trust, "tokens"),
     "pos_only": (pos_only, "tokens"),
     "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),

@@ -70,8 +70,6 @@ DEFAULTS = {
     "dfpo_min": {"ratio": "geometric", "eps": math.inf},  # ours; DFPO has no clip
     "dfpo_orthogonal": {"ratio": "geometric", "eps": math.inf},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},  # TRL's and verl's
-    "dppo": {"delta": 0.2},  # verl's and prime-rl's
-    "symmetric_trust": {"delta": 0.1},  # prime-rl's
     "pos_only": CLIP,
     "nthr_grpo": CLIP,  # NTHR's, not AR's .24
     "token_grpo": WIDER_CLIP,
@@ -104,8 +102,7 @@ def test_a_method_has_its_papers_parts_and_scale():
         if name in PARTS or own in DEFAULTS:
             parts = [function.__name__ for function in losses.functions(method)]
             assert parts == PARTS.get(name, own).split()
-            by_mean = ("dr-grpo", "dppo", "symmetric-trust")
-            assert method.scale == ("mean" if name in by_mean else "std")
+            assert method.scale == ("mean" if name == "dr-grpo" else "std")
 
 
 def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():

@@ -134,7 +134,6 @@ method→reinforce | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0
 method→cispo | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 spread→wide | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 moved→0.6 | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
-method→dppo | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 method→gspo | sums | so +0.158 0.000 +0.158, 7+8=15 +0.092 0.000 +0.092
 baseline→on | sums | so cancels 0.000 0.000 0.000, 7+8=15 +0.009 0.000 +0.009
 method→dfpo-min | sums | so cancels 0.000 0.000 0.000, 7+8=15 −0.006 0.000 −0.006
@@ -162,14 +161,12 @@ GRPO: 1/T | identity | 0.25 0.20 0.50 0.25 ▲1 +0.125 ▼2 −0.100 ▲3 +0.250
 REINFORCE, answers 1 | identity | 0.20 0.20 0.20 0.20 ▲1 +0.100 ▲2 +0.100 ▼3 −0.100 ▼4 −0.100 \
 0.000 0.000 0.000 ▲1 +0.100 ▲2 +0.100 +0.200 +0.200 0.000
 only losers | clip | 1.61 ▲1.00 ▼1.00 cancels ▲0.00 ▼1.61 net push −1.610 ▲0.00 ▼0.00 no push \
-▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 net push −1.610 ▲0.00 ▼1.61 net push −1.610 ▲0.00 ▼1.61 net push \
-−1.610 ▲0.00 ▼0.00 no push ▲1.47 ▼1.46 net push +0.014 M120.75 120.8,110.0 120.8,21.4
+▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 net push −1.610 ▲1.47 ▼1.46 net push +0.014 \
+M120.75 120.8,110.0 120.8,21.4
 r = 0.61 | clip | 0.61 ▲1.00 ▼1.00 cancels ▲0.61 ▼0.00 net push +0.610 ▲0.00 ▼0.00 no push ▲0.61 \
-▼0.61 cancels ▲0.61 ▼0.00 net push +0.610 ▲0.61 ▼0.00 net push +0.610 ▲0.61 ▼0.61 cancels ▲0.00 \
-▼0.00 no push ▲0.59 ▼0.59 net push +0.002 M45.75 45.8,76.5 45.8,110.0
+▼0.61 cancels ▲0.61 ▼0.00 net push +0.610 ▲0.59 ▼0.59 net push +0.002 M45.75 45.8,76.5 45.8,110.0
 clip-r→+ | clip | 0.63 ▲1.00 ▼1.00 cancels ▲0.63 ▼0.00 net push +0.630 ▲0.00 ▼0.00 no push ▲0.63 \
-▼0.63 cancels ▲0.63 ▼0.00 net push +0.630 ▲0.63 ▼0.00 net push +0.630 ▲0.63 ▼0.63 cancels ▲0.00 \
-▼0.00 no push ▲0.61 ▼0.61 net push +0.002 M47.25 47.2,75.4 47.2,110.0
+▼0.63 cancels ▲0.63 ▼0.00 net push +0.630 ▲0.61 ▼0.61 net push +0.002 M47.25 47.2,75.4 47.2,110.0
 r = 1
 half | lengths | 24 6 32 32 0.00 0.411 0.411 0.597 c 317.0 18.8 a 317.0 72.7 b 317.0 72.7
 the group mean | lengths | 24 6 32 32 0.00 0.411 0.587 0.597 c 317.0 18.8 a 317.0 72.7 b 317.0 \

@@ -21,7 +21,7 @@ import losses
 from losses import METHODS, Batch, token_pushes
 from toy.figure import make_figure, parse_plot, print_table, save
 
-NAMES = "reinforce grpo grpo-symmetric cispo dapo gspo dppo symmetric-trust sapo".split()
+NAMES = "reinforce grpo grpo-symmetric cispo gspo sapo".split()
 OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability need it
 # They avoid the edges of clip ranges, where rounding decides a derivative.
 RATIOS = sorted([*(k / 100 for k in range(1, 200, 2)), 1.0])

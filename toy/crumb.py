@@ -1,7 +1,7 @@
 """The crumb: a small reward for the format can hold a policy at 0.1, if A is divided by the std.
 
     python -m toy.crumb                        the tables: half a minute
-    python -m toy.crumb --plot toy/crumb.png   also the pictures, this one and mixture.png beside it
+    python -m toy.crumb --plot toy/crumb.png   and the picture
                                                (needs matplotlib)
 
     prompt -+- usual strategy: format ------ 0.1   always; the answer is wrong
@@ -99,28 +99,6 @@ def plot_rare(rewards: dict[str, Tensor]):
     return figure
 
 
-def plot_three(three: dict[str, Tensor]):
-    """three: the shares for each scale, (THREE_BATCHES + 1, 3)."""
-    figure = make_figure(
-        "The group's std gives the largest share to the strategy that earns least", 2.7
-    )
-    axis = figure.subplots()
-    for scale, name, text, shift in (
-        ("std", "grpo", "divided by the group's std (grpo)", -0.2),
-        ("mean", "dr-grpo", "divided by nothing (dr-grpo)", 0.2),
-    ):
-        bars = axis.barh(torch.arange(3) + shift, three[scale][-1], 0.38, color=COLORS[name])
-        axis.bar_label(bars, fmt="{:.0%}", padding=3)
-        bars.set_label(text)
-    earned = expected_reward(THREE_WAYS, torch.eye(3)).tolist()
-    ways = zip(("first", "second", "third"), earned, strict=True)
-    axis.set_yticks(range(3), [f"{way} strategy: reward {x:.2f}" for way, x in ways])
-    axis.set(title="share of the answers at the end", xlim=(0, 0.6), xticks=[])
-    axis.invert_yaxis()
-    figure.legend(loc="outside lower right", ncols=2)
-    return figure
-
-
 def main():
     path = parse_plot(__doc__)
     torch.set_num_threads(1)
@@ -138,7 +116,6 @@ def main():
     print_table(rows, ["lowest", "highest", "end", "first", "second", "third"])
     if path:
         save(plot_rare(rare), path)
-        save(plot_three(three), path.with_stem("mixture"))
 
 
 if __name__ == "__main__":
