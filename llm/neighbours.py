@@ -154,39 +154,39 @@ def correct(answers, task, config, ask, eos: Tensor) -> tuple[dict[str, Tensor],
     if problems:
         fixed = ask(problems)
         repaired[wrong] = fixed.rewards == 1
-        before, after = (
-            torch.where(torch.isin(tokens, eos), eos[0], tokens)
-            for tokens in (answers.tokens[wrong], fixed.tokens)
-        )
-        kept_mask[wrong] = kept_tokens(before, answers.mask[wrong], after, fixed.mask)
         sampled = int(fixed.mask.sum())
+        for k, i in enumerate(wrong.tolist()):
+            answer, correction = (
+                torch.where(torch.isin(ids, eos), eos[0], ids).tolist()
+                for ids in (answers.tokens[i, answers.mask[i]], fixed.tokens[k, fixed.mask[k]])
+            )
+            kept_mask[i, : len(answer)] = torch.tensor(kept_tokens(answer, correction))
     return {"repaired": repaired, "kept_mask": kept_mask}, sampled
 
 
-def kept_tokens(tokens: Tensor, mask: Tensor, others: Tensor, others_mask: Tensor) -> Tensor:
-    """The tokens of each row that stay when it is edited into the other row.
+def kept_tokens(answer: list[int], other: list[int]) -> list[bool]:
+    """Which tokens of an answer stay when it is edited into another one.
 
     The edit has the fewest insertions, deletions and substitutions (Levenshtein), and of several
-    such edits it keeps the most tokens. (N, T), (N, T), (N, U), (N, U) -> (N, T) bool.
+    such edits it keeps the most tokens.
     """
-    n, width = tokens.shape
-    price = width + 1  # of an edit; a kept token earns 1, so that all of them earn less
-    rows = torch.arange(n, device=tokens.device)
-    same = tokens[:, :, None] == others[:, None]  # (N, T, U)
-    inserts = price * torch.arange(others.shape[1] + 1, device=tokens.device)
-    costs = inserts.repeat(n, width + 1, 1)  # (N, T+1, U+1): the first t tokens into the first u
-    for t in range(width):
-        deleted = costs[:, t] + price
-        diagonal = costs[:, t, :-1] + torch.where(same[:, t], -1, price)
-        best = torch.cat([deleted[:, :1], torch.minimum(diagonal, deleted[:, 1:])], 1)
-        costs[:, t + 1] = (best - inserts).cummin(1).values + inserts
-    kept = torch.zeros_like(mask)
-    t, u = mask.sum(1), others_mask.sum(1)
-    for _ in range(int((t + u).amax())):  # back from the end of each row
-        both, here = (t > 0) & (u > 0), costs[rows, t, u]
-        match = both & same[rows, t - 1, u - 1]
-        substitute = both & ~match & (costs[rows, t - 1, u - 1] + price == here)
-        delete = (t > 0) & ~match & ~substitute & (costs[rows, t - 1, u] + price == here)
-        kept[rows[match], t[match] - 1] = True
-        t, u = t - (match | substitute | delete).long(), u - ((u > 0) & ~delete).long()
+    price = len(answer) + 1  # of an edit; a kept token earns 1, so that all of them earn less
+    costs = [[price * u for u in range(len(other) + 1)]]  # of the first t tokens into the first u
+    for x in answer:
+        above, row = costs[-1], [costs[-1][0] + price]
+        for u, y in enumerate(other):
+            changed = above[u] + (-1 if x == y else price)
+            row.append(min(changed, above[u + 1] + price, row[u] + price))
+        costs.append(row)
+    kept, t, u = [False] * len(answer), len(answer), len(other)
+    while t and u:  # back from the ends
+        if answer[t - 1] == other[u - 1]:
+            kept[t - 1] = True
+            t, u = t - 1, u - 1
+        elif costs[t][u] == costs[t - 1][u - 1] + price:
+            t, u = t - 1, u - 1
+        elif costs[t][u] == costs[t - 1][u] + price:
+            t -= 1
+        else:
+            u -= 1
     return kept
