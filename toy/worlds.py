@@ -156,7 +156,8 @@ def ascend(
     weights = weights.detach().requires_grad_()
     batch = replace(batch, logp=policy(weights))
     c = weighed_pushes(row, batch, counts, nodes)
-    return torch.autograd.grad(batch.logp, weights, c)[0]
+    # Not grad(batch.logp, weights, c): given c, torch imports sympy, which takes half a second.
+    return torch.autograd.grad((c * batch.logp).sum(), weights)[0]
 
 
 def plain(rates: Tensor | float = 1.0):
@@ -273,4 +274,5 @@ class Toy:
         batch, counts = self.groups.batch(logp_old, scale)
         batch = replace(batch, logp=self.logp.clone(), logp_ref=self.logp_old)
         c = weighed_pushes(Row(loss, scale, prefix_baseline), batch, counts, self.groups.nodes)
-        return torch.autograd.grad(batch.logp, self.policy.W, c, retain_graph=True)[0]
+        expected = (c * batch.logp).sum()
+        return torch.autograd.grad(expected, self.policy.W, retain_graph=True)[0]
