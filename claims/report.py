@@ -45,8 +45,8 @@ WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.p
     "  world 1: the wrong answers are long": (0.596, 0.597, 0.6),
     "  world 2: the wrong answers are short": (0.411, 0.597, 0.6),
     "  world 3: the worse strategy is short when it is right": (0.205, 0.597, 0.6),
-    "  the crumb, from a share of 5%": (0.1, 0.45, 0.45),
-    "  one batch, used for 32 updates": (0.453, 0.457, 1),
+    "  the crumb, from a share of 5%. The scale decides": (0.1, 0.45, 0.45),
+    "  one batch, used for 32 updates. Favours no clip": (0.453, 0.457, 1),
     "  and there, how far a token drifts that earns nothing": (0.445, 0, 0),
 }
 Loss = Callable[[Batch], Tensor]
@@ -75,7 +75,7 @@ def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
     so = push(loss, make_group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
     yield "PUSHES on the word so, in the four answers of losses.py", *so
     yield "  their sum, which is 0 if they cancel", so.sum()
-    yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way",)
+    yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way, nan: none",)
     for name, regime in REGIMES.items():
         yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
 
@@ -112,7 +112,11 @@ def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
 def bites(loss: Loss) -> Iterator[Line]:
     """What would go wrong in a run, or surprise there."""
     draw = Draw(0, 16)  # three groups of nine answers, of unequal length
-    batch, G = draw.batch(0.15, garbage=0.5), draw.G
+    batch, garbage = draw.batch(0.15, garbage=0.5), draw.batch(0.15)
+    noise = 0.01 * draw.randn(*batch.mask.shape)
+    for x in (batch, garbage):  # equal answers must not tie, because a median may take either
+        x.logp_old = x.logp_old + noise
+    G = draw.G
     c, used = push(loss, batch), batch.map(lambda x: x)
     loss(used)  # which should leave no trace
 
@@ -126,12 +130,12 @@ def bites(loss: Loss) -> Iterator[Line]:
         "  it is called again on its batch": (push(loss, used), c),
         "  answers have another order": (again(lambda x: x.flip(0)).flip(0), c),
         "  there are twice as many. 2: a sum, not a mean": (twice, c),
-        "  a group is alone. Another factor: a token mean": (again(lambda x: x[:G]), c[:G]),
+        "  a group is alone. Else: a token mean, or groups mixed": (again(lambda x: x[:G]), c[:G]),
         "  advantages are doubled, over 2": (again(adv=2 * batch.adv) / 2, c),
         "  all are 0, as with equal rewards": (again(adv=0 * batch.adv), 0 * c),
         "  no answer has tokens": (again(mask=batch.mask & False), 0 * c),
         "  padding is wider": (wider, c),
-        "  padding has log-probs of 10000": (push(loss, draw.batch(0.15)), c),
+        "  padding has log-probs of 10000": (push(loss, garbage), c),
         "  log-probs are lower, ratios not. !: a forgotten detach?": (again(**lower), c),
     }
     yield "PUSHES ARE MULTIPLIED in a batch of three groups if", "by"
@@ -162,7 +166,7 @@ def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
 
 
 def bias(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
-    yield "EXPECTED UPDATE, and the gradient of the expected reward", "cosine"
+    yield "EXPECTED UPDATE against the reward's gradient, G = 3", "cosine"
     toys = [Toy(draw.seed) for draw in draws[::4]]
     for name, off_policy in (("  on-policy. Unbiased: 1", False), ("  off-policy", True)):
         yield name, fmean(cosine(toy.expected_update(loss, off_policy), toy.exact) for toy in toys)

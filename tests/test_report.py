@@ -135,7 +135,7 @@ MISTAKES = {  # the label that shows it, and what the line says
     "return -x.mean()": ("padding is wider", 5 / 6),
     "return -x.sum()": ("there are twice as many. 2: a sum, not a mean", 2),
     "return -divide_by_tokens(x, batch)": (
-        "a group is alone. Another factor: a token mean",
+        "a group is alone. Else: a token mean, or groups mixed",
         77 / 81,
     ),
     "return -(x * batch.logp).mean()": (
@@ -168,10 +168,18 @@ def test_a_planted_mistake_is_seen(body, tmp_path):
     assert page[label][1:] == ["!"]
 
 
+def largest_ratio(batch):
+    """Learns from one answer of a group; of equal answers torch would take either."""
+    s = losses.sequence_ratio(batch).detach().view(-1, batch.group_size)
+    best = torch.zeros_like(s).scatter(1, s.argmax(1, keepdim=True), 1.0)
+    return losses.reinforce(replace(batch, adv=best.view(-1, 1) * batch.adv))
+
+
 def test_no_line_of_ours_is_a_surprise():
-    for name in ("grpo", "gspo", "dfpo-min", "dfpo-orthogonal", "reinforce"):
-        _, *page = report.bites(losses.bind(name, {}).passes[0])
-        assert [x[1:] for x in page] == [(near(1),)] * 10, name
+    names = ("grpo", "gspo", "dfpo-min", "dfpo-orthogonal", "reinforce")
+    for loss in (largest_ratio, *(losses.bind(name, {}).passes[0] for name in names)):
+        _, *page = report.bites(loss)
+        assert [x[1:] for x in page] == [(near(1),)] * 10, loss
 
 
 # ---------------- the door
