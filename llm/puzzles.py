@@ -8,6 +8,9 @@ pay a sentence by the share of it that is the answer. So only a full score count
 game_of_life_halting, which pays for any text, puzzle24, which pays for "6 + 6 + 6 + 6", and those
 whose answer is None: boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour. Without
 PYTHONHASHSEED, five kinds make other puzzles in each process, such as ransom_note.
+
+In 5 minutes of one CPU core the sampled answers of SmolLM2-135M go from 0.13 to 0.47 right, because
+it learns to say True to every puzzle; its greedy answers fall from 0.81 to 0.47.
 """
 
 import reasoning_gym
