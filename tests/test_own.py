@@ -36,13 +36,14 @@ def table(folder: Path, name: str, *lines: str) -> str:
     return str(folder / name)
 
 
-def test_a_table_is_a_task(tmp_path, chat_model):
-    """Of numbers or of texts, with held-out rows of its own or one in five. None is an answer."""
+def test_a_table_is_a_task(tmp_path, chat_model, capsys):
+    """Of numbers or of texts, with held-out rows of its own or one in five. None is an answer. A
+    rate that would spoil a pretrained model is named."""
     sums = [f'{i}+{i}=,"{1000 + i:,}"' for i in range(10)]
     path = table(tmp_path, "sums.csv", "Problem,Answer", *sums)
-    flags = f"--task {path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0"
+    flags = f"--task {path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0 --lr 0.01"
     folder = run(tmp_path / "run", *flags.split())
-    assert len(metrics(folder)) == 2
+    assert len(metrics(folder)) == 2 and "--lr 0.01 is high" in capsys.readouterr().out
     assert (folder / "task.csv").read_text() == Path(path).read_text()
     Task = train.find_task(path)
     assert (len(Task().train), len(Task().test)) == (8, 2)

@@ -36,19 +36,22 @@ class Task(BaseTask):
 
     def reward(self, text, item):
         return sum(map(text.count, "so!?13579")) % 2 * 1.0
+
+print("a letter that a console may lack: ×")
 """
 FLAGS = [*TINY, "--seed", "6", "--eval-every", "1"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run that nothing disturbed, in a process of its own. What it said is beside
-    it, and so is its task."""
+    """The folder of a run that nothing disturbed, in a process of its own, on an old console. What
+    it said is beside it, and so is its task."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "mine.py").write_text(OWN_TASK)
     command = [sys.executable, train.__file__, *FLAGS, "--task", "mine.py", "--out", "run"]
     with (folder / "said").open("w") as said:
-        subprocess.run(command, cwd=folder, stdout=said, check=True)
+        env = os.environ | {"PYTHONIOENCODING": "ascii"}
+        subprocess.run(command, cwd=folder, stdout=said, env=env, check=True)
     return folder / "run"
 
 
