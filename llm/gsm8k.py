@@ -19,15 +19,12 @@ plain number, there is no answer. Of an equation, the result is read.
   'Question:', 'Q:', 'Human:' or 'User:', unless there is no number before it.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from decimal import Decimal
-from pathlib import Path
 
 from toy.arithmetic import BaseTask, Item
 
-VOCAB_SIZE = 2048
 # Hyphens, dashes and minus signs of all kinds become one. Whether it is a sign is decided later.
 DASHES = "\u00ad\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2043\u207b\u208b\u2212\u2796"
 DASHES = dict.fromkeys(map(ord, DASHES + "\ufe58\ufe63\uff0d"), "-")
@@ -98,21 +95,8 @@ def to_item(row: dict) -> Item:
     demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
     _, mark, answer = demo.rpartition("####")
     if not mark or extract(f"####{answer}") is None:
-        raise ValueError('"answer" has no "####" followed by a number')
+        raise ValueError(f"no number behind a '####' ends the answer to {row['question']!r}")
     return Item(row["question"], answer.strip(), demo)
-
-
-def read_items(path: Path) -> list[Item]:
-    """The Items of a file of JSON lines. A bad line raises a ValueError that names it."""
-    items = []
-    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
-        if line.strip():
-            try:
-                items.append(to_item(json.loads(line)))
-            except (KeyError, TypeError, ValueError) as error:
-                expected = '{"question": "...", "answer": "... #### 42"}'
-                raise ValueError(f"{path}:{number}: {error!r}; expected {expected}") from None
-    return items
 
 
 class GSM8K(BaseTask):
@@ -135,19 +119,14 @@ class GSM8K(BaseTask):
     )
 
     def __init__(self, data: str | None = None):
-        if data is not None:
-            files = (Path(data) / f"{split}.jsonl" for split in ("train", "test"))
-            self.train, self.test = map(read_items, files)
-            return
-        try:
-            from datasets import load_dataset
+        from datasets import load_dataset  # takes a second, and other tasks need none
 
-            hub = load_dataset("openai/gsm8k", "main")
-        except Exception as error:  # network, hub and cache each fail in classes of their own
-            reason = f"({type(error).__name__}); --data DIR reads local files"
-            raise ValueError(f"cannot load openai/gsm8k {reason}") from error
-        self.train = [to_item(row) for row in hub["train"]]
-        self.test = [to_item(row) for row in hub["test"]]
+        if data:
+            files = {split: f"{data}/{split}.jsonl" for split in ("train", "test")}
+            rows = load_dataset("json", data_files=files)
+        else:
+            rows = load_dataset("openai/gsm8k", "main")
+        self.train, self.test = ([*map(to_item, rows[split])] for split in ("train", "test"))
 
     def reward(self, text: str, item: Item) -> float:
         """1.0 if the text's answer equals the gold one exactly, else 0.0."""
@@ -170,21 +149,6 @@ class GSM8K(BaseTask):
         wish += "Write that answer again, corrected, changing as little as you can."
         prompt = f"{item.prompt}\n\nA first answer:\n{answer}{others}\n\n{wish}"
         return Item(prompt, item.answer, "")
-
-    def make_tokenizer(self):
-        """Byte-level BPE learned on the training split, each digit a token; deterministic."""
-        from tokenizers import ByteLevelBPETokenizer, Tokenizer
-        from tokenizers.pre_tokenizers import Digits, Sequence
-        from transformers import PreTrainedTokenizerFast
-
-        bpe = ByteLevelBPETokenizer()  # its alphabet is all 256 bytes: any text can be encoded
-        bpe.pre_tokenizer = Sequence([Digits(individual_digits=True), bpe.pre_tokenizer])
-        texts = (self.plain(item) + item.demo for item in self.train)
-        bpe.train_from_iterator(
-            texts, VOCAB_SIZE, show_progress=False, special_tokens=["<pad>", "<eos>"]
-        )
-        core = Tokenizer.from_str(bpe.to_str())  # the plain class, the one that transformers wraps
-        return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
 Task = GSM8K

@@ -5,6 +5,7 @@ GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 
 import os
 import re
+import string
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -190,16 +191,17 @@ ROWS = [
 
 
 def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gsm8k, monkeypatch):
+    tasks = [GSM8K(small_gsm8k)]
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
     monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
-    for task in (GSM8K(small_gsm8k), GSM8K(None)):
+    for task in (*tasks, GSM8K()):
         assert (task.train, task.test) == (ROWS, ROWS[:1])
 
 
 def test_a_chat_model_is_asked_in_its_template(small_gsm8k):
     task = GSM8K(small_gsm8k)
+    task.train.append(Item(string.printable, "", ""))
     tokenizer = task.make_tokenizer()
-    assert tokenizer.tokenize("4800") == [*"4800"]  # each digit a token, though 48 is frequent
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
     chat = tokenizer.decode(task.encode(tokenizer, ROWS)[1])
