@@ -129,7 +129,7 @@ def condition_of(claim: Claim) -> list[str]:
 
 
 def proofs() -> dict[str, str]:
-    """The sections of PROOFS.md by their titles, without the claims that they quote first.
+    """The sections of PROOFS.md by their titles, without the short claims that they begin with.
 
     "C27 and C28" is the proof of both.
     """
