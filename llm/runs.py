@@ -106,8 +106,9 @@ def copy_file(file: str, copy: Path):
 # ---------------- what a run keeps
 
 
-def restore(policy, optimizer, config) -> int:
-    """Put everything back to the last checkpoint, and return its step; 0 if there is none."""
+def begin(policy, optimizer, config) -> int:
+    """Open the files of a run, and put everything back to its checkpoint, if it has one. Returns
+    the step of the checkpoint, or 0."""
     folder, state = Path(config.out), {"step": 0, "logs": {}}
     if (folder / "checkpoint.pt").exists():
         state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
@@ -273,12 +274,12 @@ def announce(policy, prompt_ids, config):
     say(f"a prompt as the model reads it, {len(ids)} tokens: {policy.tokenizer.decode(ids)!r}")
     if config.model != "scratch" and config.lr > 1e-4:
         say(f"warning: --lr {config.lr:g} is high for a pretrained model; 1e-6 to 1e-5 is usual")
-    # A checkpoint has the weights and AdamW's two moments, and the old one goes when the new one is
-    # complete. There is the best model besides, and perhaps the start. At the end one checkpoint
-    # stays, beside the best and the last model.
-    models = 1 + bool(config.warm_steps)
-    needed, left = (4e-9 * size * (n + models) for n in (2 * 3, 3 + 1))
+    model = 4e-9 * size  # GB, in fp32
+    checkpoint = 3 * model  # and AdamW's two moments
+    kept = model * (1 + bool(config.warm_steps))  # the best one, and perhaps the start
+    needed = kept + 2 * checkpoint  # the old one goes when the new one is complete
     if needed > 1:
+        left = kept + checkpoint + model
         say(f"needs {needed:.1f} GB of disk, and {left:.1f} GB at the end")
 
 
