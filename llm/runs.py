@@ -339,12 +339,6 @@ def summarize(folder: Path, held_out: int):
     if rollouts and all(line["equal_groups"] == 1 for line in rollouts):
         said = "In no step did two answers to one prompt earn different rewards"
         say(f"{said}, so there was nothing to compare. See TROUBLESHOOTING.md, It does not learn.")
-    elif change < -2 * noise:
-        said = "It ends below its start by more than two standard errors"
-        say(f"{said}. Is --lr too high? See TROUBLESHOOTING.md, The reward collapses.")
-    elif last.get("truncated", 0.0) > 0.2:
-        cut = f"{last['truncated']:.0%} of the last answers were cut off"
-        say(f"{cut}: raise --max-tokens, unless another token ends the model's turn.")
     said = [f"{key} {first[key]:.3f} -> {last[key]:.3f}" for key in ("greedy", "sampled")]
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
