@@ -222,7 +222,7 @@ def m1(name, draws, evidence):
     loss_fn = getattr(losses, name)
     known = losses.defaults(loss_fn)
     variants = [{"eps_low": 0.1, "eps_high": 0.4}, {"eps": 0.3}, {"ratio": "product"}]
-    variants += [{"kl": 0.1}, {"kl": 0.1, "kl_ratio": True}, {"eta": 0.25}, {"delta": 0.02}]
+    variants += [{"kl": 0.1}, {"kl": 0.1, "kl_ratio": True}, {"eta": 0.25}]
     named = set().union(*variants)  # and those of a loss of your own
     variants += [
         {key: 1.5 * x + 0.1} for key, x in known.items() if type(x) is float and key not in named
