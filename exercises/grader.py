@@ -7,7 +7,8 @@
 It calls a student's function with small inputs and with random ones, and compares the results with
 those of losses.py. If they differ, it tries the known mistakes of mistakes.json, and prints the
 hint of the one that gives the student's results. A mistake is written as texts: a piece of the code
-in solutions.py, the wrong code that takes its place, and the hint. A prediction is only noted.
+in solutions.py, the wrong code that takes its place, and the hint. A function may call the one
+before it, so mend the first that is NOT YET right first. A prediction is only noted.
 
 Exit code 0: all functions pass, or you asked how far you are. 1: some do not pass yet. 2: a wrong
 command line.
@@ -103,31 +104,12 @@ class Verdict:
 
 def grade_file(path: Path, number: int) -> list[Verdict]:
     """One verdict for each function of an exercise."""
-    questions, verdicts = EXERCISES[number].questions, []
+    questions = EXERCISES[number].questions
     try:
         student = load(path.read_bytes())
     except (Exception, SystemExit) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
-    called = set()
-    for question in questions:
-        called.clear()
-        verdict = judge(question, student.get(question.function))
-        verdict.lines += [f"(It called our {name}, as yours does not pass yet.)" for name in called]
-        verdicts.append(verdict)
-        if not verdict.done:
-            # The next function may call this one, and is not to blame for it.
-            student[question.function] = stand_in(question.function, called)
-    return verdicts
-
-
-def stand_in(name: str, called: set[str]) -> Callable:
-    """Our solution, which notes that it is called."""
-
-    def solution(*inputs):
-        called.add(name)
-        return getattr(solutions, name)(*inputs)
-
-    return solution
+    return [judge(question, student.get(question.function)) for question in questions]
 
 
 def judge(question: Question, function: Callable | None) -> Verdict:

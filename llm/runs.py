@@ -314,11 +314,8 @@ def quote(path: Path) -> str:
 
 
 def say_how_to_resume(folder: Path):
-    """After Ctrl-C. What came after the last checkpoint is lost."""
-    lines = read_metrics(folder)
-    last = [line["step"] for line in lines if "greedy" in line and line["step"]]
-    lost = lines[-1]["step"] - last[-1] if last else "all"
-    say(f"interrupted; {lost} steps since the last checkpoint are lost")
+    """After Ctrl-C."""
+    say("interrupted; the steps since the last evaluation after step 0 are lost")
     say(f"to resume: python train.py --resume {quote(folder)}")
 
 

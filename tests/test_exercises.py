@@ -99,16 +99,6 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said, grade):
     assert re.search(said, " ".join(out.split()))
 
 
-def test_a_wrong_function_is_not_held_against_the_next(grade):
-    wrong = "def prefix_baseline(c):\n    return [0 * x for x in c]\n\n"
-    solution = LESSONS["over_all_pairs"].solution
-    calls = re.sub(r"x, y = .*", "x, y = prefix_baseline([c[a], c[b]])", solution)
-    code, out = grade(6, wrong + calls)
-    assert code == 1 and "prefix_baseline  NOT YET" in out
-    assert "over_all_pairs  PASS\n    (It called our prefix_baseline" in out
-    assert "It called" not in grade(6, wrong + solution)[1]
-
-
 def test_exercise_4_trains_after_a_prediction(grade, monkeypatch):
     """In one seed GRPO ends at the worse strategy (0.2), and Dr. GRPO at the better one (0.6)."""
     monkeypatch.setattr(grader, "SEEDS", (0,))
