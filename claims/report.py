@@ -101,7 +101,7 @@ def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
     if win[4] and not win[5] and not lose[3]:  # at 1, at 1.05, and at 0.95
         wider = [f"{key}=0.2" for key, x in hyper.items() if type(x) is float and 0 < x < 0.05]
         yield (f"  The clip stops nearly all. Wider: python losses.py {' '.join([name, *wider])}",)
-    yield "ONE TOKEN OF A WINNER MOVES; pushes are multiplied by", "its own", "answer", "others"
+    yield "ONE TOKEN OF A WINNER MOVES; pushes are multiplied by", "own", "answer", "others"
     for label, log_r in (("  its ratio is 3", math.log(3)), ("  its ratio is 1/3", -math.log(3))):
         moved = torch.zeros(4, 4, dtype=torch.float64)
         moved[0, 0] = log_r
@@ -151,17 +151,21 @@ def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
     own = [push(loss, batch) for batch in batches]
     if "eps" in hyper:
         hyper = {"eps_low": hyper["eps"], "eps_high": hyper["eps"]} | hyper
-    yield "THE SAME PUSHES, on 100 random batches, as", "times", "to"
-    on_policy = []
+    found, on_policy = [], []
     for name in FORMULAS:
         twin = getattr(losses, name)
         twin = partial(twin, **{k: x for k, x in hyper.items() if k in losses.defaults(twin)})
         factors = (factor(push(twin, x), c) for x, c in zip(batches, own, strict=True))
         ks = [*takewhile(math.isfinite, factors)]
         if len(ks) == len(batches):
-            yield f"  {name}", min(ks), max(ks)
+            found.append((f"  {name}", min(ks), max(ks)))
         elif len(ks) >= len(draws):  # the first are on-policy
             on_policy.append(name)
+    yield (
+        "THE SAME PUSHES, but for a factor, on 100 batches, as",
+        *(["least", "most"] * bool(found)),
+    )
+    yield from found
     yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
 
 

@@ -164,7 +164,7 @@ def main():
             rows[name] = [f"{x} ({t:.3f})" for x, t in zip(rows[name], taxes, strict=True)]
     print(f"Expected reward after {BATCHES} batches of {UPDATES} updates; 0.6 is the best.")
     print("In brackets: the tax share of a batch's last update, mean over all batches\n")
-    print_table(rows, SETTINGS)
+    print_table(rows, [f"{k}: {name}" for k, name in enumerate(SETTINGS, 1)])
     print("\nThe same with Adam, by its learning rate\n")
     rows = {
         f"{setting}; {name}": [f"{x:.3f}" for x in find_adam_rewards(setting, ROWS[name])]
