@@ -161,10 +161,8 @@ def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
             found.append((f"  {name}", min(ks), max(ks)))
         elif len(ks) >= len(draws):  # the first are on-policy
             on_policy.append(name)
-    yield (
-        "THE SAME PUSHES, but for a factor, on 100 batches, as",
-        *(["least", "most"] * bool(found)),
-    )
+    columns = ("least", "most") if found else ()
+    yield "THE SAME PUSHES, but for a factor, on 100 batches, as", *columns
     yield from found
     yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
 
