@@ -11,8 +11,8 @@ from claims.formulas import FORMULAS, fitting
 REGIMES = {  # spread and offset of the ratios, and whether lengths are equal
     "on-policy, equal T_i": (0, 0, True),
     "on-policy, unequal T_i": (0, 0, False),
-    "off-policy, within 16%": (0.15, 0, True),
-    "off-policy, beyond 30%": (0.3, 0.35, True),
+    "off-policy, ratios within 16%": (0.15, 0, True),
+    "off-policy, ratios beyond 30%": (0.3, 0.35, True),
 }
 AUDIT = {  # regime by regime: 0 if pushes cancel, x if they do not
     "reinforce": "0000",

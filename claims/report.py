@@ -190,7 +190,7 @@ def worlds(row: Row) -> Iterator[Line]:
 
 def report(name: str, method: Method) -> Iterator[Line]:
     loss, draws = method.passes[0], [Draw(0, k) for k in range(24)]
-    yield f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())
+    yield tuple(head(name, method))
     yield from cancelling(loss, draws)
     yield from weights(loss, name, method.hyper)
     yield from bites(loss)
@@ -199,9 +199,13 @@ def report(name: str, method: Method) -> Iterator[Line]:
     yield from worlds(Row(loss, method.scale))
 
 
-def draw(name: str, row: Row):
+def head(name: str, method: Method) -> list[str]:
+    return [f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())]
+
+
+def draw(title: str, row: Row):
     """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
-    figure = make_figure(name, 5.2)
+    figure = make_figure(title, 5.2)
     axes = figure.subplots(2, 3).flatten()
     by_ratio = weigh(row.loss, PLOT_RATIOS, old=OLD)
     weights = (
@@ -209,8 +213,9 @@ def draw(name: str, row: Row):
         ("length of its answer", LENGTHS, by_length(row.loss)),
     )
     for axis, (label, x, (win, lose)) in zip(axes, weights, strict=False):
-        axis.plot(x, win, color=OWN, linewidth=4, alpha=0.5, label="winner")
-        axis.plot(x, lose, color=OWN, linestyle="--", label="loser")
+        marker = "o" if len(x) < 10 else ""  # few numbers, between which no line is measured
+        axis.plot(x, win, marker, color=OWN, linewidth=4, alpha=0.5, label="winner")
+        axis.plot(x, lose, marker + "--", color=OWN, label="loser")
         axis.set(title="weight of a token", xlabel=label, ylim=(min(0, win.min()), None))
     others = {"grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean")}
     for k, title in enumerate((*tax.SETTINGS, "the crumb")):
@@ -240,4 +245,5 @@ def main(argv: list[str] | None = None):
         cells = [x if isinstance(x, str) else f"{round(float(x), 9) + 0:.3g}" for x in cells]
         print(f"{label:58}" if cells else label, *(f"{x:>6}" for x in cells))
     if given.plot:
-        save(draw(given.loss, Row(method.passes[0], method.scale)), given.plot)
+        title = " ".join(head(given.loss, method))
+        save(draw(title, Row(method.passes[0], method.scale)), given.plot)

@@ -23,7 +23,7 @@ What is the net push on a? Write it for any advantages, even if they do not sum 
 
 Let all ratios be 1, as in the first update. What is the net push on a? When is it 0? (A is 0.5,
 -0.5, 0.5, -0.5 for the board's answers, of the lengths 4, 5, 2, 4, and for the sheet's, of the
-lengths 4, 6, 3, 5.)
+lengths 2, 4, 5, 10.)
 
 **Hint:** each answer has one term with log pi(a|h). Add up the G pushes. Use dr / dlog pi = r.
 

@@ -15,7 +15,7 @@ answer on it is the derivative of the answer's brackets by log pi, and the net p
 
 For each method give two numbers: the value of the loss, and the net push on the shared token. Write
 them for any advantages, even if they do not sum to 0. Then look at
-rewards 1, 0, 1, 0 and lengths 4, 6, 3, 5. Which loss is 0 there, and which net push? (After a PASS
+rewards 1, 0, 1, 0 and lengths 2, 4, 5, 10. Which loss is 0 there, and which net push? (After a PASS
 you can compare. `python verify.py --explain Q1` says more.)
 
 **Hint:** dr / dlog pi = r = 1. So the value has a sum over all tokens, divided by G, and the net

@@ -274,7 +274,7 @@ EXERCISES = {
     2: Exercise(
         "One divisor for all answers leaves the sum of the A, which is 0. 1/T_i weighs each A by "
         "itself, and weighted with unequal numbers the A sum to 0 only by accident: the net push "
-        "is 0.15 on the board, and 0.108 on the sheet.",
+        "is 0.15 on the board, and 0.175 on the sheet.",
         "python verify.py --explain C2 C8",
         (
             Question("net_push", net_push, lambda group: (group.choice(RATIOS), group.values())),
@@ -414,7 +414,7 @@ EXERCISES = {
         ),
     ),
     11: Exercise(
-        "In the example GRPO's loss is 0, and its net push 0.108. Dr. GRPO's loss is 0.5/L, and "
+        "In the example GRPO's loss is 0, and its net push 0.175. Dr. GRPO's loss is 0.875/L, and "
         "its net push is 0. The value of a loss does not say what is learned. Only where all "
         "rewards of a group are equal, each A is 0 (exercise 1), and nothing is learned from it.",
         "python verify.py --explain Q1",

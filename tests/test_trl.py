@@ -337,13 +337,6 @@ def test_an_evaluation_is_a_mean_over_batches(qwen_path):
     assert trainer.evaluate(rows)["eval_reward"] in (1 / 2, 1 / 16)
 
 
-def test_the_other_defaults_are_as_printed():
-    x = GRPOConfig(tempfile.gettempdir(), use_cpu=True, bf16=False)
-    assert (x.scale_rewards, x.num_iterations) == ("group", 1)
-    assert x.vllm_importance_sampling_mode == "sequence_mask"
-    assert x.vllm_importance_sampling_clip_max == 3
-
-
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="two processes: LONG=1")
 def test_two_processes(qwen_path):
     """Groups torn over processes and micro-batches."""

@@ -113,9 +113,9 @@ def plot():
         "PPO's clip looks at the sign of A, so a shared token gets a net push", 3.3
     )
     shown = {
-        "PPO's clip (grpo)\nstops only one side": losses.grpo,
-        "a sign-blind clip (grpo-symmetric)\nstops both sides": losses.grpo_symmetric,
-        "a clip of the weight (cispo, 1.5)\nstops nobody": partial(losses.cispo, eps_high=0.5),
+        "PPO's clip (grpo) stops winners\nabove the range, losers below it": losses.grpo,
+        "a sign-blind clip (grpo-symmetric)\nstops winners and losers alike": losses.grpo_symmetric,
+        "a clip of the weight\n(cispo, 1.5) stops nobody": partial(losses.cispo, eps_high=0.5),
     }
     for axis, (title, loss) in zip(figure.subplots(1, 3, sharey=True), shown.items(), strict=True):
         win, lose = weigh(loss, RATIOS)

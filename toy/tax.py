@@ -63,15 +63,11 @@ SETTINGS = {
 NAMES = (MEAN, EXACT, BOTH, LOCAL, "gspo", "dr-grpo", "cispo", "dfpo-min")
 ADAM_RATES = torch.tensor([0.01, 0.03, 0.1, 0.3, 0.5, 1, 3], dtype=torch.float64)
 ADAM_ROWS = (MEAN, "dr-grpo")
-LINES = {  # of the picture: their labels, and their styles; EXACT would coincide with BOTH
+LINES = {  # of the picture: their labels, and their styles
     MEAN: ("GRPO, group mean", dict(color=COLORS["grpo"], linewidth=5)),
     BOTH: (
         "GRPO, expected-reward and prefix baseline",
         dict(color="black", linewidth=1.2, linestyle="--"),
-    ),
-    LOCAL: (
-        "GRPO, group mean and prefix baseline",
-        dict(color="black", linewidth=1.8, linestyle=":"),
     ),
     "dr-grpo": (
         "Dr. GRPO, one divisor for all answers",
