@@ -10,10 +10,11 @@
 #   small difference into 0. Line 166 rounds numbers written out to float_rounding=6 decimals.
 # Who is hurt: RL with verifiable rewards on physics and chemistry in SI units (charges, masses and
 #   energies of particles) and on tiny probabilities. Such a question pays for every answer
-#   that is small enough: its mean reward is 1, and its group has no gradient. TRL's
-#   accuracy_reward takes these defaults (trl 1.16.0, trl/rewards/accuracy_rewards.py:100, read).
-#   math-verify's issue 14 (closed) reports it for two fractions.
-# Instead: where the right answer is tiny, compare the quotient, abs(a / b - 1) < 1e-3 with a, b from
+#   that is small enough: its mean reward is 1, and its group has no gradient. TRL 1.16.0's
+#   accuracy_reward takes these defaults (trl/rewards/accuracy_rewards.py:100); run by hand, it pays
+#   1 for the answers of the first two lines below. math-verify's issue 14 (closed) reports two
+#   fractions.
+# Instead: where the right answer is tiny, compare the quotient: abs(a / b - 1) < 1e-3, a and b from
 #   parse(...)[0].evalf(). Another numeric_precision does not help: with 30, h and h-bar are equal;
 #   with 50, 1.60 x 10^-19 and 16.0 x 10^-20 are not (both are checked below).
 # Versions: math-verify 0.9.0, sympy 1.14.0, Python 3.11. Seen on 2026-11-28:
