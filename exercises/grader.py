@@ -7,8 +7,7 @@
 It calls a student's function with small inputs and with random ones, and compares the results with
 those of losses.py. If they differ, it tries the known mistakes of mistakes.json, and prints the
 hint of the one that gives the student's results. A mistake is written as texts: a piece of the code
-in solutions.py, the wrong code that takes its place, and the hint. A function may call the one
-before it, so mend the first that is NOT YET right first. A prediction is only noted.
+in solutions.py, the wrong code that takes its place, and the hint. A prediction is only noted.
 
 Exit code 0: all functions pass, or you asked how far you are. 1: some do not pass yet. 2: a wrong
 command line.
@@ -109,7 +108,11 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
         student = load(path.read_bytes())
     except (Exception, SystemExit) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
-    return [judge(question, student.get(question.function)) for question in questions]
+    verdicts = [judge(question, student.get(question.function)) for question in questions]
+    for verdict, above in zip(verdicts[1:], verdicts, strict=False):
+        if not (above.done or verdict.done):
+            verdict.lines.append(f"(If it calls your {above.function}, mend that one first.)")
+    return verdicts
 
 
 def judge(question: Question, function: Callable | None) -> Verdict:

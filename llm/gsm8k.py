@@ -19,9 +19,11 @@ plain number, there is no answer. Of an equation, the result is read.
   'Question:', 'Q:', 'Human:' or 'User:', unless there is no number before it.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from decimal import Decimal
+from pathlib import Path
 
 from toy.arithmetic import BaseTask, Item
 
@@ -99,6 +101,11 @@ def to_item(row: dict) -> Item:
     return Item(row["question"], answer.strip(), demo)
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+
+
 class GSM8K(BaseTask):
     """Problems from the hub (data=None) or from DIR/train.jsonl and DIR/test.jsonl.
 
@@ -119,12 +126,11 @@ class GSM8K(BaseTask):
     )
 
     def __init__(self, data: str | None = None):
-        from datasets import load_dataset  # takes a second, and other tasks need none
-
         if data:
-            files = {split: f"{data}/{split}.jsonl" for split in ("train", "test")}
-            rows = load_dataset("json", data_files=files)
+            rows = {split: read_rows(Path(data, f"{split}.jsonl")) for split in ("train", "test")}
         else:
+            from datasets import load_dataset  # takes a second, and other tasks need none
+
             rows = load_dataset("openai/gsm8k", "main")
         self.train, self.test = ([*map(to_item, rows[split])] for split in ("train", "test"))
 

@@ -1,9 +1,11 @@
-"""To whoever compares methods: runs become the numbers that a hand computes, trained only once."""
+"""To whoever compares methods: runs become the numbers that a hand computes, trained only once;
+to whoever times them: all sides do the same work."""
 
 import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -80,3 +82,17 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
     with pytest.raises(SystemExit):  # other runs, which are not there
         compare.main([*argv, "--group-size", "4"])
     assert len(trained) == 5
+
+
+def test_the_bench_gives_all_sides_the_same_work(monkeypatch, capsys):
+    bench = pytest.importorskip("experiments.bench")
+    monkeypatch.setattr(bench.logging, "disable", lambda level: None)
+    load, ran_fast = train.load_policy, []
+    monkeypatch.setattr(train, "load_policy", lambda *a: ran_fast.append(a[0].fast) or load(*a))
+    bench.main([*TINY, "--prompts", "32", "--rounds", "1"])
+    assert ran_fast == [False, False, True]  # the warm start, plain, fast
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table = [map(float, row[1:]) for row in rows if len(row) == 3 and row[0] in bench.SIDES]
+    seconds, letters = zip(*table, strict=True)
+    assert letters == pytest.approx([fmean(letters)] * 3, rel=0.15)
+    assert min(seconds) > 0.01  # a step, and not the rewards alone

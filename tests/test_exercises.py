@@ -73,7 +73,11 @@ ANSWERS = [
     # A known mistake, and another one where the reward is the bonus.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
     # No known mistake: no hint is better than a wrong one.
-    ("net_push_by_length(T, A)", "sum(a / t for a, t in zip(A, T)) / 3", r"expected +[\d.-]+$"),
+    (
+        "net_push_by_length(T, A)",
+        "sum(a / t for a, t in zip(A, T)) / 3",
+        r"expected +[\d.-]+ \(If it calls your net_push, mend that one first.\)$",
+    ),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
     ("net_push(r, A)", "__import__('sys').exit()", "SystemExit"),
     ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),

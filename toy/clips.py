@@ -22,7 +22,7 @@ from losses import METHODS, Batch, token_pushes
 from toy.figure import make_figure, parse_plot, print_table, save
 
 NAMES = "reinforce grpo grpo-symmetric cispo gspo sapo".split()
-OLD = 0.5  # the token's probability when it was sampled; losses that clip a probability need it
+OLD = 0.5  # the token's probability when it was sampled; a loss may clip a probability
 # They avoid the edges of clip ranges, where rounding decides a derivative.
 RATIOS = sorted([*(k / 100 for k in range(1, 200, 2)), 1.0])
 TABLE_RATIOS = (0.51, 1.0, 1.51)
