@@ -6,6 +6,7 @@ python train.py --task questions.csv --data held_out.csv --model DIR
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def read(path: str):
     if kind := KINDS.get(Path(path).suffix):
         # By default pandas reads an answer "None" or "NA" as an empty cell.
         more = {"keep_default_na": False} if kind == "csv" else {}
-        return load_dataset(kind, data_files=path, **more)
+        # For datasets 5 a path is a pattern: without escape, a[1].csv is another file, a1.csv.
+        return load_dataset(kind, data_files=glob.escape(path), **more)
     return load_dataset(path)
 
 

@@ -40,7 +40,7 @@ def test_a_table_is_a_task(tmp_path, chat_model, capsys):
     """Of numbers or of texts, with held-out rows of its own or one in five. None is an answer. A
     rate that would spoil a pretrained model is named."""
     sums = [f'{i}+{i}=,"{1000 + i:,}"' for i in range(10)]
-    path = table(tmp_path, "sums.csv", "Problem,Answer", *sums)
+    path = table(tmp_path, "sums[1].csv", "Problem,Answer", *sums)
     flags = f"--task {path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0 --lr 0.01"
     folder = run(tmp_path / "run", *flags.split())
     assert len(metrics(folder)) == 2 and "--lr 0.01 is high" in capsys.readouterr().out
