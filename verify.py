@@ -51,11 +51,6 @@ TABLES = {  # claims with a table of their own: title, head
         "Below 1 the baseline helps",
         ["the token", "t", "(1 - t) n/(n - 1)", "measured"],
     ),
-    "C28": (
-        "The largest share of the noise that a prefix baseline removes at a fully shared token, "
-        "and the noise with it over the noise without it, if weights lie in [m, M]",
-        ["M/m", "most", "G = 4", "G = 8"],
-    ),
 }
 
 
@@ -129,14 +124,11 @@ def condition_of(claim: Claim) -> list[str]:
 
 
 def proofs() -> dict[str, str]:
-    """The sections of PROOFS.md by their titles, without the short claims that they begin with.
-
-    "C27 and C28" is the proof of both.
-    """
+    """The sections of PROOFS.md by their titles, without the short claims that they begin with."""
     text = re.sub("^>.*\n", "", PROOFS.read_text("utf-8"), flags=re.MULTILINE)
     _, *sections = text.split("\n## ")
     pairs = (section.partition("\n") for section in sections)
-    return {id_: text.strip() for title, _, text in pairs for id_ in title.split(" and ")}
+    return {title: text.strip() for title, _, text in pairs}
 
 
 def prove(claim: Claim) -> str:

@@ -5,7 +5,7 @@
     drift.py            C13, C14   what happens to a token if they do not
     tax.py              C15, C16   the tax, and the price of not paying it
     choice.py           C18, C19   what a tax and PPO's clip cost
-    control_variate.py  C22..C28   a prefix baseline
+    control_variate.py  C22, C27   a prefix baseline
     objective.py        C29, C30   what an update ascends, and a format bonus
     audit.py            AUDIT      all methods, four regimes
     neighbours.py       M6, N4     NTHR: negative gradients

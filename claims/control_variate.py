@@ -1,9 +1,9 @@
-"""C22, C27 and C28: a prefix baseline, what it moves, and what it does to the noise.
+"""C22 and C27: a prefix baseline, what it moves, and what it does to the noise.
 
 A prefix is the prompt and the answer so far. The visitors of a prefix are the answers of the group
 that take a token there. `prefix_baseline` compares the push of each visitor with the pushes of the
-others. C22 says when pushes then cancel and when the expected update stays, C27 what happens to the
-noise, and C28 why little is gained at a fully shared token.
+others. C22 says when pushes then cancel and when the expected update stays, and C27 what happens to
+the noise.
 
 Every group of answers is enumerated, with the probability that the old policy gives it. The policy
 is a table: each prefix has logits of its own. What holds for their gradients holds for every
@@ -23,7 +23,7 @@ from torch.nn.functional import one_hot
 
 import losses
 from claims.choice import binary_world
-from claims.evidence import TOLERANCE, Draw, claim, pushes_of
+from claims.evidence import Draw, claim, pushes_of
 from claims.formulas import DFPO, UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
 
@@ -205,44 +205,3 @@ def c27(name, draws, evidence):
         measured = compare_noise(outcomes, 4, world.logits(), world.logits())
         t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
         evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
-
-
-# ---------------- C28: a fully shared token
-
-
-@claim(
-    "C28",
-    "prefix_baseline",
-    only_if="the token earns nothing, E[R] = b at the prefix, and 0 < m <= w <= M",
-)
-def c28(name, draws, evidence):
-    """With c = w (R - b), a prefix baseline removes at most the share ((M - m)/(M + m))^2 of the
-    noise at a fully shared token, and multiplies the rest by G/(G-1). So it can lower the noise
-    only if M/m > (sqrt G + 1)/(sqrt G - 1), which is 2.09 at G = 8 and 3 at G = 4.
-
-    Source: a bound on C27's t (D, ours)
-
-    Measured: t is within the bound over all groups of 2 to 4 answers with random rewards and
-    lengths (w = 1/T, b = E R). It is equal to the bound in the table's worlds, where an answer is
-    right with probability M/(M+m) and then has the weight M, otherwise m. "otherwise": how far t
-    changes with b.
-    """
-
-    def measure_t(n: int, *ends) -> float:
-        even = torch.zeros(2, dtype=torch.float64)
-        return 1 - float(compare_noise(outcomes_of(2, *ends), n, even, even)) * (n - 1) / n
-
-    for j, draw in enumerate(draws[::2]):
-        n, chance, R = 2 + j % 3, draw.randn(3).softmax(0), draw.randn(3)
-        T = torch.randint(1, 9, (3,), generator=draw.generator)
-        A = R - chance @ R
-        t, most = measure_t(n, chance, A, T), float((T.max() - T.min()) / (T.max() + T.min())) ** 2
-        evidence.equal(True, t <= most + TOLERANCE, what="whether t is within the bound")
-        evidence.record_otherwise(measure_t(n, chance, A - 1, T) - t)
-    for short, long in ((2, 3), (1, 2), (1, 3), (1, 6)):
-        q = long / (short + long)  # the probability to be right, and then short
-        most = ((long - short) / (long + short)) ** 2
-        ts = [measure_t(G, (q, 1 - q), (1 - q, -q), (short, long)) for G in (4, 8)]
-        evidence.equal([most, most], ts, what="t where the bound is sharp")
-        noise = [(1 - t) * G / (G - 1) for t, G in zip(ts, (4, 8), strict=True)]
-        evidence.rows.append([f"{long / short:g}", most, *noise])

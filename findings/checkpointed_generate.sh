@@ -1,17 +1,19 @@
 #!/bin/bash
 # generate() in train mode with gradient checkpointing writes answers that do not know the prompt.
+# (That the layers drop the cache is said in a warning; what generate() makes of it is not.)
 #
 # One would guess: without a cache, sampling is slow, and the answers stay what they were. The
 #   warning says "Setting `use_cache=False`".
 # What is so: each layer drops the cache that it is passed, while generate() still feeds only the
-#   newest token. So every token after the first follows from the one before it alone, and two
-#   answers that begin with the same token are the same, whatever their prompts.
+#   newest token. So every token after the first follows from the one before it alone, whatever the
+#   prompt. In rows that are padded on the left, the usual case in a batch, it does not follow even
+#   from that one: the mask of the one token is the mask's first column, the padding's.
 # Why: GradientCheckpointingLayer (modeling_layers.py of 5.23.0) sets past_key_values to None in
 #   train mode, also under torch.no_grad(); generate() (generation/utils.py) decides by
 #   generation_config.use_cache whether to feed one token.
 # Who is hurt: a loop of one's own that samples and learns with model.train() and
 #   gradient_checkpointing_enable(), as the memory of a long answer suggests. The text is fluent
-#   nonsense, the reward falls to that of chance, and log-probs from a full forward pass are those of
+#   nonsense, the reward falls to chance, and log-probs from a full forward pass are those of
 #   another policy. (TRL switches checkpointing off while it samples.)
 # Instead: model.eval() around generate(), or model.gradient_checkpointing_disable(). With
 #   use_cache=False the answers are right, and slow.
@@ -21,6 +23,7 @@
 #   train                         : 16 of 16 answers as without a cache
 #   train, checkpointing          : 0 of 16 answers as without a cache
 #   each of its tokens follows from the one before it alone: True
+#   and in padded rows from nothing that is visible: True
 #   eval, checkpointing           : 16 of 16 answers as without a cache
 #   train, checkpointing, no cache: 16 of 16 answers as without a cache
 set -eu
@@ -53,11 +56,13 @@ model = Qwen2ForCausalLM(
 prompts = torch.randint(0, 256, (16, 12))
 
 
-def answers(**more):
-    """Greedy, so that nothing is drawn."""
+def answers(padding=0, **more):
+    """Greedy, so that nothing is drawn; with so many padded columns on the left."""
+    mask = torch.ones_like(prompts)
+    mask[:, :padding] = 0
     out = model.generate(
         prompts,
-        attention_mask=torch.ones_like(prompts),
+        attention_mask=mask,
         do_sample=False,
         max_new_tokens=24,
         pad_token_id=0,
@@ -83,14 +88,20 @@ for name, train, checkpointing, more in (
     made = answers(**more)
     found.append(int((made == right).all(1).sum()))
     print(f"{name:30}: {found[-1]} of 16 answers as without a cache")
-    if name == "train, checkpointing":  # a step of the model that sees one token and no more
-        model.eval()
-        first, model_alone = made[:, :1], []
-        for k in range(1, 24):
-            logits = model(made[:, k - 1 : k], position_ids=torch.full((16, 1), 11 + k)).logits
-            model_alone.append(logits[:, -1].argmax(-1))
-        alone = bool((torch.stack(model_alone, 1) == made[:, 1:]).all())
+    if name == "train, checkpointing":
+        padded = answers(padding=3)
+        model.eval()  # steps of the model that see one token and no more, or no token at all
+        alone, nothing = (
+            all(
+                torch.equal(
+                    model(x[:, k - 1 : k], attention_mask=mask).logits[:, -1].argmax(-1), x[:, k]
+                )
+                for k in range(1, 24)
+            )
+            for x, mask in ((made, torch.ones(16, 1)), (padded, torch.zeros(16, 1)))
+        )
         print("each of its tokens follows from the one before it alone:", alone)
-raise SystemExit(0 if found == [16, 16, 0, 16, 16] and alone else "this has changed")
+        print("and in padded rows from nothing that is visible:", nothing)
+raise SystemExit(0 if found == [16, 16, 0, 16, 16] and alone and nothing else "this has changed")
 P
 venv/bin/python see.py

@@ -33,7 +33,6 @@ grpo 0.983 0.670
 cispo 1.000 0.969
 earns nothing; right 0.9 0.640 0.480 0.480
 good strategy, taken with 0.1; right 0.9, other 0.1 0.410 0.787 2.952
-1.5 0.040 1.280 1.097
 """
 
 
