@@ -45,7 +45,7 @@ WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.p
     "  world 1: the wrong answers are long": (0.596, 0.597, 0.6),
     "  world 2: the wrong answers are short": (0.411, 0.597, 0.6),
     "  world 3: the worse strategy is short when it is right": (0.205, 0.597, 0.6),
-    "  the crumb, from a share of 5%. The scale decides": (0.1, 0.45, 0.45),
+    "  the crumb, from a share of 5%: mostly the scale": (0.1, 0.45, 0.45),
     "  one batch, used for 32 updates. Favours no clip": (0.453, 0.457, 1),
     "  and there, how far a token drifts that earns nothing": (0.445, 0, 0),
 }
@@ -130,7 +130,7 @@ def bites(loss: Loss) -> Iterator[Line]:
         "  it is called again on its batch": (push(loss, used), c),
         "  answers have another order": (again(lambda x: x.flip(0)).flip(0), c),
         "  there are twice as many. 2: a sum, not a mean": (twice, c),
-        "  a group is alone. Else: a token mean, or groups mixed": (again(lambda x: x[:G]), c[:G]),
+        "  a group is alone. Not 1: a token mean, or mixed groups": (again(lambda x: x[:G]), c[:G]),
         "  advantages are doubled, over 2": (again(adv=2 * batch.adv) / 2, c),
         "  all are 0, as with equal rewards": (again(adv=0 * batch.adv), 0 * c),
         "  no answer has tokens": (again(mask=batch.mask & False), 0 * c),

@@ -135,7 +135,7 @@ MISTAKES = {  # the label that shows it, and what the line says
     "return -x.mean()": ("padding is wider", 5 / 6),
     "return -x.sum()": ("there are twice as many. 2: a sum, not a mean", 2),
     "return -divide_by_tokens(x, batch)": (
-        "a group is alone. Else: a token mean, or groups mixed",
+        "a group is alone. Not 1: a token mean, or mixed groups",
         77 / 81,
     ),
     "return -(x * batch.logp).mean()": (
