@@ -200,6 +200,7 @@ def report(name: str, method: Method) -> Iterator[Line]:
 
 
 def head(name: str, method: Method) -> list[str]:
+    """What the page is about: the loss, its scale and its hyperparameters."""
     return [f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())]
 
 

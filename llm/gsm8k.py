@@ -103,7 +103,7 @@ def to_item(row: dict) -> Item:
 
 def read_rows(path: Path) -> list[dict]:
     """The records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+    return [json.loads(line) for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
 
 
 class GSM8K(BaseTask):
