@@ -5,10 +5,10 @@
 #   made once, after a shuffle with a fixed seed.
 # What is so: streaming has no list of rows, so take(100) and skip(100) count anew in each pass. In
 #   each later epoch the stream is shuffled in another order, and skip(100) skips 100 other rows.
-#   Evaluation keeps its first 100. A reward model that learns coin flips by heart, where no
-#   accuracy but 0.5 can be held out, gets 0.94 after five epochs; without streaming it stays near 0.5.
+#   Evaluation keeps its first 100. A reward model that learns coin flips by heart, for which 0.5
+#   is the only honest accuracy, gets 0.94 after five epochs; without streaming it stays near 0.5.
 # Why: shuffle, then take and skip (llamafactory/data/data_utils.py:107, 111 and 112). datasets'
-#   page on streaming asks for this order ("You should shuffle your dataset before splitting it").
+#   page on streaming asks for just this order, since a split fixes the order of the shards.
 #   The Trainer gives each epoch's number to the data (transformers/trainer.py:1689), and it is part
 #   of shuffle's seed (datasets/iterable_dataset.py:2198). Issue 5435 of datasets (2023, closed)
 #   suspects it by analogy with TensorFlow, without a run.
@@ -22,7 +22,7 @@
 #   torch 2.13.0, Python 3.11 (datasets 5.2.0 under transformers 5.23.0's Trainer leaks as well, run
 #   by hand). A Llama of random weights. Seen on 2026-11-28 (the last digits are a machine's):
 #   held-out rows that epochs 1 to 5 train on, of 100: [0, 94, 89, 90, 87]
-#   the same if one splits first and shuffles then: [0, 0, 0, 0, 0]
+#   the same if one splits first and then shuffles: [0, 0, 0, 0, 0]
 #   val_size, no streaming  : held-out accuracy after each epoch 0.54 0.58 0.52 0.55 0.61
 #   val_size, streaming     : held-out accuracy after each epoch 0.51 0.68 0.88 0.94 0.94
 #   eval_dataset, streaming : held-out accuracy after each epoch 0.50 0.53 0.55 0.51 0.52
@@ -133,7 +133,7 @@ seen = {
 print(*(f"{name} {version(name)}" for name in ("llamafactory", "datasets", "transformers")))
 print("expected: none in common; accuracies near 0.5, since the pairs are coin flips")
 print(f"held-out rows that epochs 1 to {EPOCHS} train on, of {HELD_OUT}: {leak}")
-print(f"the same if one splits first and shuffles then: {first}")
+print(f"the same if one splits first and then shuffles: {first}")
 for name, values in seen.items():
     print(f"{name}: held-out accuracy after each epoch", *(f"{value:.2f}" for value in values))
 clean, leaking, own = (values[-1] for values in seen.values())
