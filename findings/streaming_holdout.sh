@@ -12,8 +12,9 @@
 #   The Trainer gives each epoch's number to the data (transformers/trainer.py:1689), and it is part
 #   of shuffle's seed (datasets/iterable_dataset.py:2198). Issue 5435 of datasets (2023, closed)
 #   suspects it by analogy with TensorFlow, without a run.
-# Who is hurt: SFT, DPO, KTO and reward models of more than one epoch whose evaluation, early
-#   stopping or best checkpoint rests on val_size; and whoever splits a stream as that page says.
+# Who is hurt: reward models, and SFT, DPO and KTO (the same split, read), of more than one epoch
+#   whose evaluation, early stopping or best checkpoint rests on val_size; and whoever splits a
+#   stream as that page says.
 #   The first epoch is clean, so a short test sees nothing. Larger data leak at least as fast: of
 #   100 held-out rows of 100,000, epoch 2 trains on 97 (one shard) or all (16 shards; run by hand).
 # Instead: a file of its own as eval_dataset. In a loop of one's own, take and skip first, and then
