@@ -144,11 +144,6 @@ def c22c(name, draws, evidence):
 # ---------------- C27: what a prefix baseline does to the noise
 
 
-def outcomes_of(ways: int, *ends) -> list[Outcome]:
-    """The same ends for each strategy: their probabilities, rewards and lengths."""
-    return [Outcome(way, *end) for way in range(ways) for end in zip(*ends, strict=True)]
-
-
 def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: Tensor) -> Tensor:
     """The noise with `prefix_baseline` over the noise without it, if each of n answers takes a
     strategy, which is learned, and then an end. The loss is grpo without a clip, with A = R.
@@ -190,7 +185,8 @@ def c27(name, draws, evidence):
         chance, A = draw.randn(2).softmax(0), draw.randn(2)
         T = torch.randint(1, 9, (2,), generator=draw.generator)
         t = (chance @ (A / T)) ** 2 / (chance @ (A / T) ** 2)
-        law, outcomes = (1 - t) * n / (n - 1), outcomes_of(3, chance, A, T)
+        law, ends = (1 - t) * n / (n - 1), [*zip(chance, A, T, strict=True)]
+        outcomes = [Outcome(way, *end) for way in range(3) for end in ends]
         evidence.equal(law, compare_noise(outcomes, n, *logits))
         earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
         evidence.record_otherwise(compare_noise(earning, n, *logits) - law)

@@ -112,11 +112,9 @@ def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
 def bites(loss: Loss) -> Iterator[Line]:
     """What would go wrong in a run, or surprise there."""
     draw = Draw(0, 16)  # three groups of nine answers, of unequal length
-    batch, garbage = draw.batch(0.15, garbage=0.5), draw.batch(0.15)
-    noise = 0.01 * draw.randn(*batch.mask.shape)
-    for x in (batch, garbage):  # equal answers must not tie, because a median may take either
-        x.logp_old = x.logp_old + noise
-    G = draw.G
+    # Equal answers must not tie, because a median may take either.
+    draw.noise += 0.07 * draw.randn(*draw.mask.shape)
+    batch, G = draw.batch(0.15, garbage=0.5), draw.G
     c, used = push(loss, batch), batch.map(lambda x: x)
     loss(used)  # which should leave no trace
 
@@ -135,7 +133,7 @@ def bites(loss: Loss) -> Iterator[Line]:
         "  all are 0, as with equal rewards": (again(adv=0 * batch.adv), 0 * c),
         "  no answer has tokens": (again(mask=batch.mask & False), 0 * c),
         "  padding is wider": (wider, c),
-        "  padding has log-probs of 10000": (push(loss, garbage), c),
+        "  padding has log-probs of 10000": (push(loss, draw.batch(0.15)), c),
         "  log-probs are lower, ratios not. !: a forgotten detach?": (again(**lower), c),
     }
     yield "PUSHES ARE MULTIPLIED in a batch of three groups if", "by"
@@ -210,11 +208,10 @@ def draw(title: str, row: Row):
     axes = figure.subplots(2, 3).flatten()
     by_ratio = weigh(row.loss, PLOT_RATIOS, old=OLD)
     weights = (
-        ("its ratio", PLOT_RATIOS, by_ratio),
-        ("length of its answer", LENGTHS, by_length(row.loss)),
+        ("its ratio", PLOT_RATIOS, by_ratio, ""),
+        ("length of its answer", LENGTHS, by_length(row.loss), "o"),  # no line between is measured
     )
-    for axis, (label, x, (win, lose)) in zip(axes, weights, strict=False):
-        marker = "o" if len(x) < 10 else ""  # few numbers, between which no line is measured
+    for axis, (label, x, (win, lose), marker) in zip(axes, weights, strict=False):
         axis.plot(x, win, marker, color=OWN, linewidth=4, alpha=0.5, label="winner")
         axis.plot(x, lose, marker + "--", color=OWN, label="loser")
         axis.set(title="weight of a token", xlabel=label, ylim=(min(0, win.min()), None))

@@ -109,7 +109,7 @@ def grade_file(path: Path, number: int) -> list[Verdict]:
     except (Exception, SystemExit) as error:  # the file's own, outside of its functions
         return [Verdict(question.function, "NOT YET", [describe(error)]) for question in questions]
     verdicts = [judge(question, student.get(question.function)) for question in questions]
-    for verdict, above in zip(verdicts[1:], verdicts, strict=False):
+    for above, verdict in itertools.pairwise(verdicts):
         if verdict.state == "NOT YET" and not above.done:
             verdict.lines.append(f"(If it calls your {above.function}, mend that one first.)")
     return verdicts

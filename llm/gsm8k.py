@@ -138,14 +138,11 @@ class GSM8K(BaseTask):
         """1.0 if the text's answer equals the gold one exactly, else 0.0."""
         return is_same_number(text, item.answer)
 
-    def plain(self, item: Item) -> str:
-        """The prompt without a chat template; no token straddles the end of its last line."""
-        return f"Question: {item.prompt}\nAnswer:\n"
-
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item, through the tokenizer's chat template if it has one."""
-        if not tokenizer.chat_template:
-            return self.encode_texts(tokenizer, [self.plain(item) for item in items])
+        if not tokenizer.chat_template:  # no token straddles the end of the last line
+            texts = [f"Question: {item.prompt}\nAnswer:\n" for item in items]
+            return self.encode_texts(tokenizer, texts)
         return self.encode_chats(tokenizer, [item.prompt + self.wish for item in items])
 
     def repair(self, item: Item, answer: str, siblings: list[str]) -> Item:

@@ -155,12 +155,13 @@ def correct(answers, task, config, ask, eos: Tensor) -> tuple[dict[str, Tensor],
         fixed = ask(problems)
         repaired[wrong] = fixed.rewards == 1
         sampled = int(fixed.mask.sum())
-        for k, i in enumerate(wrong.tolist()):
-            answer, correction = (
-                torch.where(torch.isin(ids, eos), eos[0], ids).tolist()
-                for ids in (answers.tokens[i, answers.mask[i]], fixed.tokens[k, fixed.mask[k]])
-            )
-            kept_mask[i, : len(answer)] = torch.tensor(kept_tokens(answer, correction))
+        before, after = (
+            torch.where(torch.isin(tokens, eos), eos[0], tokens).tolist()
+            for tokens in (answers.tokens[wrong], fixed.tokens)
+        )
+        lengths = answers.mask[wrong].sum(1).tolist(), fixed.mask.sum(1).tolist()
+        for i, answer, other, n, m in zip(wrong.tolist(), before, after, *lengths, strict=True):
+            kept_mask[i, :n] = torch.tensor(kept_tokens(answer[:n], other[:m]))
     return {"repaired": repaired, "kept_mask": kept_mask}, sampled
 
 

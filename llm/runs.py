@@ -329,10 +329,6 @@ def summarize(folder: Path, held_out: int):
     first, last, best = found[0], found[-1], best_of(found)
     say(f"everything is in {folder}; all flags: python train.py --help")
     say(f"its curves: python -m experiments.compare --runs {quote(folder)} --plot curves.png")
-    change = last["greedy"] - first["greedy"]
-    # The standard error of a difference between evaluations on different items. On the same items,
-    # as here, the true one is mostly smaller.
-    noise = math.hypot(first["greedy_se"], last["greedy_se"])
     if rollouts and all(line["equal_groups"] == 1 for line in rollouts):
         said = "In no step did two answers to one prompt earn different rewards"
         say(f"{said}, so there was nothing to compare. See TROUBLESHOOTING.md, It does not learn.")
@@ -340,5 +336,9 @@ def summarize(folder: Path, held_out: int):
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
     say(f"{held_out} held-out items: {', '.join(said)}")
+    change = last["greedy"] - first["greedy"]
+    # The standard error of a difference between evaluations on different items. On the same items,
+    # as here, the true one is mostly smaller.
+    noise = math.hypot(first["greedy_se"], last["greedy_se"])
     where = f"{best['step']}: {folder}/model-best" if best["step"] else "0, before RL"
     say(f"greedy changed by {change:+.3f} (standard error {noise:.3f}); best at step {where}")

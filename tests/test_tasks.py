@@ -191,10 +191,9 @@ ROWS = [
 
 
 def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gsm8k, monkeypatch):
-    tasks = [GSM8K(small_gsm8k)]
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
     monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
-    for task in (*tasks, GSM8K()):
+    for task in (GSM8K(small_gsm8k), GSM8K(None)):
         assert (task.train, task.test) == (ROWS, ROWS[:1])
 
 

@@ -156,8 +156,13 @@ def ascend(
     weights = weights.detach().requires_grad_()
     batch = replace(batch, logp=policy(weights))
     c = weighed_pushes(row, batch, counts, nodes)
-    # Not grad(batch.logp, weights, c): given c, torch imports sympy, which takes half a second.
-    return torch.autograd.grad((c * batch.logp).sum(), weights)[0]
+    return carry(c, batch.logp, weights)
+
+
+def carry(pushes: Tensor, logp: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of sum c logp by the weights, with the pushes c (N, T) as fixed numbers."""
+    # Not grad(logp, weights, pushes): given these, torch imports sympy, which takes half a second.
+    return torch.autograd.grad((pushes * logp).sum(), weights, retain_graph=True)[0]
 
 
 def plain(rates: Tensor | float = 1.0):
@@ -274,5 +279,4 @@ class Toy:
         batch, counts = self.groups.batch(logp_old, scale)
         batch = replace(batch, logp=self.logp.clone(), logp_ref=self.logp_old)
         c = weighed_pushes(Row(loss, scale, prefix_baseline), batch, counts, self.groups.nodes)
-        expected = (c * batch.logp).sum()
-        return torch.autograd.grad(expected, self.policy.W, retain_graph=True)[0]
+        return carry(c, batch.logp, self.policy.W)
