@@ -37,7 +37,7 @@ exercise exercises: .venv/ready
 
 # The long ones: the default run, every command of the READMEs in small, TRL on two processes, the notebook.
 test-long: .venv/ready-dev
-	$(BIN)/python -m pip install -q $(PINS) -e '.[notebook,puzzles]'
+	$(BIN)/python -m pip install -q $(PINS) -e '.[notebook]'
 	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,run readme trl notebook)
 
 # Ten minutes on a machine with a GPU: tables to paste into an issue.

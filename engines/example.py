@@ -20,7 +20,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 
 from engines.trainer import Trainer
 from losses import METHODS
-from toy.arithmetic import Arithmetic
+from tasks.arithmetic import Arithmetic
 
 # TRL hands every column but the prompt to the reward function.
 ROWS = [

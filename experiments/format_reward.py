@@ -10,7 +10,7 @@ The command is in experiments/README.md, under "A bonus for the format".
 
 from statistics import fmean
 
-from llm.sums import Sums
+from tasks.sums import Sums
 
 
 class Task(Sums):

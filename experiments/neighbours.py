@@ -24,7 +24,7 @@ import losses
 import train
 from llm.start import warm_start
 from losses import METHODS, Method, token_grpo
-from toy.arithmetic import Arithmetic
+from tasks.arithmetic import Arithmetic
 from toy.figure import format_interval
 
 STARTS, QUESTIONS = 6, 8  # policies; and of nthr, questions to each

@@ -18,7 +18,8 @@ from torch.nn.utils import parameters_to_vector  # noqa: E402
 torch.set_num_threads(1)  # the models are tiny; threads only wait for each other
 
 import train  # noqa: E402
-from toy.arithmetic import Arithmetic, Item  # noqa: E402
+from tasks.arithmetic import Arithmetic  # noqa: E402
+from tasks.task import Item  # noqa: E402
 
 TOY = Arithmetic()
 TINY = "--steps 4 --warm-steps 3 --warm-rows 8 --prompts 4 --group-size 3 --layers 1 --width 16"

@@ -66,7 +66,7 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
     sizes = "--steps 2 --warm-steps 0 --seed 1 --seeds 1 --at-once 1".split()
     argv = [*TINY, *sizes, "--method", "grpo", "gspo --minibatches 1"]
     argv += ["--out", f"{tmp_path}/a", "--task", f"{tmp_path}/mine.py"]
-    (tmp_path / "mine.py").write_text("from toy.arithmetic import Arithmetic as Task")
+    (tmp_path / "mine.py").write_text("from tasks.arithmetic import Arithmetic as Task")
     compare.main(argv)
     assert len(trained) == 2 and "gspo, minibatches 1 minus grpo" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from conftest import random_policy
 import losses
 import train
 from experiments import neighbours
-from toy.arithmetic import Arithmetic
+from tasks.arithmetic import Arithmetic
 
 
 def test_every_step_begins_with_the_same_policy(easy):

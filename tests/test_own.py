@@ -13,8 +13,9 @@ from conftest import TINY, build, load, metrics, run
 
 import train
 from llm import runs
-from llm.chat import ChatTask
-from toy.arithmetic import Arithmetic, BaseTask, Item
+from tasks.arithmetic import Arithmetic
+from tasks.chat import ChatTask
+from tasks.task import BaseTask, Item
 
 
 @pytest.fixture
@@ -74,12 +75,12 @@ def test_a_row_that_cannot_be_used_is_named(rows, tmp_path):
 
 
 def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
-    """So is llm/five_words.py; and GSM8K trains from local files, whatever sampler a model has."""
+    """So is tasks/five_words.py; GSM8K trains from local files, whatever sampler a model has."""
     flags = f"--model {chat_model} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
     gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
-    for k, more in enumerate((["--task", "llm/five_words.py"], gsm8k)):
+    for k, more in enumerate((["--task", "tasks/five_words.py"], gsm8k)):
         assert len(metrics(run(tmp_path / str(k), *flags, *more))) == 2
-    task = train.find_task("llm/five_words.py")()
+    task = train.find_task("tasks/five_words.py")()
     said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
@@ -116,18 +117,6 @@ def test_a_tasks_file_is_a_module_beside_its_neighbours(tmp_path, monkeypatch):
     assert task.right(3) == 0.25 and task.__module__ == "mine"
     with ProcessPoolExecutor(1) as pool:
         assert pool.submit(sys.modules["mine"].f, 0.5).result(60) == 0.5
-
-
-def test_only_a_full_score_of_a_puzzle_pays():
-    """reasoning-gym pays 4/11 for "It is True." No puzzle is trained on and held out as well."""
-    pytest.importorskip("reasoning_gym")
-    from llm.puzzles import Task
-
-    task = Task()
-    item = task.test[0]
-    texts = (f" {item.answer}\n", f"It is {item.answer}.", "")
-    assert [task.reward(text, item) for text in texts] == [1, 0, 0]
-    assert len({item.prompt for item in task.train + task.test}) == len(task.train) + 200
 
 
 class Judged(Arithmetic):

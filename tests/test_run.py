@@ -20,14 +20,14 @@ from transformers import AutoModel
 
 import train
 from llm import runs
-from llm.gsm8k import GSM8K, Item
 from llm.neighbours import add_scores
+from tasks.gsm8k import GSM8K, Item
 from toy import plain
 
 # ---------------- what a run does and leaves
 
 OWN_TASK = """
-from toy.arithmetic import BaseTask, Item
+from tasks.task import BaseTask, Item
 
 class Task(BaseTask):
     def __init__(self):
@@ -234,7 +234,7 @@ def test_settings_follow_the_model_then_the_task_then_the_flags():
     assert parsed("--model some/model", *names) == [3e-6, 256, 1, 0, True]
     assert parsed("--task sums", *names) == [1e-5, 24, 1, 0, True]
     assert parsed("--task sums --lr 1 --fast false", *names) == [1.0, 24, 1, 0, False]
-    assert parsed("--task llm/five_words.py --model m", *names) == [1e-5, 24, 1, 0, True]
+    assert parsed("--task tasks/five_words.py --model m", *names) == [1e-5, 24, 1, 0, True]
 
 
 # ---------------- which models are taken

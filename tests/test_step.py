@@ -22,8 +22,8 @@ import losses
 import train
 from llm.neighbours import nthr_scores
 from llm.start import warm_start
+from tasks.arithmetic import Arithmetic
 from toy import plain, plain_baseline
-from toy.arithmetic import Arithmetic
 
 G, L, TEMPERATURE = 4, 7, 0.7
 SIZES = dict(prompts=4, group_size=G, max_tokens=L, temperature=TEMPERATURE, seed=5, steps=3)

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from experiments import format_reward
-from llm.gsm8k import GSM8K, Item, extract
 from llm.smollm2 import split_as_trained
-from llm.table import read_pairs
+from tasks.gsm8k import GSM8K, Item, extract
+from tasks.table import read_pairs
 
 SUMS = format_reward.Task()
 ITEMS = {item.prompt: item for task in (TOY, SUMS) for item in task.test + task.train}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from llm.gsm8k import GSM8K, Item
+from tasks.gsm8k import GSM8K, Item
 
 
 class Sums(GSM8K):

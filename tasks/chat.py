@@ -1,11 +1,11 @@
-"""A task of your own for a chat model: prompts and a reward. llm/five_words.py is an example."""
+"""A task of your own for a chat model: prompts and a reward. tasks/five_words.py is an example."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-from toy.arithmetic import BaseTask, Item
+from tasks.task import BaseTask, Item
 
 
 class ChatTask(BaseTask):

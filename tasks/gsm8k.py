@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
 
-from toy.arithmetic import BaseTask, Item
+from tasks.task import BaseTask, Item
 
 # Hyphens, dashes and minus signs of all kinds become one. Whether it is a sign is decided later.
 DASHES = "\u00ad\u02d7\u2010\u2011\u2012\u2013\u2014\u2015\u2043\u207b\u208b\u2212\u2796"

@@ -10,8 +10,8 @@ import glob
 import re
 from pathlib import Path
 
-from llm.chat import ChatTask, to_items
-from llm.gsm8k import extract, is_same_number
+from tasks.chat import ChatTask, to_items
+from tasks.gsm8k import extract, is_same_number
 
 KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 # The usual names of the two columns. Of several, the first counts.

@@ -3,10 +3,10 @@ r"""A chat model learns to answer in exactly five words: a task of your own in t
 The reward pays for coming close, so that the first steps have something to compare. It takes many
 values, so advantages are not divided by the std (scale="mean"). `make real` gets the model:
 
-    python train.py --task llm/five_words.py --model models/SmolLM2-135M-Instruct
+    python train.py --task tasks/five_words.py --model models/SmolLM2-135M-Instruct
 """
 
-from llm.chat import ChatTask
+from tasks.chat import ChatTask
 
 THINGS = (
     "bread, salt, a bridge, the moon, winter, a cat, music, a river, sleep, rain, a clock, gold, "
