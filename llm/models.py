@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -74,6 +75,26 @@ def make(config, tokenizer) -> torch.nn.Module:
         initializer_range=config.width**-0.5,  # the usual 0.02 is meant for wide models
     )
     return GPT2LMHeadModel(shape)
+
+
+def take_quick_products(model) -> bool:
+    """On a CPU, let oneDNN make the float32 products, if it makes them exactly. Returns if it does.
+
+    torch gives them to MKL, which on AMD's processors has half of oneDNN's speed or less. The
+    switch has the name of a lower precision, because on processors with AMX oneDNN rounds to bf16,
+    and elsewhere it does not. So a product is tried. The switch also slows torch's own attention,
+    so that one is made of products, too.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    x, y = torch.randn(2, 512, 512, generator=rng("product"))
+    exact = x.double() @ y.double().T
+    is_exact = ((linear(x, y) - exact).norm() / exact.norm()).item() < 1e-5  # bf16: 2e-3
+    if is_exact:
+        model.set_attn_implementation("eager")
+    else:
+        torch.set_float32_matmul_precision(before)
+    return is_exact
 
 
 class Cache(DynamicCache):

@@ -172,6 +172,7 @@ def announce(policy, prompt_ids, config):
     """What learns, and what it reads: the first prompt, (W,), with -1 for padding."""
     size = sum(weight.numel() for weight in policy.model.parameters())
     kind, device = "bf16" if policy.bf16 else "fp32", next(policy.model.parameters()).device.type
+    kind += " by oneDNN" if policy.quick else ""
     about = f"{size:,} parameters, computed in {kind} on {device}"
     say(f"{config.method} on {config.task}, {about}, lr {config.lr:g}")
     ids = prompt_ids[prompt_ids >= 0].tolist()
