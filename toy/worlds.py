@@ -114,12 +114,11 @@ class Row(NamedTuple):
 
 # GRPO with each baseline. All other rows measure A from the group mean.
 MEAN = "grpo, group mean"
-EXACT = "grpo, expected-reward baseline"
 BOTH = "grpo, expected-reward and prefix baseline"
 LOCAL = "grpo, group mean and prefix baseline"
 ROWS = {
     MEAN: Row(losses.grpo),
-    EXACT: Row(losses.grpo, "exact"),
+    "grpo, expected-reward baseline": Row(losses.grpo, "exact"),
     BOTH: Row(losses.grpo, "exact", prefix_baseline=True),
     LOCAL: Row(losses.grpo, prefix_baseline=True),
     # Its own clip, 3e-4, is made for long answers.
