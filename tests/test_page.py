@@ -144,11 +144,12 @@ policy→after it | sums | 2 +0.018 0.000 +0.018, 4 no push 0.000 0.000 0.000, <
 −0.146 0.000, 5 no push 0.000 0.000 0.000
 method→dr-grpo | sums | 2 cancels 0.000 0.000 0.000, 4 no push 0.000 0.000 0.000, <|im_end|> \
 −0.067 −0.067 0.000, 5 no push 0.000 0.000 0.000"""
-# What follows the tree. By hand in "identity" and in "clip", where a weight is r, 1 or 0. Those of "lengths" are toy.tax's, with worlds.SIZE = 0.8 and one update a batch; the pulls
-# of "crumb" are those of toy.crumb's groups. Then comes where it is drawn. In "clip" the mark, 75
-# for 1, and GRPO's winners and losers there, 110 for 0 and 55 higher for 1. In "lengths" the ends
-# of lines, at 192 for 0 and 290 higher for 1. In "crumb" a strip changes where the pull changes its
-# sign, at a share of 0.080, and for the batch of 64 answers at 0.008; its bar is at the start.
+# What follows the tree. By hand in "identity" and in "clip", where a weight is r, 1 or 0. Those
+# of "lengths" are toy.tax's, with worlds.SIZE = 0.8 and one update a batch; the pulls of "crumb"
+# are those of toy.crumb's groups. Then comes where it is drawn. In "clip" the mark, 75 for 1, and
+# GRPO's winners and losers there, 110 for 0 and 55 higher for 1. In "lengths" the ends of lines,
+# at 192 for 0 and 290 higher for 1. In "crumb" a strip changes where the pull changes its sign,
+# at a share of 0.080, and for the batch of 64 answers at 0.008; its bar is at the start.
 FIGURES = """\
 up
 only “so” | identity | 0.20 0.20 0.40 0.20 ▲1 +0.100 ▼2 −0.100 ▲3 +0.200 ▼4 −0.100 +0.100 0.000 \
