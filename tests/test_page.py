@@ -60,6 +60,7 @@ PRESS = """<script type="module">
         .filter((text) => text.trim()).join(" ")).join(" / "),
       says: numbers(document.getElementById("say")),
       lead: texts("#lead")[0],
+      formula: texts("#method")[0],
       prompt: texts(".prompt")[0],
       guesses: all(".guess p:last-child:not([hidden])")
         .map((of) => `${of.textContent.split(".")[0]} ${numbers(of)}`.trim()).join(", "),
@@ -131,6 +132,7 @@ next: 6 | says | +0.025 −0.067
 next: 7 | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 next: 8 | sums | so no push 0.000 0.000 0.000, 7+8=15 no push 0.000 0.000 0.000
 method→reinforce | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+method→cispo | formula | J = sg[clip(r)] A log pi / tokens
 method→cispo | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 spread→wide | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 moved→0.6 | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
@@ -203,7 +205,7 @@ def test_the_article_says_and_draws_what_losses_say_and_fits_a_phone(tmp_path):
 # ---------------- a run
 
 # A group with --scale mean, and eps_low 0.5. Its policy has moved by 0.6 where answers share a
-# token; two answers have A = 0.
+# token; two answers have A = 0. Under cispo, 3.75 divides every push, the mean length.
 NASTY = "<img src=x onerror=\"document.title='hacked'\">"
 RUN = f"""\
 policy→after it | tree | so {NASTY} cancels ▲1 0.1500 − (−0.0500) [0.59] +0.2000 ●2 0.0000 − \
@@ -213,7 +215,13 @@ reward 2 A = +1.0000 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000
 / ●2 reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 \
 [−0.67] −0.2250 / #84 [−0.44] −0.1500 / ▼4 reward 0 A = −1.0000 T = 4 s = 0.6000
 policy→after it | prompt | {NASTY}
-policy→after it | images | 0"""
+policy→after it | images | 0
+method→cispo | tree | so {NASTY} cancels ▲1 0.1600 − (−0.0533) [0.59] +0.2133 ●2 0.0000 − 0.0000 \
+[0] 0.0000 ●3 0.0000 − 0.0000 [0] 0.0000 ▼4 −0.1600 − 0.0533 [−0.59] −0.2133 net push [0] 0.0000 \
+credit [0] 0.0000 tax [0] 0.0000 / 70+15=85 [1] +0.3600 / {NASTY} [0.67] +0.2400 / ▲1 reward 2 A \
+= +1.0000 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 \
+reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 [−0.67] \
+−0.2400 / #84 [−0.44] −0.1600 / ▼4 reward 0 A = −1.0000 T = 4 s = 0.6000"""
 
 
 def test_a_run_shows_its_last_batch_and_runs_no_text_of_a_model(tmp_path):

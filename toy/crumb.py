@@ -53,16 +53,12 @@ def plot_rare(rewards: dict[str, Tensor]):
         for scale, style in SCALES.items():
             panel.plot(rewards[scale][:, k], **style)
         panel.set(title=f"rare strategy: {start[1]:.0%} at the start", xlabel="updates")
-        low, high = rewards["std"][-1, k], rewards["mean"][-1, k]
-        divisors = f"nothing (dr-grpo)\nor the batch's\nstd (dashed): {high:.3f}"
-        color = COLORS["dr-grpo"]
-        if low < CRUMB + 0.001:
-            text = f"divided by the\ngroup's std (grpo):\n{low:.3f}"
-            panel.text(BATCHES, low + 0.015, text, color=COLORS["grpo"], ha="right")
-        else:
-            divisors, color = f"the group's std,\n{divisors}", "black"
-        text = f"divided by\n{divisors}"
-        panel.text(BATCHES, high - 0.02, text, color=color, ha="right", va="top")
+    labels = (
+        (0.41, "divided by nothing\n(dr-grpo), or the\nbatch's std (dashed)", COLORS["dr-grpo"]),
+        (0.18, "divided by the\ngroup's std (grpo)", COLORS["grpo"]),
+    )
+    for height, text, color in labels:
+        panels[0].text(BATCHES, height, text, color=color, ha="right", va="top")
     panels[0].set(ylabel="expected reward", ylim=(0, 0.5))
     return figure
 
