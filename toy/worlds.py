@@ -253,7 +253,7 @@ class Toy:
         self.unbiased = (1 - 1 / G) * self.exact / 2  # what an unbiased update expects; L = 2
 
     def log_probs(self, policy: Policy) -> Tensor:
-        return policy.log_probs([()] * len(self.rows), self.rows)[0]
+        return policy.log_probs([()] * len(self.rows), self.rows)
 
     def expected_update(
         self,
