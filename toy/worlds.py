@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     chance: float  # the probability of what follows the tokens that it may share
     reward: float
     length: int
-    plan: int | None = None  # a second token that it may share; after that all answers differ
+    plan: int | None = None  # a choice at the second token; none follows
 
 
 class Groups:
@@ -53,9 +53,9 @@ class Groups:
         self.rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         place = torch.arange(max(row.length for row in rows))  # (T,)
         self.mask = place < torch.tensor([[row.length] for row in rows])
+        # Only strategies are shared. Plans are, too, but nothing is chosen after a plan, so no
+        # prefix baseline needs to know who shares one.
         tokens = torch.where(place == 0, self.way[:, None], torch.arange(len(rows))[:, None])
-        shared = (place == 1) & (self.plan >= 0)[:, None]
-        tokens = torch.where(shared, -1 - self.plan[:, None], tokens)
         self.nodes = losses.prefix_nodes(tokens, self.mask, G)
 
     def probabilities(self, logp: Tensor) -> Tensor:
