@@ -11,11 +11,12 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -23,6 +24,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
+from transformers.masking_utils import eager_mask
 
 from llm.runs import rng
 
@@ -77,24 +79,43 @@ def make(config, tokenizer) -> torch.nn.Module:
     return GPT2LMHeadModel(shape)
 
 
-def take_quick_products(model) -> bool:
-    """On a CPU, let oneDNN make the float32 products, if it makes them exactly. Returns if it does.
+@torch.no_grad()
+def take_quick_ways(model, ids: Tensor) -> bool:
+    """On a CPU, compute fp32 in less time, if the numbers stay. Returns whether they do.
 
-    torch gives them to MKL, which on AMD's processors has half of oneDNN's speed or less. The
-    switch has the name of a lower precision, because on processors with AMX oneDNN rounds to bf16,
-    and elsewhere it does not. So a product is tried. The switch also slows torch's own attention,
-    so that one is made of products, too.
+    torch gives fp32 products to MKL, which on AMD's processors has half of oneDNN's speed or less.
+    The switch to oneDNN has the name of a lower precision, because on processors with AMX it rounds
+    to bf16; elsewhere it does not. It slows torch's own attention, so `attend` takes its place.
+    Both are tried on one text, ids: (W,).
     """
-    before = torch.get_float32_matmul_precision()
+    own, precision = model.config._attn_implementation, torch.get_float32_matmul_precision()
+    before = model(ids[None]).logits.log_softmax(-1)
     torch.set_float32_matmul_precision("medium")
-    x, y = torch.randn(2, 512, 512, generator=rng("product"))
-    exact = x.double() @ y.double().T
-    is_exact = ((linear(x, y) - exact).norm() / exact.norm()).item() < 1e-5  # bf16: 2e-3
-    if is_exact:
-        model.set_attn_implementation("eager")
-    else:
-        torch.set_float32_matmul_precision(before)
-    return is_exact
+    model.set_attn_implementation("grouped")
+    is_quick = ((model(ids[None]).logits.log_softmax(-1) - before).abs().max() < 1e-3).item()
+    if not is_quick:
+        torch.set_float32_matmul_precision(precision)
+        model.set_attn_implementation(own)
+    return is_quick
+
+
+def attend(module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_):
+    """Attention by products. Several heads of the query share a head of the keys: here they read it
+    in one product, and transformers' own ways copy it for each of them.
+
+    query: (n, H, T, d); key, value: (n, K, S, d); mask: 0 or a large negative number, (n, 1, T, S).
+    Returns (n, T, H, d).
+    """
+    n, H, T, d = query.shape
+    shared = key.shape[1]
+    scores = query.reshape(n, shared, -1, d) @ key.mT * scaling  # (n, K, H / K * T, S)
+    weights = (scores.view(n, H, T, -1) + mask[..., : key.shape[2]]).softmax(-1)
+    out = weights.view(n, shared, -1, key.shape[2]) @ value  # (n, K, H / K * T, d)
+    return out.view(n, H, T, d).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("grouped", attend)
+AttentionMaskInterface.register("grouped", eager_mask)
 
 
 class Cache(DynamicCache):
