@@ -187,7 +187,9 @@ def check_gap(trainer: Trainer, prompt: list[int]):
     seen[4:, : len(prompt) // 2] = 0  # as padding
     with (
         torch.random.fork_rng(),  # a resumed run, which also checks, goes on with its own numbers
-        unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model,
+        unwrap_model_for_generation(
+            trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
+        ) as model,
         trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
     ):
         out = model.generate(ids, attention_mask=seen, generation_config=config)

@@ -17,14 +17,14 @@ from toy.figure import interval
 def make_run(folder: Path, rewards: list[float], **flags) -> Path:
     (folder / "model").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(asdict(train.Config(steps=6, **flags))))
-    lines = [dict(step=t, reward=x, greedy=t / 20, entropy=1) for t, x in enumerate(rewards, 1)]
+    lines = [dict(step=t, reward=x, greedy=t % 6, entropy=1) for t, x in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
 
 def test_what_runs_come_to_by_hand(tmp_path):
     folder = make_run(tmp_path / "r", [1.0] + [0.25] * 11 + [1.0] * 8)
-    expected = dict(reward=0.5875, final=0.85, jitter=2.25 / 18, greedy=1)
+    expected = dict(reward=0.5875, final=0.85, jitter=2.25 / 18, greedy=2)
     expected |= {"Steps(0.8)": 16}  # (0.25 + 4) / 5; not 1, since it takes five steps
     outcomes = compare.compute_outcomes(compare.read_runs([folder]), ["reward", "greedy"])
     assert outcomes.loc["grpo", 0].to_dict() == pytest.approx(expected)

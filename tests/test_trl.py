@@ -39,7 +39,7 @@ G, L, LONGEST = 6, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
 
-WEIGHTS = [0.7, 0.6]  # of two reward functions
+WEIGHTS = [0.5, 0.25]  # of two reward functions
 
 
 def by_sum(completion_ids, **_):
