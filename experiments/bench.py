@@ -3,10 +3,11 @@
     python -m experiments.bench --task sums --model models/SmolLM2-135M-Instruct
     python -m experiments.bench --task gsm8k --matmul medium
 
-It takes all flags of train.py, and needs TRL and a pretrained model. Both sides have the same
-model, prompts from the same task, one update, and as many answers. Every second answer is rewarded,
-so that each group has something to learn. The learning rate is next to 0, which keeps the policy as
-it is. Each side samples its own answers, and the table shows that they are about as long.
+It takes all flags of train.py, and needs TRL and a pretrained model; --micro-rows must divide the
+number of answers. Both sides have the same model, prompts from the same task, one update, and as
+many answers. Every second answer is rewarded, so that each group has something to learn. The
+learning rate is next to 0, which keeps the policy as it is. Each side samples its own answers, and
+the table shows that they are about as long.
 
 A step lasts from the reward of one rollout to that of the next. The sides take turns in one
 process, so that what slows the machine for a while slows both. The table shows medians over rounds,
@@ -17,7 +18,6 @@ products on both sides, wherever train.py does not set its own.
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 import time
 from contextlib import redirect_stdout
@@ -53,13 +53,11 @@ def clock(task) -> list[dict]:
 
 
 def run_trl(config: train.Config, task, out: str):
-    answers = config.prompts * config.group_size
-    rows = math.gcd(config.micro_rows, answers)
     settings = GRPOConfig(
         out,
         max_steps=config.steps,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=answers // rows,
+        per_device_train_batch_size=config.micro_rows,
+        gradient_accumulation_steps=config.prompts * config.group_size // config.micro_rows,
         num_generations=config.group_size,
         max_completion_length=config.max_tokens,
         temperature=config.temperature,
@@ -96,9 +94,7 @@ def main(argv: list[str] | None = None):
         before, after = seen[-2:]
         took = {name: after[name] - before[name] for name in ("wall", "cpu")}
         rows.append(after | took | {"side": side})
-    table = pd.DataFrame(rows).groupby("side").median()
-    table.loc["TRL / ours"] = table.loc["TRL"] / table.loc["ours"]
-    print(table.round(3), flush=True)
+    print(pd.DataFrame(rows).groupby("side").median().round(3), flush=True)
 
 
 if __name__ == "__main__":
