@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-import llm.neighbours
+import llm.credit
 import losses
 from claims.evidence import LARGE, Draw, ascent, claim, pushes_of
 from claims.formulas import formula
@@ -151,7 +151,7 @@ def n4(name, draws, evidence):
     for draw in draws:
         readout = Readout(draw)
         for full_vocab in (False, True):
-            measured = llm.neighbours.nthr_scores(
+            measured = llm.credit.nthr_scores(
                 **readout.facts, **readout.reading, full_vocab=full_vocab
             )
             for x, y in zip(readout.scores(full_vocab), measured, strict=True):

@@ -22,7 +22,7 @@ import verify
 from claims import CLAIMS, Claim, Evidence, examine, random_draws
 from claims.evidence import Draw, examine_on
 from claims.formulas import FORMULAS
-from llm import neighbours
+from llm import credit as neighbours
 from toy.policy import Policy, kl
 
 # ---------------- verdicts

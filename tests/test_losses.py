@@ -12,7 +12,7 @@ import torch
 
 import losses
 from claims.evidence import Draw
-from llm.neighbours import nthr_scores
+from llm.credit import nthr_scores
 from losses import METHODS, Batch, bind, defaults, group_advantages, prefix_baseline
 
 DRAW = Draw(0, 5)  # three groups of seven answers
