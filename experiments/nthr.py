@@ -19,7 +19,8 @@ import torch
 
 import losses
 import train
-from llm.start import warm_start
+from llm import credit
+from llm.models import warm_start
 from losses import METHODS, Method
 from tasks.arithmetic import Arithmetic
 from toy.figure import format_interval
@@ -34,7 +35,7 @@ def measure_delta(policy, task, answers, method: Method, config) -> float:
     trial = replace(policy, model=copy.deepcopy(policy.model))
     train.assess(policy, None, answers, method, config)
     if method.credit:
-        train.reshape_credit(policy, task, answers, method, 1, config)
+        credit.reshape(policy, task, answers, method, config, train.ask, None)  # no repairs
     train.learn(trial, train.adamw(trial.model), answers, method, 1, config)
     with torch.no_grad():
         before, after = (train.log_probs(x, answers, config.temperature) for x in (policy, trial))
