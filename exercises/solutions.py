@@ -2,7 +2,8 @@
 
     python -m exercises.grader 8 exercises/solutions.py
 
-The mistakes in mistakes.json are edits of these functions' text.
+The mistakes in lessons.json are edits of these functions' text, so after a change of one, run
+python -m exercises.teacher. The students' copy does not have this file.
 """
 # ruff: noqa: B905
 
