@@ -33,7 +33,8 @@ def make_batch(r: list, A: list, L: int) -> SimpleNamespace:
     logp = torch.where(mask, -0.7, 1e4).double()
     return SimpleNamespace(
         logp=logp.clone().requires_grad_(),
-        logp_old=torch.where(mask, logp - ratio.log(), -1e4),
+        logp_old=(old := torch.where(mask, logp - ratio.log(), -1e4)),
+        logp_ref=old,
         adv=torch.tensor(A).double()[:, None] * mask,
         mask=mask,
         group_size=len(A),
