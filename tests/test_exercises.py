@@ -43,8 +43,13 @@ def test_solutions_pass_and_blanks_do_not(key, tmp_path):
 @pytest.mark.parametrize("name", teacher.FUNCTIONS)
 def test_every_known_mistake_gets_its_hint(name):
     """Of results.json as python -m exercises.teacher writes it."""
+
+    def as_lists(right, *mistakes):
+        return [right, *([list(item) for item in x.items()] for x in mistakes)]
+
     lesson = teacher.FUNCTIONS[name]
-    assert grader.RESULTS[name] == teacher.find_results(name, lesson)
+    found = as_lists(*teacher.find_results(name, lesson))
+    assert grader.is_same(found, as_lists(*grader.RESULTS[name]))
     assert teacher.find_problems(name, lesson) == []
 
 
@@ -158,6 +163,8 @@ def test_a_file_leaves_no_traces(tmp_path, capfd):
     path.write_text(f"import torch\ntorch.set_grad_enabled(False)\n{SOLUTIONS.read_text()}")
     assert grader.main(["7", str(path)]) == 0
     assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    path.write_text(f"{SOLUTIONS.read_text()}\ndel net_push")
+    assert grader.main(["2", str(path)]) == 1  # its other function passes
     path.write_text("import os\nos._exit(0)")
     assert grader.main(["7", str(path)]) == 1
     assert "Python ended" in capfd.readouterr().out
