@@ -1,9 +1,9 @@
 """What a loss does, on one page: a loss in a file of your own, or a method of losses.py.
 
-    python losses.py mine.py                   the function `loss` of the file
-    python losses.py mine.py:other eps=0.1     another one, with a hyperparameter
-    python losses.py gspo                      a method, for comparison
-    python losses.py mine.py --plot mine.png   and a picture (needs matplotlib)
+    python verify.py mine.py                   the function `loss` of the file
+    python verify.py mine.py:other eps=0.1     another one, with a hyperparameter
+    python verify.py gspo                      a method, for comparison
+    python verify.py mine.py --plot mine.png   and a picture (needs matplotlib)
 
 A line that ends in "!" is a surprise. All batches are small and made up; tokens whose ratio moves
 were sampled with probability 0.05. The worlds are those of toy/README.md, and there a KL term
@@ -13,7 +13,6 @@ rewards do, nor what happens if a number is added to all of them.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,14 +23,14 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 import losses
-from claims.audit import REGIMES, net_pushes
-from claims.evidence import Draw
+from claims.cancellation import REGIMES, net_share, shared_pushes
+from claims.evidence import Tree
 from claims.formulas import FORMULAS
-from claims.tax import cosine
 from losses import Batch, Method
-from toy import crumb, drift, tax
+from toy import crumb, tax
 from toy.clips import RATIOS as PLOT_RATIOS
 from toy.clips import make_group, weigh
 from toy.figure import COLORS, make_figure, save
@@ -46,16 +45,20 @@ WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.p
     "  world 2: the wrong answers are short": (0.411, 0.597, 0.6),
     "  world 3: the worse strategy is short when it is right": (0.205, 0.597, 0.6),
     "  the crumb, from a share of 5%: mostly the scale": (0.1, 0.45, 0.45),
-    "  one batch, used for 32 updates. Favours no clip": (0.453, 0.457, 1),
-    "  and there, how far a token drifts that earns nothing": (0.445, 0, 0),
 }
 Loss = Callable[[Batch], Tensor]
 Line = tuple  # a label, then numbers or words
 
 
+def changed(batch: Batch, f: Callable[[Tensor], Tensor] = torch.clone) -> Batch:
+    """A batch of its own, with f of each (N, T) tensor. logp begins a graph."""
+    x = {k: f(x.detach().clone()) for k, x in vars(batch).items() if isinstance(x, Tensor)}
+    return replace(batch, **x | {"logp": x["logp"].requires_grad_()})
+
+
 def push(loss: Loss, batch: Batch) -> Tensor:
     """On every token of a copy, because a loss may spoil its batch; nan if the loss is. (N, T)."""
-    batch = batch.map(lambda x: x)
+    batch = changed(batch)
     value = loss(batch)
     return losses.token_pushes(value, batch.logp) + 0 * value.detach()
 
@@ -71,13 +74,15 @@ def factor(c: Tensor, d: Tensor) -> float:
 # ---------------- the parts of the page
 
 
-def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
+def cancelling(loss: Loss, trees: list[Tree]) -> Iterator[Line]:
     so = push(loss, make_group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
     yield "PUSHES on the word so, in the four answers of losses.py", *so
     yield "  their sum, which is 0 if they cancel", so.sum()
     yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way, nan: none",)
-    for name, regime in REGIMES.items():
-        yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
+    for name, (*moved, equal_lengths) in REGIMES.items():
+        some = [tree for tree in trees if tree.equal_lengths == equal_lengths]
+        net = torch.cat([net_share(shared_pushes(loss, tree, *moved)) for tree in some])
+        yield f"  {name}", net.mean()
 
 
 def by_length(loss: Loss) -> Tensor:
@@ -100,7 +105,7 @@ def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
     if win[4] and not win[5] and not lose[3]:  # at 1, at 1.05, and at 0.95
         wider = [f"{key}=0.2" for key, x in hyper.items() if type(x) is float and 0 < x < 0.05]
-        yield (f"  The clip stops nearly all. Wider: python losses.py {' '.join([name, *wider])}",)
+        yield (f"  The clip stops nearly all. Wider: python verify.py {' '.join([name, *wider])}",)
     yield "ONE TOKEN OF A WINNER MOVES; pushes are multiplied by", "own", "answer", "others"
     for label, log_r in (("  its ratio is 3", math.log(3)), ("  its ratio is 1/3", -math.log(3))):
         moved = torch.zeros(4, 4, dtype=torch.float64)
@@ -111,18 +116,18 @@ def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
 
 def bites(loss: Loss) -> Iterator[Line]:
     """What would go wrong in a run, or surprise there."""
-    draw = Draw(0, 16)  # three groups of nine answers, of unequal length
+    tree = Tree(0, 16)  # three groups of nine answers, of unequal length
     # Equal answers must not tie, because a median may take either.
-    draw.noise += 0.07 * draw.randn(*draw.mask.shape)
-    batch, G = draw.batch(0.15, garbage=0.5), draw.G
-    c, used = push(loss, batch), batch.map(lambda x: x)
+    tree.noise += 0.07 * tree.randn(*tree.mask.shape)
+    batch, G = tree.batch(0.15, garbage=0.5), tree.G
+    c, used = push(loss, batch), changed(batch)
     loss(used)  # which should leave no trace
 
-    def again(f: Callable = lambda x: x, **more) -> Tensor:
-        return push(loss, replace(batch.map(f), **more))
+    def again(f: Callable = torch.clone, **more) -> Tensor:
+        return push(loss, replace(changed(batch, f), **more))
 
     lower = dict(logp=batch.logp - 1, logp_old=batch.logp_old - 1, logp_ref=batch.logp_ref - 1)
-    twice = again(lambda x: x.repeat(2, 1))[: draw.N]
+    twice = again(lambda x: x.repeat(2, 1))[: tree.N]
     wider = again(lambda x: torch.cat([x, x[:, -1:]], 1))[:, :-1]
     tried = {  # the pushes, and what they should be
         "  it is called again on its batch": (push(loss, used), c),
@@ -133,7 +138,7 @@ def bites(loss: Loss) -> Iterator[Line]:
         "  all are 0, as with equal rewards": (again(adv=0 * batch.adv), 0 * c),
         "  no answer has tokens": (again(mask=batch.mask & False), 0 * c),
         "  padding is wider": (wider, c),
-        "  padding has log-probs of 10000": (push(loss, draw.batch(0.15)), c),
+        "  padding has log-probs of 10000": (push(loss, tree.batch(0.15)), c),
         "  log-probs are lower, ratios not. !: a forgotten detach?": (again(**lower), c),
     }
     yield "PUSHES ARE MULTIPLIED in a batch of three groups if", "by"
@@ -144,8 +149,8 @@ def bites(loss: Loss) -> Iterator[Line]:
 
 
 def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
-    draws = [Draw(1, k) for k in range(25)]
-    batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in draws]
+    trees = [Tree(1, k) for k in range(25)]
+    batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in trees]
     own = [push(loss, batch) for batch in batches]
     if "eps" in hyper:
         hyper = {"eps_low": hyper["eps"], "eps_high": hyper["eps"]} | hyper
@@ -154,22 +159,22 @@ def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
         twin = getattr(losses, name)
         twin = partial(twin, **{k: x for k, x in hyper.items() if k in losses.defaults(twin)})
         factors = (factor(push(twin, x), c) for x, c in zip(batches, own, strict=True))
-        ks = [*takewhile(math.isfinite, factors)]
-        if len(ks) == len(batches):
-            found.append((f"  {name}", min(ks), max(ks)))
-        elif len(ks) >= len(draws):  # the first are on-policy
+        agree = sum(1 for _ in takewhile(math.isfinite, factors))
+        if agree == len(batches):
+            found.append(name)
+        elif agree >= len(trees):  # the first are on-policy
             on_policy.append(name)
-    columns = ("least", "most") if found else ()
-    yield "THE SAME PUSHES, but for a factor, on 100 batches, as", *columns
-    yield from found
+    yield ("THE SAME PUSHES on 100 batches, but for a factor in each, as",)
+    yield (f"  always: {', '.join(found) or 'none'}",)
     yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
 
 
-def bias(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
+def bias(loss: Loss, trees: list[Tree]) -> Iterator[Line]:
     yield "EXPECTED UPDATE against the reward's gradient, G = 3", "cosine"
-    toys = [Toy(draw.seed) for draw in draws[::4]]
     for name, off_policy in (("  on-policy. Unbiased: 1", False), ("  off-policy", True)):
-        yield name, fmean(cosine(toy.expected_update(loss, off_policy), toy.exact) for toy in toys)
+        toys = [Toy(tree.seed) for tree in trees[::4]]
+        pairs = [(toy.expected_update(loss, off_policy).flatten(), toy.exact) for toy in toys]
+        yield name, fmean(float(cosine_similarity(g, exact.flatten(), 0)) for g, exact in pairs)
 
 
 @cache
@@ -179,21 +184,19 @@ def curves(row: Row) -> list[Tensor]:
 
 
 def worlds(row: Row) -> Iterator[Line]:
-    moved, _, reward = drift.measure(row)
-    ends = [*(curve[-1] for curve in curves(row)), reward, moved]
     yield "EXPECTED REWARD at the end", "this", "grpo", "dr-grpo", "best"
-    for (name, others), end in zip(WORLDS.items(), ends, strict=True):
-        yield name, end, *others
+    for (name, others), curve in zip(WORLDS.items(), curves(row), strict=True):
+        yield name, curve[-1], *others
 
 
 def report(name: str, method: Method) -> Iterator[Line]:
-    loss, draws = method.passes[0], [Draw(0, k) for k in range(24)]
+    loss, trees = method.passes[0], [Tree(0, k) for k in range(24)]
     yield tuple(head(name, method))
-    yield from cancelling(loss, draws)
+    yield from cancelling(loss, trees)
     yield from weights(loss, name, method.hyper)
     yield from bites(loss)
     yield from twins(loss, method.hyper)
-    yield from bias(loss, draws)
+    yield from bias(loss, trees)
     yield from worlds(Row(loss, method.scale))
 
 
@@ -228,20 +231,13 @@ def draw(title: str, row: Row):
     return figure
 
 
-def main(argv: list[str] | None = None):
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("loss", help="mine.py, mine.py:other or a method")
-    parser.add_argument("hyper", nargs="*", help="eps=0.1")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    given = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    method = losses.bind(given.loss, dict(x.partition("=")[::2] for x in given.hyper))
+def print_page(name: str, hyper: dict[str, str], plot: Path | None = None):
+    """The page on mine.py, mine.py:other or a method; and its picture, as .svg or .png."""
+    method = losses.bind(name, hyper)
     if len(method.passes) > 1 or method.credit:
-        parser.error(f"{given.loss} is more than one loss of a batch")
-    for label, *cells in report(given.loss, method):
+        raise ValueError(f"{name} is more than one loss of a batch")
+    for label, *cells in report(name, method):
         cells = [x if isinstance(x, str) else f"{round(float(x), 9) + 0:.3g}" for x in cells]
         print(f"{label:58}" if cells else label, *(f"{x:>6}" for x in cells))
-    if given.plot:
-        title = " ".join(head(given.loss, method))
-        save(draw(title, Row(method.passes[0], method.scale)), given.plot)
+    if plot:
+        save(draw(" ".join(head(name, method)), Row(method.passes[0], method.scale)), plot)

@@ -1,7 +1,7 @@
 """TRL's own losses as losses of ours, for the page of losses.py:
 
-    python losses.py engines/trl_loss.py                     TRL's default
-    python losses.py engines/trl_loss.py loss_type=cispo epsilon_high=5
+    python verify.py engines/trl_loss.py                     TRL's default
+    python verify.py engines/trl_loss.py loss_type=cispo epsilon_high=5
 
 The loss is GRPOTrainer._compute_loss of the TRL that you have installed; log-probs are given to it
 instead of a model's. Written against TRL 1.16.0.

@@ -1,7 +1,7 @@
 """verl's own policy losses as losses of ours, for the page of losses.py:
 
-    python losses.py engines/verl_loss.py                   verl's default
-    python losses.py engines/verl_loss.py name=gspo divisor=seq-mean-token-mean
+    python verify.py engines/verl_loss.py                   verl's default
+    python verify.py engines/verl_loss.py name=gspo divisor=seq-mean-token-mean
 
 It needs an installed verl; written against verl 0.9.1. divisor is verl's loss_agg_mode.
 """
