@@ -55,8 +55,8 @@ def check(id_: str, trees: list[Tree]) -> str:
 def unchecked() -> list[str]:
     """The functions of METHODS that no claim checks."""
     checked = {name for _, names in CLAIMS.values() for name in names}
-    parts = {part.__name__: None for x in losses.METHODS.values() for part in losses.functions(x)}
-    return [name for name in parts if name not in checked]
+    parts = {x.__name__ for m in losses.METHODS.values() for x in losses.functions(m)}
+    return sorted(parts - checked)
 
 
 def proofs() -> dict[str, str]:
@@ -66,11 +66,10 @@ def proofs() -> dict[str, str]:
 
 
 def explain(id_: str) -> str:
-    """What a claim says, where it is from, and its proof: the docstring, then PROOFS.md."""
+    """What a claim says, where it is from, and its proof."""
     text = proofs().get(id_, "")
-    if id_ in CLAIMS:  # the docstring has the claim in full
-        text = re.sub("^>.*\n", "", text, flags=re.MULTILINE)
-        text = inspect.getdoc(CLAIMS[id_][0]) + "\n\n" + text.strip()
+    if id_ in CLAIMS:  # the docstring has more than the short claim (>) of PROOFS.md
+        text = inspect.getdoc(CLAIMS[id_][0]) + re.sub("^>.*\n", "", "\n\n" + text, flags=re.M)
     return text.strip()
 
 
