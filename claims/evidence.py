@@ -146,6 +146,8 @@ class Tree:
             group_size=self.G,
             max_tokens=self.max_tokens,
             logp_ref=self.fill(self.logp + 0.5 * self.noise.roll(1, 0), 3 * garbage),
+            tokens=self.tokens,
+            rewards=(self.adv > 0).double(),
         )
 
     def group(self, i: int) -> range:

@@ -87,6 +87,7 @@ def test_bind_fills_in_what_is_chosen_wherever_it_is_taken():
     expected = {"eta": 0.3, "eps_low": 0.2, "eps_high": 0.5}
     assert [loss.keywords for loss in bound.passes] == [expected] * 2 and bound.hyper == expected
     assert bind("nthr", {"self_term": "true"}).credit.keywords["self_term"] is True
+    assert bind("grpo", {"kl_ratio": "False"}).passes[0].keywords["kl_ratio"] is False
     assert bind("ibpo", {"bonus": "1"}).repair.keywords == {"bonus": 1.0, "weight": 0.6}
 
 
