@@ -98,11 +98,11 @@ def by_length(loss: Loss) -> Tensor:
 
 
 def factor(c: Tensor, d: Tensor) -> float:
-    """k if d = k c and k is not 0, otherwise nan."""
+    """k if d = k c and k is positive, otherwise nan."""
     if c.equal(d):
         return 1.0
     k = float((c * d).sum() / (c * c).sum().clamp(min=1e-300))
-    return k if k and torch.allclose(d, k * c, rtol=1e-6, atol=1e-8) else math.nan
+    return k if k > 0 and torch.allclose(d, k * c, rtol=1e-6, atol=1e-8) else math.nan
 
 
 # ---------------- the parts of the page: lines, and what they found in words
@@ -126,7 +126,7 @@ def cancelling(loss: Loss, found: list[str]) -> Iterator[Line]:
     found.append(f"Pushes on a shared token cancel: {', '.join(cancels) or 'never'}.")
 
 
-def weights(loss: Loss, found: list[str]) -> Iterator[Line]:
+def weights(loss: Loss, found: list[str], odd: list[str]) -> Iterator[Line]:
     (win, lose), A = by_length(loss), [1, -1, 1, -1]
     yield "WEIGHT of a token, by the length of its answer", *LENGTHS
     yield "  a winner's. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
@@ -149,13 +149,15 @@ def weights(loss: Loss, found: list[str]) -> Iterator[Line]:
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
     back = torch.tensor(RATIOS).log().sign() * (lose - win)
     yield "  both. +: back to the old policy, -: further away", *back
+    if win[RATIOS.index(1)] < 0:
+        odd.append("winners are pushed down")
     yield "PUSHES ARE MULTIPLIED, if a winner's token moves, on", "before", "it", "after", "others"
     moves = []
     for row, ratio in ((0, 3), (0, 1 / 3), (1, 3), (1, 1 / 3)):
         k = move(row, ratio) / usual
         moves.append(torch.stack([*k[row, 1:], k[1 - row, 0]]))
         if row == 0:
-            yield f"  to the ratio {ratio:.2g}", *moves[-1]
+            yield f"  to the ratio {ratio:.2g}", *("-" if x.isnan() else x for x in moves[-1])
     seen = (torch.stack(moves) - 1).abs().nan_to_num().amax(0) > 1e-6
     names = ("later tokens", "itself", "earlier tokens", "other answers")
     looks = [name for name, x in zip(names, seen, strict=True) if x]
@@ -169,7 +171,7 @@ def weights(loss: Loss, found: list[str]) -> Iterator[Line]:
     )
 
 
-def pull(loss: Loss) -> Iterator[Line]:
+def pull(loss: Loss, odd: list[str]) -> Iterator[Line]:
     pulls = []
     for ratio in (2, 1, 0.5):
         batch = make_group([1, -1, 1, -1], [4] * 4)
@@ -177,6 +179,8 @@ def pull(loss: Loss) -> Iterator[Line]:
         pulls.append(4 * push(loss, batch)[:2, 3].mean())  # of a winner and a loser
     twice, same, half = pulls
     yield "PULL on a token at 2 and 0.5 times its reference. - +: back", twice - same, half - same
+    if twice > same > half:
+        odd.append("the pull is away from the reference")
 
 
 def changes(loss: Loss, odd: list[str]) -> Iterator[Line]:
@@ -268,7 +272,12 @@ def worlds(row: Row, mixes: bool) -> Iterator[Line]:
 def report(name: str, method: Method) -> Iterator[Line]:
     loss, row = method.passes[0], Row(method.passes[0], method.scale)
     found, odd = [], []
-    lines = [*cancelling(loss, found), *weights(loss, found), *pull(loss), *changes(loss, odd)]
+    lines = [
+        *cancelling(loss, found),
+        *weights(loss, found, odd),
+        *pull(loss, odd),
+        *changes(loss, odd),
+    ]
     found.append(f"What stands out: {', '.join(odd) or 'nothing'}.")
     for part in losses.functions(method)[1:]:
         found.append(f"{name} also has {part.func.__name__}, which this page does not show.")

@@ -4,6 +4,8 @@ small worlds, and planted mistakes are seen.
 Run: python -m pytest -q tests/test_report.py
 """
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import TINY
@@ -45,7 +47,7 @@ HAND = {  # beyond 1, below 1; by length; over a winner's of 4; a ratio of 3, of
 @pytest.mark.parametrize("name", HAND)
 def test_weights_are_those_of_a_hand(name):
     found, (beyond, below, by_length, other, tripled, third) = [], HAND[name]
-    shown = lines(report.weights(losses.bind(name, {}).passes[0], found))
+    shown = lines(report.weights(losses.bind(name, {}).passes[0], found, []))
     assert shown["a winner's. PPO's clip: 0 from 1.25 on"][5:] == near(beyond)
     assert shown["a loser's. PPO's clip: 0 up to 0.75"][:4] == near(below)
     assert shown["a winner's. 1 1 1 1: one divisor, 8 4 2 1: own length"] == near(by_length)
@@ -63,10 +65,17 @@ def test_what_only_some_losses_do_is_shown():
         nodes = losses.prefix_nodes(batch.tokens, batch.mask, batch.group_size).clamp(min=0)
         return -(batch.adv * batch.logp / nodes.flatten().bincount()[nodes]).sum()
 
-    shown = lines(report.weights(shared, []))
+    shown = lines(report.weights(shared, [], []))
     assert shown["of a token that 4, that 2 share, over one's own"] == near([0.25, 0.5])
-    [pulls] = lines(report.pull(losses.bind("grpo", {"kl": 0.04}).passes[0])).values()
-    assert pulls == near([-0.02, 0.04])
+    for kl, odd in ((0.04, []), (-0.04, ["the pull is away from the reference"])):
+        [[_, twice, half]] = report.pull(partial(losses.grpo, kl=kl), odd_ones := [])
+        assert (twice, half) == near((-kl / 2, kl)) and odd_ones == odd
+
+
+def test_a_loss_of_the_wrong_sign_stands_out():
+    odd, wrong = [], lambda batch: -losses.grpo(batch)
+    [*report.weights(wrong, [], odd)]
+    assert odd == ["winners are pushed down"]
 
 
 def test_cancelling_is_that_of_the_head_of_losses_and_of_the_claims():
