@@ -1,9 +1,8 @@
-"""C18 and C19: what a bias in a choice costs.
+"""C18 and C29c: what a bias in a choice costs, and what an update ascends.
 
 Each answer follows one of several strategies, a "way" in the code. Strategies compete, because a
 softmax takes from one what it gives to another. So a tax moves a strategy only as far as it differs
-from the tax of the others, and it costs reward only where it moves a better strategy down. The same
-holds for PPO's clip.
+from the tax of the others, and it costs reward only where it moves a better strategy down.
 
 The push on a strategy's logit is the gradient of the expected objective. It is measured through the
 losses, over all groups of G answers, each with its probability (toy/worlds.py).
@@ -11,30 +10,27 @@ losses, over all groups of G answers, each with its probability (toy/worlds.py).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
 import losses
-from claims.evidence import Draw, claim
-from claims.formulas import DFPO, average_of, fitting
+from claims.evidence import Tree, claim, equal
+from claims.formulas import DFPO, average_of
 from toy.worlds import Outcome, World
 
-# ---------------- C18: what a tax costs
 
-
-def random_worlds(draws: list[Draw], binary: bool) -> Iterator[World]:
+def random_world(tree: Tree, G: int, binary: bool) -> World:
     """Three strategies with four kinds of answers each; rewards are 0 and 1, or random."""
-    for draw, G in zip(draws[::3], (2, 3, 4) * len(draws), strict=False):
-        outcomes = []
-        for way in range(3):
-            chances, rewards = draw.randn(4).softmax(0).tolist(), draw.randn(4)
-            lengths = torch.randint(1, 9, (4,), generator=draw.generator).tolist()
-            rewards = [0.0, 1.0, 0.0, 1.0] if binary else rewards.tolist()
-            kinds = zip(chances, rewards, lengths, strict=True)
-            outcomes += [Outcome(way, *kind) for kind in kinds]
-        yield World(G, outcomes, draw.randn(3).softmax(0).tolist())
+    outcomes = []
+    for way in range(3):
+        chances, rewards = tree.randn(4).softmax(0).tolist(), tree.randn(4).tolist()
+        lengths = torch.randint(1, 9, (4,), generator=tree.generator).tolist()
+        kinds = zip(chances, [0.0, 1.0, 0.0, 1.0] if binary else rewards, lengths, strict=True)
+        outcomes += [Outcome(way, *kind) for kind in kinds]
+    return World(G, outcomes, tree.randn(3).softmax(0).tolist())
 
 
 def predict_push(name: str, world: World, scale: str) -> list[float]:
@@ -66,77 +62,50 @@ def factor(G: int, p: float, scale: str) -> float:
     return K
 
 
-@claim(
-    "C18",
-    "grpo",
-    "gspo",
-    "reinforce",
-    "grpo_symmetric",
-    "dr_grpo",
-    *DFPO,
-    only_if="on-policy; w depends on its own answer only; A is R minus the group's mean, or R is "
-    "0 or 1",
-)
-def c18(name, draws, evidence):
+@claim("C18", "grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
+def c18(name, tree):
     """On-policy, the expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a -
-    E[R]) + Cov(w, R | a)). So a tax costs reward where it gives a worse strategy the larger f.
+    E[R]) + Cov(w, R | a)). So a tax costs reward where it gives a worse strategy the larger f. It
+    holds if w depends on its own answer only, and A is R minus the group's mean, or R is 0 or 1.
 
     Source: what a tax costs (D)
-
-    Measured: three strategies of four kinds of answers with random lengths, G = 2 to 4: with the
-    std and rewards 0 and 1, then without the std and with graded rewards. "otherwise": how far the
-    std turns the push for graded rewards (C29c).
     """
-    loss = getattr(losses, name)
-    for scale in ("std", "mean"):
-        for world in random_worlds(draws, binary=scale == "std"):
-            push = world.expected_push(loss, scale)
-            evidence.equal(predict_push(name, world, scale), push)
-            if scale == "mean":
-                other = world.expected_push(loss, "std")
-                evidence.record_otherwise((other / other.norm() - push / push.norm()).norm())
+    for scale, G in (("std", 3), ("mean", 2 + tree.N % 3)):
+        world = random_world(tree, G, binary=scale == "std")
+        push = world.expected_push(getattr(losses, name), scale)
+        equal(predict_push(name, world, scale), push, f"scale {scale}, G = {G}")
 
 
-# ---------------- C19: what PPO's clip costs
+def curl(loss: Callable, world: World, scale: str) -> float:
+    """dv_0/dtheta_1 - dv_1/dtheta_0 of the expected update v, by differences of sixth order."""
+    h, total = 0.02, 0.0
+    weights = (1, 3 / 4), (2, -3 / 20), (3, 1 / 60)
+    for (a, b), (k, weight), sign in itertools.product(((0, 1), (1, 0)), weights, (1, -1)):
+        logits = world.logits()
+        logits[b] += sign * k * h
+        push = world.expected_push(loss, scale, logits)[a]
+        total += (b - a) * sign * weight / h * float(push)
+    return total
 
-MIN = ("grpo", "dr_grpo", "gspo")
 
+@claim("C29c", "reinforce")
+def c29c(name, tree):
+    """On-policy, with one divisor and a fixed reward for each strategy, the expected update climbs
+    an objective for every policy exactly if A is a score of the group minus a function of the
+    siblings. R minus the mean has this form. Divided by the group's std it does not, once there are
+    three levels of reward.
 
-def binary_world(G: int, q: tuple[float, float], share: float) -> World:
-    """Two strategies that are right with the probabilities q; all answers have one length."""
-    outcomes = []
-    for way in (0, 1):
-        outcomes += [Outcome(way, q[way], 1.0, 1), Outcome(way, 1 - q[way], 0.0, 1)]
-    return World(G, outcomes, [share, 1 - share])
-
-
-@claim(
-    "C19",
-    *MIN,
-    "grpo_symmetric",
-    "cispo",
-    only_if="both ratios are outside the clip range",
-)
-def c19(name, draws, evidence):
-    """Outside its range PPO's clip pushes a choice of two strategies back, whichever is better, by
-    (1-q_u) b + q_d (1-b), where the credit is q_u - q_d.
-
-    Source: what PPO's clip costs (D)
-
-    Measured: random strategies with both ratios outside the clip range, with and without the std. A
-    sign-blind clip pushes nothing there, and cispo pushes by the credit. "otherwise": the push
-    under PPO's clip over the credit.
+    Source: what a group's update ascends (D; we know of no other text that says this of the std).
+    2510.13651 and, for G = 2, 2502.18548 (S, abstracts)
     """
-    for k, draw in enumerate(draws[::2]):
-        up, down = draw.randn(2).sigmoid().tolist()
-        p, new = (x + 0.2 * float(draw.randn(1).sigmoid()) for x in (0.2, 0.75))
-        b, world = p * up + (1 - p) * down, binary_world(2 + k % 4, (up, down), p)
-        predicted = {"grpo_symmetric": 0.0, "cispo": up - down}
-        predicted = predicted.get(name, -(1 - up) * b - down * (1 - b))
-        if name in MIN:
-            evidence.record_otherwise(predicted / (up - down))
-        for scale in ("mean", "std"):
-            push = predicted * new * (1 - new) * factor(world.G, b, scale)
-            logits = torch.tensor([new, 1 - new], dtype=torch.float64).log()
-            measured = world.expected_push(fitting(name), scale, logits, old=world.logits())
-            evidence.equal([push, -push], measured)
+    loss, levels = getattr(losses, name), sorted(tree.randn(3).sigmoid().tolist())
+    pi = tree.randn(3).softmax(0).tolist()
+    for G in (2, 3):
+        world = World(G, [Outcome(way, 1.0, x, 1) for way, x in enumerate(levels)], pi)
+        equal(0, curl(loss, world, "mean"), "the curl of R minus the mean")
+        turned = curl(loss, world, "std")
+        assert turned < 0, f"the curl with the std is {turned:.3g}, but must be negative"
+        if G == 2:  # the std of a pair is its difference over the root of 2
+            x, y, z = levels
+            predicted = sum(d / (abs(d) / math.sqrt(2) + 1e-4) for d in (x - y, y - z, z - x))
+            equal(math.prod(pi) * predicted, turned, "the curl with the std")

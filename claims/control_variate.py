@@ -12,26 +12,16 @@ parametrisation, by the chain rule.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.choice import binary_world
-from claims.evidence import Draw, claim, pushes_of
-from claims.formulas import DFPO, UNCLIPPED, fitting
+from claims.evidence import claim, equal, not_zero, pushes_of
+from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
-
-
-def toys_of(draws: list[Draw]) -> list[Toy]:
-    """Some random worlds, in groups of 2, 3 and 4."""
-    return [Toy(draw.seed, G) for draw, G in zip(draws[::2], (2, 3, 4) * 4, strict=False)]
-
 
 # ---------------- C22: a prefix baseline, and when it moves no expected update
 
@@ -41,104 +31,51 @@ OWN += ("cispo", "pos_only")  # their divisor, the number of tokens, is a consta
 
 
 @claim("C22", "prefix_baseline")
-def c22(name, draws, evidence):
+def c22(name, tree):
     """After `prefix_baseline` the pushes of any loss sum to 0 in every batch, at every token that
     all visitors of its prefix take, if there are two or more visitors.
 
     Source: leave-one-out baselines that depend on the state (Williams 1992; VIMCO; RLOO; VinePPO;
     GiGPO 2505.10978; Leave-Two-Out 2606.06080), here applied after the clip. We know of no text
     that reads cancelling as such a baseline (D, ours)
-
-    Measured: the sums, for a loss with random pushes on random trees off-policy; and that the loss
-    keeps its value.
     """
-    for draw in draws:
-        batch, k = draw.batch(0.6), draw.randn(*draw.mask.shape)
-        loss = -(k * batch.logp)[draw.mask].sum() / draw.N
-        compared = losses.prefix_baseline(loss, batch, draw.nodes)
-        evidence.equal(loss, compared, what="the loss's value")
-        c = pushes_of(compared, batch)
-        visitors = Counter()  # of each prefix
-        for (p, y), at in draw.tree.items():
-            visitors[p, y[:-1]] += len(at)
-        for (p, y), at in draw.tree.items():
-            if 1 < len(at) == visitors[p, y[:-1]]:  # they all take this token
-                pushes = c[tuple(zip(*at, strict=True))]
-                net = pushes.sum() / (1 + pushes.abs().sum())
-                evidence.equal(0, net, what="the net push")
+    batch, k = tree.batch(0.6), tree.randn(*tree.mask.shape)
+    loss = -(k * batch.logp)[tree.mask].sum() / tree.N
+    compared = losses.prefix_baseline(loss, batch, tree.nodes)
+    equal(loss, compared, "the loss's value")
+    c, r = pushes_of(compared, batch), tree.log_ratio(0.6).exp()
+    visitors = defaultdict(list)  # of each prefix
+    for (p, y), at in tree.visits.items():
+        visitors[p, y[:-1]] += at
+    for at in visitors.values():
+        before, after, ratio = (x[tuple(zip(*at, strict=True))] for x in (k, c, r))
+        others = ((before / ratio).sum() - before / ratio) / max(1, len(at) - 1)  # 0 if alone
+        equal(before - ratio * others, after, "a push")
+    for (p, y), at in tree.visits.items():
+        if 1 < len(at) == len(visitors[p, y[:-1]]):  # they all take this token
+            pushes = c[tuple(zip(*at, strict=True))]
+            equal(0, pushes.sum() / (1 + pushes.abs().sum()), "the net push")
 
 
-def expected_updates(loss: Callable, toy: Toy, off_policy: bool, scale: str) -> list[Tensor]:
-    """Without `prefix_baseline` and with it. (V, D) both."""
-    return [toy.expected_update(loss, off_policy, scale, x) for x in (False, True)]
-
-
-@claim(
-    "C22b",
-    *OWN,
-    *DFPO,
-    only_if="c_i depends on answer i only, the baseline of A is fixed, and the old policy can draw "
-    "every token",
-)
-def c22b(name, draws, evidence):
+@claim("C22b", *OWN, "dfpo_min")
+def c22b(name, tree):
     """`prefix_baseline` does not move the expected update of a loss that judges each answer alone,
-    if A_i = R_i - b with a fixed b and the old policy can draw every token.
+    if A_i = R_i - b with a fixed b and the old policy can draw every token. Off-policy it moves the
+    update of dfpo-min, whose weights depend on the group.
 
     Source: E_old[r grad log pi(a|h)] = 0, as for every baseline (Williams 1992); D for c after the
     clip; setting: C22
-
-    Measured: the update with the baseline and without it, over all groups of 2, 3 and 4 answers in
-    12 random worlds, on-policy and off-policy. "otherwise": how far it moves the update of methods
-    whose pushes depend on the group.
     """
-    for off_policy, toy in itertools.product((False, True), toys_of(draws)):
-        before, after = expected_updates(fitting(name), toy, off_policy, "exact")
-        if name in OWN:
-            evidence.equal(before, after)
+    toy = Toy(tree.seed, 2 + tree.N % 3)
+    for off_policy in (False, True):
+        before, after = (
+            toy.expected_update(fitting(name), off_policy, "exact", prefix_baseline=x)
+            for x in (False, True)
+        )
+        if name in OWN or not off_policy:
+            equal(before, after, "the expected update")
         else:
-            evidence.record_otherwise((after - before).norm() / before.norm())
-
-
-def leak(toy: Toy, off_policy: bool) -> Tensor:
-    """C22c's sum over prefixes for w/r = 1/T, in loops over the answers. (V, D)."""
-    G, total = toy.groups.G, torch.zeros_like(toy.exact)
-    sampler = toy.old if off_policy else toy.policy
-    rewards = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
-    for h in ((), (1,), (2,)):  # the prefixes at which a token is chosen
-        t = len(h)
-        visits = [(y, q) for y, q in sampler.answers(()) if len(y) > t and y[:t] == h]
-        P = sum(q for _, q in visits)
-        w_over_r = sum(q / len(y) for y, q in visits) / P
-        r = toy.policy.probs(h) / sampler.probs(h)
-        scores = [x * toy.policy.grad_log_prob(h, a) for a, x in enumerate(r)]
-        earned = sum(q * rewards[y] * scores[y[t]] for y, q in visits) / P
-        total += P / G * (1 - (1 - P) ** (G - 1)) * w_over_r * earned
-    return total
-
-
-@claim(
-    "C22c",
-    "prefix_baseline",
-    only_if="A is R minus the group's mean, and the weight of A does not depend on the reward",
-)
-def c22c(name, draws, evidence):
-    """If A subtracts the group's mean, `prefix_baseline` does move the expected update: by (P/G) (1
-    - (1-P)^(G-1)) E_old[w/r|h] sum_a grad pi(a|h) Q_old(h,a) at each prefix.
-
-    Source: the leak of the group's mean (D, ours); setting: C22b
-
-    Measured: the change of the update over all groups of 2 to 4 answers in 12 random worlds,
-    on-policy and off-policy, for grpo without a clip (w/r = 1/T_i). "otherwise": how far the change
-    differs with PPO's clip off-policy, where the weight depends on the reward.
-    """
-    unclipped = partial(losses.grpo, **UNCLIPPED)
-    for toy, off_policy in itertools.product(toys_of(draws), (False, True)):
-        predicted = leak(toy, off_policy)
-        before, after = expected_updates(unclipped, toy, off_policy, "mean")
-        evidence.equal(predicted, after - before)
-        if off_policy:
-            before, after = expected_updates(losses.grpo, toy, off_policy, "mean")
-            evidence.record_otherwise((after - before - predicted).norm() / predicted.norm())
+            not_zero((after - before) / before.norm(), "the move of dfpo-min's update")
 
 
 # ---------------- C27: what a prefix baseline does to the noise
@@ -163,41 +100,40 @@ def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: T
     return noise[1] / noise[0]
 
 
-@claim(
-    "C27",
-    "prefix_baseline",
-    only_if="the token earns nothing, and c/r is iid over its visitors",
-)
-def c27(name, draws, evidence):
+@claim("C27", "prefix_baseline")
+def c27(name, tree):
     """At a token that earns nothing, `prefix_baseline` multiplies the noise of n visitors by (1 -
     t) n/(n-1), so it lowers the noise only if t is above 1/n. Here t = mu^2/(mu^2 + V), where mu
-    and V are the mean and the variance of c/r at the prefix.
+    and V are the mean and the variance of c/r at the prefix, and c/r is iid over the visitors.
 
     Source: the law of the noise (D, ours)
-
-    Measured: the noise with the baseline over the noise without it, for three strategies, over all
-    groups of 2 to 5 visitors with random advantages and lengths, off-policy, with grpo unclipped.
-    "otherwise": the law's error where one of the strategies earns more. The table is on-policy,
-    with rewards 0 and 1.
     """
-    for j, draw in enumerate(draws[::2]):
-        n, logits = 2 + j % 4, draw.randn(2, 3)  # now, before
-        chance, A = draw.randn(2).softmax(0), draw.randn(2)
-        T = torch.randint(1, 9, (2,), generator=draw.generator)
-        t = (chance @ (A / T)) ** 2 / (chance @ (A / T) ** 2)
-        law, ends = (1 - t) * n / (n - 1), [*zip(chance, A, T, strict=True)]
-        outcomes = [Outcome(way, *end) for way in range(3) for end in ends]
-        evidence.equal(law, compare_noise(outcomes, n, *logits))
-        earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
-        evidence.record_otherwise(compare_noise(earning, n, *logits) - law)
+    n, logits = 2 + tree.N % 4, tree.randn(2, 3)  # now, before
+    chance, A = tree.randn(2).softmax(0), tree.randn(2)
+    T = torch.randint(1, 9, (2,), generator=tree.generator)
+    t = (chance @ (A / T)) ** 2 / (chance @ (A / T) ** 2)
+    ends = [*zip(chance, A, T, strict=True)]
+    outcomes = [Outcome(way, *end) for way in range(3) for end in ends]
+    law = (1 - t) * n / (n - 1)
+    equal(law, compare_noise(outcomes, n, *logits), f"the noise at n = {n}")
+    earning = [o._replace(reward=o.reward + o.way) for o in outcomes]
+    not_zero(compare_noise(earning, n, *logits) - law, "the law's error where a token earns")
+
+
+def noise_table() -> list[list]:
+    """What cancelling buys: for 4 visitors, A = R - 0.5 and rewards 0 and 1, the token, t, the law
+    and the noise. Below 1 the baseline helps.
+    """
+    rows = []
     for title, share, *right in (
         ("earns nothing; right 0.9", 0.5, 0.9, 0.9),
         ("earns nothing; right 0.7", 0.5, 0.7, 0.7),
         ("an even choice; right 0.95, 0.85", 0.5, 0.95, 0.85),
         ("good strategy, taken with 0.1; right 0.9, other 0.1", 0.1, 0.9, 0.1),
     ):
-        world = binary_world(4, right, share)
-        outcomes = [o._replace(reward=o.reward - 0.5) for o in world.outcomes]
-        measured = compare_noise(outcomes, 4, world.logits(), world.logits())
+        ends = [Outcome(way, q, 0.5, 1) for way, q in enumerate(right)]
+        ends += [Outcome(way, 1 - q, -0.5, 1) for way, q in enumerate(right)]
+        logits = torch.tensor([share, 1 - share], dtype=torch.float64).log()
         t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
-        evidence.rows.append([title, t, (1 - t) * 4 / 3, float(measured)])
+        rows.append([title, t, (1 - t) * 4 / 3, float(compare_noise(ends, 4, logits, logits))])
+    return rows

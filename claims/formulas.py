@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import claim, pushes_of
+from claims.evidence import claim, equal, pushes_of
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
@@ -127,12 +127,6 @@ def dfpo_orthogonal(y, t, hyper):
     return slope * y.logp[t], slope
 
 
-def sapo(y, t, hyper):
-    tau = hyper.tau_pos if y.adv[t] > 0 else hyper.tau_neg
-    gate = 1 / (1 + math.exp(-tau * (y.r[t] - 1)))
-    return 4 / tau * gate * y.adv[t], 4 * gate * (1 - gate) * y.r[t] * y.adv[t]
-
-
 def pos_only(y, t, hyper):
     return ppo(y.r[t], max(y.adv[t], 0.0), hyper)
 
@@ -156,7 +150,6 @@ FORMULAS = {
     "grpo_symmetric": (without_min, "budget"),
     "dfpo_min": (dfpo_min, "budget"),
     "dfpo_orthogonal": (dfpo_orthogonal, "budget"),
-    "sapo": (sapo, "answer"),
     "pos_only": (pos_only, "tokens"),
     "nthr_grpo": (surrogate, "tokens"),
     "token_grpo": (surrogate, "tokens"),
@@ -203,90 +196,65 @@ def formula(name: str, batch: losses.Batch, **hyper) -> tuple[float, Tensor]:
 
 # ---------------- the claims
 
+CASES = [(0.0, {}), (0.6, {}), (0.6, {"eps_low": 0.1, "eps_high": 0.4}), (0.6, {"eps": 0.3})]
+CASES += [(0.6, {"ratio": "product"}), (0.6, {"kl": 0.1}), (0.6, {"kl": 0.1, "kl_ratio": True})]
+CASES += [(0.6, {"eta": 0.25})]
+
 
 @claim("M1", *FORMULAS)
-def m1(name, draws, evidence):
+def m1(name, tree):
     """Each loss, and the push on every token, is what its formula gives.
 
     Source: each method's paper (P; DFPO's transforms S, its losses and grpo-symmetric D)
 
-    Measured: the value and the pushes against two loops over plain numbers, on-policy and
-    off-policy, at several hyperparameters, with advantages that differ from token to token. A float
-    hyperparameter of a loss of your own gets a second value.
-
-    Proof: by definition. The twin of a loss shares no code with it: it states what a token adds to
-    J, and the slope of that in log pi. A detached factor has slope 0. The slope of PPO's clip,
-    min(r A, clip(r) A), is r A, but 0 for a winner above the range and for a loser below it. The
-    slope of k3 = q - log q - 1, with q = pi_ref / pi, is 1 - q.
+    Proof: by definition. The twin of a loss shares no code with it.
     """
     loss_fn = getattr(losses, name)
-    known = losses.defaults(loss_fn)
-    variants = [{"eps_low": 0.1, "eps_high": 0.4}, {"eps": 0.3}, {"ratio": "product"}]
-    variants += [{"kl": 0.1}, {"kl": 0.1, "kl_ratio": True}, {"eta": 0.25}]
-    named = set().union(*variants)  # and those of a loss of your own
-    variants += [
-        {key: 1.5 * x + 0.1} for key, x in known.items() if type(x) is float and key not in named
-    ]
-    cases = [(0.0, {}), (0.6, {})]
-    cases += [(0.6, hyper) for hyper in variants if hyper.keys() <= known.keys()]
-    for draw, (spread, hyper) in itertools.product(draws, cases):
-        adv = draw.rows(draw.adv) * (1 + 0.5 * draw.noise)
-        batch = draw.batch(spread, adv=adv)
-        loss = loss_fn(batch, **hyper)
-        value, c = formula(name, batch, **hyper)
-        evidence.equal(c, pushes_of(loss, batch), what="the push on a token")
-        evidence.equal(value, loss, what="the loss's value")
+    known, adv = losses.defaults(loss_fn), tree.rows(tree.adv) * (1 + 0.5 * tree.noise)
+    for spread, hyper in CASES:
+        if hyper.keys() <= known.keys():
+            batch = tree.batch(spread, adv=adv)
+            loss, (value, c) = loss_fn(batch, **hyper), formula(name, batch, **hyper)
+            equal(c, pushes_of(loss, batch), f"the pushes of {name}, {hyper}")
+            equal(value, loss, f"the value of {name}, {hyper}")
 
 
 @claim("M2", *FORMULAS)
-def m2(name, draws, evidence):
+def m2(name, tree):
     """A batch without tokens, or without a difference in reward, gives loss 0 and gradient 0, never
     NaN.
 
     Source: pitfalls of public implementations (D)
 
-    Measured: the value and the pushes of two batches. In one all positions are masked and hold
-    garbage. In the other all advantages are 0 at ratios that are not 1.
-
     Proof: two things can go wrong. A mean over no tokens divides 0 by 0, as does A / ||A||^2, so a
     divisor of 0 becomes 1. And exp overflows on the garbage in the padding. So the mask comes
     before the exp, because afterwards the gradient is 0 * inf.
     """
-    for draw in draws:
-        batch = draw.batch(0.6)
-        empty = replace(batch, mask=torch.zeros_like(batch.mask))
-        equal = draw.batch(0.6, adv=0 * draw.adv)
-        for batch in (empty, equal):
-            loss = getattr(losses, name)(batch)
-            evidence.equal(torch.zeros(draw.mask.shape), pushes_of(loss, batch))
-            evidence.equal(0, loss)
+    empty = replace(tree.batch(0.6), mask=tree.mask & False)
+    for batch in (empty, tree.batch(0.6, adv=0 * tree.adv)):
+        loss = getattr(losses, name)(batch)
+        equal(torch.zeros(tree.mask.shape), pushes_of(loss, batch), name)
+        equal(0, loss, name)
 
 
 @claim("M3", "group_advantages")
-def m3(name, draws, evidence):
+def m3(name, tree):
     """Advantages are centred per group. The scale "std" divides them by the unbiased std + 1e-4,
     and "batch" by the std of all rewards + 1e-4. Equal rewards give exactly 0.
 
     Source: GRPO sec. 4.1.2, Dr. GRPO, NTHR Lemma 4.2 (P); TRL's "batch" (P)
 
-    Measured: all three scales against Python's statistics, on random rewards, some of them below 0,
-    and on a group of equal rewards of 0.1.
-
     Proof: R_i - mean(R) sums to 0, and the sum stays 0 if all are divided by one number. Equal
     rewards need a rule of their own, because three rewards of 0.1 have a float std of 1e-17 and a
     mean that is not 0.1. So the largest reward is compared with the smallest.
     """
-    for draw in draws:
-        rewards = 0.7 + draw.size * draw.randn(draw.N + draw.G)  # nearly equal in wide trees
-        rewards[: draw.G] = 0.1
-        for scale in losses.SCALES:
-            predicted = []
-            for R in rewards.view(-1, draw.G).tolist():
-                divisors = {"mean": 1, "std": stdev(R) + 1e-4}
-                divisors["batch"] = stdev(rewards.tolist()) + 1e-4
-                equal = min(R) == max(R)
-                predicted += [0 if equal else (x - fmean(R)) / divisors[scale] for x in R]
-            measured = losses.group_advantages(rewards, draw.G, scale)
-            evidence.equal(predicted, measured, what=f"advantages with the scale {scale}")
-            what = f"whether equal rewards have an advantage with the scale {scale}"
-            evidence.equal(False, measured[: draw.G].any(), what=what)
+    rewards = 0.7 + tree.size * tree.randn(tree.N + tree.G)  # in the wide tree they nearly agree
+    rewards[: tree.G] = 0.1
+    for scale in losses.SCALES:
+        predicted = [0.0] * tree.G
+        for R in rewards[tree.G :].view(-1, tree.G).tolist():
+            std = {"mean": 1, "std": stdev(R) + 1e-4, "batch": stdev(rewards.tolist()) + 1e-4}
+            predicted += [(x - fmean(R)) / std[scale] for x in R]
+        measured = losses.group_advantages(rewards, tree.G, scale)
+        equal(predicted, measured, scale)
+        assert not measured[: tree.G].any()

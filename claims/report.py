@@ -1,19 +1,17 @@
 """What a loss does, on one page: a loss in a file of your own, or a method of losses.py.
 
-    python losses.py mine.py                   the function `loss` of the file
-    python losses.py mine.py:other eps=0.1     another one, with a hyperparameter
-    python losses.py gspo                      a method, for comparison
-    python losses.py mine.py --plot mine.png   and a picture (needs matplotlib)
+    python verify.py mine.py                   the function `loss` of the file
+    python verify.py mine.py:other eps=0.1     another one, with a hyperparameter
+    python verify.py gspo                      a method, for comparison
+    python verify.py mine.py --plot mine.png   and a picture (needs matplotlib)
 
-A line that ends in "!" is a surprise. All batches are small and made up; tokens whose ratio moves
-were sampled with probability 0.05. The worlds are those of toy/README.md, and there a KL term
-holds the policy at its start. A loss knows advantages only, so the page cannot say what your
-rewards do, nor what happens if a number is added to all of them.
+The page begins with what it found, in three sentences; claims/README.md explains its lines. All
+batches are small and made up. A KL term's reference is the policy itself, except where its pull is
+measured and in the worlds, where it is the policy at the start.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,128 +22,208 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 import losses
-from claims.audit import REGIMES, net_pushes
-from claims.evidence import Draw
+from claims.cancellation import net_share, shared_pushes
+from claims.evidence import Tree
 from claims.formulas import FORMULAS
-from claims.tax import cosine
 from losses import Batch, Method
-from toy import crumb, drift, tax
+from toy import crumb, tax
 from toy.clips import RATIOS as PLOT_RATIOS
-from toy.clips import make_group, weigh
 from toy.figure import COLORS, make_figure, save
 from toy.worlds import Row, Toy
 
 LENGTHS = (2, 4, 8, 16)
-OWN = "#0072B2"  # this loss, in the picture
-OLD = 0.05  # the probability with which a token was sampled whose ratio moves
-RATIOS = (0.1, 0.5, 0.75, 0.95, 1, 1.05, 1.25, 2, 10)
-WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.py computes them
-    "  world 1: the wrong answers are long": (0.596, 0.597, 0.6),
-    "  world 2: the wrong answers are short": (0.411, 0.597, 0.6),
-    "  world 3: the worse strategy is short when it is right": (0.205, 0.597, 0.6),
-    "  the crumb, from a share of 5%: mostly the scale": (0.1, 0.45, 0.45),
-    "  one batch, used for 32 updates. Favours no clip": (0.453, 0.457, 1),
-    "  and there, how far a token drifts that earns nothing": (0.445, 0, 0),
+RATIOS = (0.1, 0.45, 0.75, 0.95, 1, 1.05, 1.25, 2.1, 9)  # beside the edges that people clip at
+MOVES = {  # spread and offset of the ratios
+    "on-policy": (0, 0),
+    "ratios within 16%": (0.15, 0),
+    "ratios beyond 30%": (0.3, 0.35),
 }
+WORLDS = {  # the ends of grpo and of dr-grpo, and the best; tests/test_report.py computes them
+    "  the better strategy's wrong answers are short": (0.411, 0.597, 0.6),
+    "  the worse strategy's right answers are short": (0.205, 0.597, 0.6),
+    "  the usual answer earns 0.1, a rare one 1 at times": (0.1, 0.45, 0.45),
+}
+ALONE = "a group is alone (a token mean, or a statistic of the batch)"
 Loss = Callable[[Batch], Tensor]
 Line = tuple  # a label, then numbers or words
 
 
+# ---------------- batches made by hand, and what a loss does to them
+
+
+def make_group(adv: list[float], lengths: list[int], log_ratio: Tensor | float = 0.0) -> Batch:
+    """Answers to one prompt, which begin with the same token."""
+    A, T = torch.tensor([adv, lengths], dtype=torch.float64)[..., None]  # (G, 1) each
+    row, place = torch.arange(len(adv))[:, None], torch.arange(max(lengths))
+    mask, tokens = place < T, row * (place > 0)
+    logp_old = -3 + 0.3 * torch.sin(tokens + 2.0 * place).double()  # as unequal as real ones
+    logp = (logp_old + log_ratio).requires_grad_()
+    more = dict(logp_ref=logp.detach().clone(), tokens=tokens, rewards=1.0 * (A > 0)[:, 0])
+    return Batch(logp, logp_old, A.expand(mask.shape), mask, *mask.shape, **more)
+
+
+def changed(batch: Batch, f: Callable[[Tensor], Tensor] = torch.clone) -> Batch:
+    """A batch of its own, with f of each tensor. logp begins a graph."""
+    x = {k: f(x.detach().clone()) for k, x in vars(batch).items() if isinstance(x, Tensor)}
+    return replace(batch, **x | {"logp": x["logp"].requires_grad_()})
+
+
+def at_reference(loss: Loss) -> Loss:
+    """The loss, with the policy itself as its reference."""
+    return lambda batch: loss(replace(batch, logp_ref=batch.logp.detach()))
+
+
 def push(loss: Loss, batch: Batch) -> Tensor:
     """On every token of a copy, because a loss may spoil its batch; nan if the loss is. (N, T)."""
-    batch = batch.map(lambda x: x)
+    batch = changed(batch)
     value = loss(batch)
     return losses.token_pushes(value, batch.logp) + 0 * value.detach()
 
 
-def factor(c: Tensor, d: Tensor) -> float:
-    """k if d = k c and k is not 0, otherwise nan."""
-    if c.equal(d):
-        return 1.0
-    k = float((c * d).sum() / (c * c).sum().clamp(min=1e-300))
-    return k if k and torch.allclose(d, k * c, rtol=1e-6, atol=1e-8) else math.nan
-
-
-# ---------------- the parts of the page
-
-
-def cancelling(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
-    so = push(loss, make_group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
-    yield "PUSHES on the word so, in the four answers of losses.py", *so
-    yield "  their sum, which is 0 if they cancel", so.sum()
-    yield ("NET PUSH on a token that all share. 0: cancels, 1: all push one way, nan: none",)
-    for name, regime in REGIMES.items():
-        yield f"  {name}", fmean(net_pushes(loss, draws, *regime) or [math.nan])
+def by_ratio(loss: Loss, ratios: tuple) -> Tensor:
+    """|push| / |A| of a winner and of a loser that share a token of these ratios. (2, ratios)."""
+    batches = [make_group([1, -1], [1, 1], math.log(ratio)) for ratio in ratios]
+    return torch.cat([push(loss, batch) / batch.adv for batch in batches], 1)
 
 
 def by_length(loss: Loss) -> Tensor:
-    """Push / A of winners and of losers, the mean over an answer's tokens. (2, LENGTHS)."""
+    """The weight of a token of winners and of losers, over a winner's of 16. (2, LENGTHS)."""
     n = len(LENGTHS)
     batch = make_group([1] * n + [-1] * n, [*LENGTHS] * 2)
-    weight = batch.max_tokens * (push(loss, batch) * batch.adv).sum(1) / batch.mask.sum(1)
-    return weight.view(2, n)
+    weight = (push(loss, batch) * batch.adv)[:, 1:].sum(1).view(2, n) / (torch.tensor(LENGTHS) - 1)
+    return weight / weight[0, -1]
 
 
-def weights(loss: Loss, name: str, hyper: dict) -> Iterator[Line]:
+def factor(c: Tensor, d: Tensor) -> float:
+    """k if d = k c and k is positive, otherwise nan."""
+    if c.equal(d):
+        return 1.0
+    k = float((c * d).sum() / (c * c).sum().clamp(min=1e-300))
+    return k if k > 0 and torch.allclose(d, k * c, rtol=1e-6, atol=1e-8) else math.nan
+
+
+# ---------------- the parts of the page: lines, and what they found in words
+
+
+def cancelling(loss: Loss, found: list[str]) -> Iterator[Line]:
+    so = push(loss, make_group([0.5, -0.5, 0.5, -0.5], [4, 5, 2, 4]))[:, 0]
+    yield "PUSHES on the word so, in the four answers of losses.py", *so
+    yield "  their sum, which is 0 if they cancel", so.sum()
+    yield "NET PUSH on a shared token, 0 to 1, if lengths are", "equal", "not"
+    cancels, trees = [], [Tree(0, k) for k in range(24)]
+    for name, moved in MOVES.items():
+        nets = []
+        for equal in (True, False):
+            some = [x for x in trees if x.equal_lengths == equal]
+            net = torch.cat([net_share(shared_pushes(loss, x, *moved)) for x in some])
+            nets.append(net.sum() / max(1, len(net)))  # 0 if nobody is pushed
+        yield f"  {name}", *nets
+        if nets[0] < 1e-6:
+            cancels.append(name if nets[1] < 1e-6 else f"{name} if lengths are equal")
+    found.append(f"Pushes on a shared token cancel: {', '.join(cancels) or 'never'}.")
+
+
+def weights(loss: Loss, found: list[str], odd: list[str]) -> Iterator[Line]:
     (win, lose), A = by_length(loss), [1, -1, 1, -1]
     yield "WEIGHT of a token, by the length of its answer", *LENGTHS
-    yield "  winners. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
-    yield "  losers", *lose
-    # A winner and a loser of one token each, alone in their batch.
-    win, lose = weigh(loss, RATIOS, old=OLD)
-    yield "WEIGHT of a token, by its ratio; a group of two tokens", *RATIOS
+    yield "  a winner's. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
+    yield "  a loser's", *lose
+    c = push(loss, make_group([1, 1, -1, -1], [4, 4, 8, 8]))
+    yield "  a loser's of 8 tokens, over a winner's of 4", -c[2, 3] / c[0, 3]
+
+    def move(row: int, ratio: float) -> Tensor:  # of one token, in four answers of four
+        log_ratio = torch.zeros(4, 4, dtype=torch.float64)
+        log_ratio[row, 2] = math.log(ratio)
+        batch = make_group(A, [4] * 4, log_ratio)
+        batch.tokens[:, 1] //= 2  # pairs share a second one
+        return push(loss, batch)
+
+    usual = move(0, 1)
+    yield "  of a token that 4, that 2 share, over one's own", *usual[0, :2] / usual[0, 2]
+    win, lose = by_ratio(loss, RATIOS)
+    yield "WEIGHT of a token that both share, by its ratio", *RATIOS
     yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
-    if win[4] and not win[5] and not lose[3]:  # at 1, at 1.05, and at 0.95
-        wider = [f"{key}=0.2" for key, x in hyper.items() if type(x) is float and 0 < x < 0.05]
-        yield (f"  The clip stops nearly all. Wider: python losses.py {' '.join([name, *wider])}",)
-    yield "ONE TOKEN OF A WINNER MOVES; pushes are multiplied by", "own", "answer", "others"
-    for label, log_r in (("  its ratio is 3", math.log(3)), ("  its ratio is 1/3", -math.log(3))):
-        moved = torch.zeros(4, 4, dtype=torch.float64)
-        moved[0, 0] = log_r
-        k = push(loss, make_group(A, [4] * 4, moved)) / push(loss, make_group(A, [4] * 4))
-        yield label, k[0, 0], k[0, 1], k[1, 0]
+    back = torch.tensor(RATIOS).log().sign() * (lose - win)
+    yield "  both. +: back to the old policy, -: further away", *back
+    if win[RATIOS.index(1)] < 0:
+        odd.append("winners are pushed down")
+    yield "PUSHES ARE MULTIPLIED, if a winner's token moves, on", "before", "it", "after", "others"
+    moves = []
+    for row, ratio in ((0, 3), (0, 1 / 3), (1, 3), (1, 1 / 3)):
+        k = move(row, ratio) / usual
+        moves.append(torch.stack([*k[row, 1:], k[1 - row, 0]]))
+        if row == 0:
+            yield f"  to the ratio {ratio:.2g}", *("-" if x.isnan() else x for x in moves[-1])
+    seen = (torch.stack(moves) - 1).abs().nan_to_num().amax(0) > 1e-6
+    names = ("later tokens", "itself", "earlier tokens", "other answers")
+    looks = [name for name, x in zip(names, seen, strict=True) if x]
+    if not looks and torch.stack([win, lose]).std(1).any():
+        looks = ["the group together"]
+    stops = [[f"{r:g}" for r, x in zip(RATIOS, w, strict=True) if not x] for w in (win, lose)]
+    winners, losers = (" ".join(x) or "none" for x in stops)
+    found.append(
+        f"A token's weight depends on the ratio of: {', '.join(looks) or 'none'}. Ratios at which"
+        f" winners push nothing: {winners}; losers: {losers}."
+    )
 
 
-def bites(loss: Loss) -> Iterator[Line]:
+def pull(loss: Loss, odd: list[str]) -> Iterator[Line]:
+    pulls = []
+    for ratio in (2, 1, 0.5):
+        batch = make_group([1, -1, 1, -1], [4] * 4)
+        batch.logp_ref[:2, 3] -= math.log(ratio)
+        pulls.append(4 * push(loss, batch)[:2, 3].mean())  # of a winner and a loser
+    twice, same, half = pulls
+    yield "PULL on a token at 2 and 0.5 times its reference. - +: back", twice - same, half - same
+    if twice > same > half:
+        odd.append("the pull is away from the reference")
+
+
+def changes(loss: Loss, odd: list[str]) -> Iterator[Line]:
     """What would go wrong in a run, or surprise there."""
-    draw = Draw(0, 16)  # three groups of nine answers, of unequal length
+    tree = Tree(0, 16)  # three groups of nine answers, of unequal length
     # Equal answers must not tie, because a median may take either.
-    draw.noise += 0.07 * draw.randn(*draw.mask.shape)
-    batch, G = draw.batch(0.15, garbage=0.5), draw.G
-    c, used = push(loss, batch), batch.map(lambda x: x)
+    tree.noise += 0.07 * tree.randn(*tree.mask.shape)
+    batch, G, no_kl = tree.batch(0.15, garbage=0.5), tree.G, at_reference(loss)
+    c, used = push(loss, batch), changed(batch)
     loss(used)  # which should leave no trace
 
-    def again(f: Callable = lambda x: x, **more) -> Tensor:
-        return push(loss, replace(batch.map(f), **more))
+    def again(f: Callable = torch.clone, loss: Loss = loss, **more) -> Tensor:
+        return push(loss, replace(changed(batch, f), **more))
 
-    lower = dict(logp=batch.logp - 1, logp_old=batch.logp_old - 1, logp_ref=batch.logp_ref - 1)
-    twice = again(lambda x: x.repeat(2, 1))[: draw.N]
-    wider = again(lambda x: torch.cat([x, x[:, -1:]], 1))[:, :-1]
+    def widen(x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, -1:]], 1) if x.dim() == 2 else x
+
+    names = ("logp", "logp_old", "logp_ref")
+    other = {k: getattr(batch, k) - 0.9 * batch.logp_old for k in names}
     tried = {  # the pushes, and what they should be
-        "  it is called again on its batch": (push(loss, used), c),
-        "  answers have another order": (again(lambda x: x.flip(0)).flip(0), c),
-        "  there are twice as many. 2: a sum, not a mean": (twice, c),
-        "  a group is alone. Not 1: a token mean, or mixed groups": (again(lambda x: x[:G]), c[:G]),
-        "  advantages are doubled, over 2": (again(adv=2 * batch.adv) / 2, c),
-        "  all are 0, as with equal rewards": (again(adv=0 * batch.adv), 0 * c),
-        "  no answer has tokens": (again(mask=batch.mask & False), 0 * c),
-        "  padding is wider": (wider, c),
-        "  padding has log-probs of 10000": (push(loss, draw.batch(0.15)), c),
-        "  log-probs are lower, ratios not. !: a forgotten detach?": (again(**lower), c),
+        "it is called again on its batch": (push(loss, used), c),
+        "answers have another order": (again(lambda x: x.flip(0)).flip(0), c),
+        "there are twice as many (2: a sum)": (again(lambda x: torch.cat([x, x]))[: tree.N], c),
+        ALONE: (again(lambda x: x[:G]), c[:G]),
+        "advantages are doubled": (again(loss=no_kl, adv=2 * batch.adv) / 2, again(loss=no_kl)),
+        "all rewards are equal": (again(loss=no_kl, adv=0 * c, rewards=0 * batch.rewards), 0 * c),
+        "no answer has tokens": (again(mask=batch.mask & False), 0 * c),
+        "padding is wider": (again(widen)[:, :-1], c),
+        "padding has log-probs of 10000": (push(loss, tree.batch(0.15)), c),
+        "log-probs differ, ratios do not (a clip by probability?)": (again(**other), c),
     }
-    yield "PUSHES ARE MULTIPLIED in a batch of three groups if", "by"
+    yield (f"CHANGES THAT SHOULD MULTIPLY NO PUSH: {len(tried)}. Of these the following do, by",)
     for name, (d, usual) in tried.items():
-        k = factor(usual, d)
-        by = "other" if math.isnan(k) and d.isfinite().all() else k
-        yield name, by, *([] if torch.allclose(d, usual, rtol=1e-6) else "!")
+        if not torch.allclose(d, usual, rtol=1e-6):
+            k = factor(usual, d)
+            yield f"  {name}", "other" if math.isnan(k) and d.isfinite().all() else k
+            if name != ALONE or math.isnan(k):
+                odd.append(name)
 
 
 def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
-    draws = [Draw(1, k) for k in range(25)]
-    batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in draws]
+    trees = [Tree(1, k) for k in range(25)]
+    batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in trees]
     own = [push(loss, batch) for batch in batches]
     if "eps" in hyper:
         hyper = {"eps_low": hyper["eps"], "eps_high": hyper["eps"]} | hyper
@@ -154,22 +232,29 @@ def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
         twin = getattr(losses, name)
         twin = partial(twin, **{k: x for k, x in hyper.items() if k in losses.defaults(twin)})
         factors = (factor(push(twin, x), c) for x, c in zip(batches, own, strict=True))
-        ks = [*takewhile(math.isfinite, factors)]
-        if len(ks) == len(batches):
-            found.append((f"  {name}", min(ks), max(ks)))
-        elif len(ks) >= len(draws):  # the first are on-policy
+        agree = sum(1 for _ in takewhile(math.isfinite, factors))
+        if agree == len(batches):
+            found.append(name)
+        elif agree >= len(trees):  # the first are on-policy
             on_policy.append(name)
-    columns = ("least", "most") if found else ()
-    yield "THE SAME PUSHES, but for a factor, on 100 batches, as", *columns
-    yield from found
+    yield ("THE SAME PUSHES on 100 batches, but for a factor in each, as",)
+    yield (f"  always: {', '.join(found) or 'none'}",)
     yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
 
 
-def bias(loss: Loss, draws: list[Draw]) -> Iterator[Line]:
-    yield "EXPECTED UPDATE against the reward's gradient, G = 3", "cosine"
-    toys = [Toy(draw.seed) for draw in draws[::4]]
-    for name, off_policy in (("  on-policy. Unbiased: 1", False), ("  off-policy", True)):
-        yield name, fmean(cosine(toy.expected_update(loss, off_policy), toy.exact) for toy in toys)
+def bias(row: Row, mixes: bool) -> Iterator[Line]:
+    yield "EXPECTED UPDATE, cosine with the gradient. Unbiased: 1", "on-pol.", "off"
+    for label in ("rewards of 0 and 1", "any rewards"):
+        cosines = []
+        for toy in (Toy(Tree(0, k).seed) for k in range(0, 24, 4)):
+            if "0" in label:
+                toy.groups.rewards = (toy.groups.rewards > 0).double()
+            reward = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
+            exact = toy.policy.grad_expected_reward((), reward.__getitem__).flatten()
+            for off_policy in (False, True):
+                g = toy.expected_update(at_reference(row.loss), off_policy, row.scale)
+                cosines.append(float(cosine_similarity(g.flatten(), exact, 0)))
+        yield f"  {label}", *("mixed" if mixes else fmean(x) for x in (cosines[::2], cosines[1::2]))
 
 
 @cache
@@ -178,70 +263,65 @@ def curves(row: Row) -> list[Tensor]:
     return [*tax.find_rewards(tax.climb(row)), crumb.train_rare(row, crumb.STARTS[1:2])[:, 0]]
 
 
-def worlds(row: Row) -> Iterator[Line]:
-    moved, _, reward = drift.measure(row)
-    ends = [*(curve[-1] for curve in curves(row)), reward, moved]
-    yield "EXPECTED REWARD at the end", "this", "grpo", "dr-grpo", "best"
-    for (name, others), end in zip(WORLDS.items(), ends, strict=True):
-        yield name, end, *others
+def worlds(row: Row, mixes: bool) -> Iterator[Line]:
+    yield "EXPECTED REWARD at the end, if", "this", "grpo", "dr-grpo", "best"
+    for k, (name, others) in enumerate(WORLDS.items(), 1):  # in the first world all end alike
+        yield name, "mixed" if mixes else curves(row)[k][-1], *others
 
 
 def report(name: str, method: Method) -> Iterator[Line]:
-    loss, draws = method.passes[0], [Draw(0, k) for k in range(24)]
-    yield tuple(head(name, method))
-    yield from cancelling(loss, draws)
-    yield from weights(loss, name, method.hyper)
-    yield from bites(loss)
+    loss, row = method.passes[0], Row(method.passes[0], method.scale)
+    found, odd = [], []
+    lines = [
+        *cancelling(loss, found),
+        *weights(loss, found, odd),
+        *pull(loss, odd),
+        *changes(loss, odd),
+    ]
+    found.append(f"What stands out: {', '.join(odd) or 'nothing'}.")
+    for part in losses.functions(method)[1:]:
+        found.append(f"{name} also has {part.func.__name__}, which this page does not show.")
+    if ALONE in odd:
+        found.append("It mixes groups, so no update and no end is computed.")
+    yield head(name, method)
+    yield from ((sentence,) for sentence in found)
+    yield from lines
     yield from twins(loss, method.hyper)
-    yield from bias(loss, draws)
-    yield from worlds(Row(loss, method.scale))
+    yield from bias(row, ALONE in odd)
+    yield from worlds(row, ALONE in odd)
 
 
-def head(name: str, method: Method) -> list[str]:
+def head(name: str, method: Method) -> Line:
     """What the page is about: the loss, its scale and its hyperparameters."""
-    return [f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())]
+    return f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())
 
 
 def draw(title: str, row: Row):
     """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
     figure = make_figure(title, 5.2)
     axes = figure.subplots(2, 3).flatten()
-    by_ratio = weigh(row.loss, PLOT_RATIOS, old=OLD)
-    weights = (
-        ("its ratio", PLOT_RATIOS, by_ratio, ""),
-        ("length of its answer", LENGTHS, by_length(row.loss), "o"),  # no line between is measured
-    )
-    for axis, (label, x, (win, lose), marker) in zip(axes, weights, strict=False):
-        axis.plot(x, win, marker, color=OWN, linewidth=4, alpha=0.5, label="winner")
-        axis.plot(x, lose, marker + "--", color=OWN, label="loser")
-        axis.set(title="weight of a token", xlabel=label, ylim=(min(0, win.min()), None))
-    others = {"grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean")}
-    for k, title in enumerate((*tax.SETTINGS, "the crumb")):
-        axis = axes[2 + k]
-        axis.plot(curves(row)[k], color=OWN, linewidth=4, label="this")
-        for label, other in others.items():
-            axis.plot(curves(other)[k], color=COLORS[label], label=label)
-        axis.set(title=title, xlabel="batches", ylim=(0, 0.65))
-    axes[3].set(ylabel="expected reward")
-    for k in (0, 2):
-        axes[k].legend()
+    ratios, lengths = by_ratio(row.loss, PLOT_RATIOS), by_length(row.loss)
+    panels = (("its ratio", PLOT_RATIOS, ratios), ("length of its answer", LENGTHS, lengths))
+    for axis, (label, x, (win, lose)) in zip(axes, panels, strict=False):
+        axis.plot(x, win, linewidth=4, alpha=0.5, label="winner")
+        axis.plot(x, lose, "--", label="loser")
+        axis.set(title="weight of a token", xlabel=label)
+    rows = {"grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean"), "this": row}
+    for k, world in enumerate((*tax.SETTINGS, "the crumb")):
+        for label, other in rows.items():
+            color = COLORS.get(label, "#0072B2")
+            axes[2 + k].plot(curves(other)[k], color=color, label=label)
+        axes[2 + k].set(title=world, xlabel="batches", ylabel="expected reward", ylim=(0, 0.65))
+    axes[0].legend()
+    axes[2].legend()
     return figure
 
 
-def main(argv: list[str] | None = None):
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("loss", help="mine.py, mine.py:other or a method")
-    parser.add_argument("hyper", nargs="*", help="eps=0.1")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
-    given = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    method = losses.bind(given.loss, dict(x.partition("=")[::2] for x in given.hyper))
-    if len(method.passes) > 1 or method.credit:
-        parser.error(f"{given.loss} is more than one loss of a batch")
-    for label, *cells in report(given.loss, method):
+def print_page(name: str, hyper: dict[str, str], plot: Path | None = None):
+    """The page on mine.py, mine.py:other or a method; and its picture, as .svg or .png."""
+    method = losses.bind(name, hyper)
+    for label, *cells in report(name, method):
         cells = [x if isinstance(x, str) else f"{round(float(x), 9) + 0:.3g}" for x in cells]
-        print(f"{label:58}" if cells else label, *(f"{x:>6}" for x in cells))
-    if given.plot:
-        title = " ".join(head(given.loss, method))
-        save(draw(title, Row(method.passes[0], method.scale)), given.plot)
+        print(f"{label:60}" if cells else label, *(f"{x:>6}" for x in cells))
+    if plot:
+        save(draw(" ".join(head(name, method)), Row(method.passes[0], method.scale)), plot)

@@ -1,12 +1,10 @@
-"""To whoever asks what a loss of her own does: the page's numbers are those of the claims and of
-the small worlds, and planted mistakes are seen.
+"""To whoever asks what a loss of her own does: the page's numbers are those of a hand and of the
+small worlds, and planted mistakes are seen.
 
 Run: python -m pytest -q tests/test_report.py
 """
 
-import math
-import re
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +12,8 @@ from conftest import TINY
 
 import losses
 import train
-from claims import CLAIMS, report
-from claims.audit import REGIMES, net_pushes
-from claims.evidence import Draw, examine_on
-from toy import tree
+import verify
+from claims import report
 from toy.worlds import Row
 
 near = pytest.approx
@@ -39,122 +35,107 @@ def lines(part) -> dict[str, list]:
 # ---------------- the numbers
 
 
-@pytest.fixture
-def page(monkeypatch):
-    """The page on a method, but for its slow parts."""
-    monkeypatch.setattr(report, "worlds", lambda row: [])
-    monkeypatch.setattr(report, "twins", lambda loss, hyper: [])
-    return lambda name: lines(report.report(name, losses.bind(name, {})))
+S = 3**0.25  # of an answer with one ratio of 3 and three of 1
+HAND = {  # beyond 1, below 1; by length; over a winner's of 4; a ratio of 3, of 1/3; pull
+    "grpo": ([1.05, 0, 0, 0], [0, 0, 0, 0.95], [8, 4, 2, 1], [0.5], [1, 0, 1, 1], [1, 1 / 3, 1, 1]),
+    "cispo": ([1.05, 1.25, 2.1, 5], [0.1, 0.45, 0.75, 0.95], [1] * 4, [1], [1, 3, 1, 1], None),
+    "gspo": ([0] * 4, [0] * 4, [8, 4, 2, 1], [0.5], [0, 0, 0, 1], [1 / S] * 3 + [1]),
+    "dfpo-min": ([1.05, 1.25, 2.1, 9], [0.1, 0.45, 0.75, 0.95], [1] * 4, [1], None, [1 / S] * 4),
+}
 
 
-def test_net_pushes_and_bias_are_those_of_the_claims(page):
-    shown, found = page("grpo"), {claim.id: claim for claim in CLAIMS}
-    for id_, labels in (("AUDIT", REGIMES), ("C16", ("on-policy. Unbiased: 1", "off-policy"))):
-        [[_, *numbers]] = examine_on([Draw(0, k) for k in range(24)], found[id_], "grpo").rows
-        assert [x for label in labels for x in shown[label]] == near(numbers)
+@pytest.mark.parametrize("name", HAND)
+def test_weights_are_those_of_a_hand(name):
+    found, (beyond, below, by_length, other, tripled, third) = [], HAND[name]
+    shown = lines(report.weights(losses.bind(name, {}).passes[0], found, []))
+    assert shown["a winner's. PPO's clip: 0 from 1.25 on"][5:] == near(beyond)
+    assert shown["a loser's. PPO's clip: 0 up to 0.75"][:4] == near(below)
+    assert shown["a winner's. 1 1 1 1: one divisor, 8 4 2 1: own length"] == near(by_length)
+    assert shown["a loser's"] == near(by_length)
+    assert shown["a loser's of 8 tokens, over a winner's of 4"] == near(other)
+    assert ("winners push nothing: 1.25 2.1 9; losers: 0.1 0.45 0.75." in found[0]) == (
+        name == "grpo"
+    )
+    assert shown["to the ratio 3"] == near(tripled or [1, 1, 1, 1])
+    assert shown["to the ratio 0.33"] == near(third or [1, 1 / 3, 1, 1])
 
 
-def test_pushes_on_the_word_so_are_those_of_the_head_of_losses(page):
-    shown = page("grpo")
+def test_what_only_some_losses_do_is_shown():
+    def shared(batch):  # as lambda-GRPO, over the number of answers that share a token
+        nodes = losses.prefix_nodes(batch.tokens, batch.mask, batch.group_size).clamp(min=0)
+        return -(batch.adv * batch.logp / nodes.flatten().bincount()[nodes]).sum()
+
+    shown = lines(report.weights(shared, [], []))
+    assert shown["of a token that 4, that 2 share, over one's own"] == near([0.25, 0.5])
+    for kl, odd in ((0.04, []), (-0.04, ["the pull is away from the reference"])):
+        [[_, twice, half]] = report.pull(partial(losses.grpo, kl=kl), odd_ones := [])
+        assert (twice, half) == near((-kl / 2, kl)) and odd_ones == odd
+
+
+def test_a_loss_of_the_wrong_sign_stands_out():
+    odd, wrong = [], lambda batch: -losses.grpo(batch)
+    [*report.weights(wrong, [], odd)]
+    assert odd == ["winners are pushed down"]
+
+
+def test_cancelling_is_that_of_the_head_of_losses_and_of_the_claims():
+    found = []
+    shown = lines(report.cancelling(losses.grpo, found))
     assert shown["PUSHES on the word so, in the four answers of losses.py"] == near(
         [0.125, -0.1, 0.25, -0.125]
     )
     assert shown["their sum, which is 0 if they cancel"] == near([0.15])
+    assert shown["on-policy"] == near([0, 0.0748], abs=1e-4)
+    sentence = "on-policy if lengths are equal, ratios within 16% if lengths are equal"
+    assert found == [f"Pushes on a shared token cancel: {sentence}."]
 
 
-ALL = [1.05, 1.25, 2, 10], [0.1, 0.5, 0.75, 0.95]  # every ratio is a weight
-S = 3**0.25  # of an answer with one ratio of 3 and three of 1
-WEIGHTS = {  # at large ratios, at small ones, by length; and what a ratio of 3 or of 1/3 multiplies
-    "grpo": ([1.05, 0, 0, 0], [0, 0, 0, 0.95], [8, 4, 2, 1], [0, 1, 1], [1 / 3, 1, 1]),
-    "cispo": ([1.05, 1.25, 2, 5], ALL[1], [32 / 15] * 4, [3, 1, 1], [1 / 3, 1, 1]),
-    "gspo": ([0] * 4, [0] * 4, [8, 4, 2, 1], [0, 0, 1], [1 / S, 1 / S, 1]),
-    "dfpo-min": (*ALL, [1] * 4, [1] * 3, [1 / S] * 3),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_are_those_of_a_hand(name, page):
-    shown, (large, small, by_length, tripled, third) = page(name), WEIGHTS[name]
-    assert shown["a winner's. PPO's clip: 0 from 1.25 on"][5:] == near(large)
-    assert shown["a loser's. PPO's clip: 0 up to 0.75"][:4] == near(small)
-    assert shown["winners. 1 1 1 1: one divisor, 8 4 2 1: own length"] == near(by_length)
-    assert shown["losers"] == near(by_length)
-    assert shown["its ratio is 3"] == near(tripled) and shown["its ratio is 1/3"] == near(third)
+@pytest.mark.parametrize("scale, any_rewards", [("mean", 1), ("std", 0.943)])
+def test_the_expected_update_is_that_of_the_scale(scale, any_rewards):
+    """C29: the std keeps the direction with rewards of 0 and 1, and only with these."""
+    page = lines(report.bias(Row(losses.reinforce, scale), False))
+    assert page["rewards of 0 and 1"][0] == near(1)
+    assert page["any rewards"][0] == near(any_rewards, abs=1e-3)
 
 
 @pytest.mark.parametrize("name, column", [("grpo", 0), ("dr-grpo", 1)])
 def test_the_worlds_end_where_the_page_says(name, column):
     method = losses.bind(name, {})
-    page = lines(report.worlds(Row(*method.passes, method.scale)))
-    assert page.pop("EXPECTED REWARD at the end") == ["this", "grpo", "dr-grpo", "best"]
-    assert [x[0] for x in page.values()] == near([x[1 + column] for x in page.values()], abs=6e-4)
+    _, *page = report.worlds(Row(*method.passes, method.scale), False)
+    assert [float(end) for _, end, *_ in page] == near([x[2 + column] for x in page], abs=6e-4)
 
 
-def test_a_loss_written_anew_is_recognised():
-    def anew(batch, eps):
+def test_a_loss_written_anew_is_recognised_and_one_that_is_nearly_another_is_not():
+    def anew(batch, eps, winners=1.0):
         r = (batch.logp - batch.logp_old).masked_fill(~batch.mask, 0).exp()
-        J = torch.minimum(r * batch.adv, r.clamp(1 - eps, 1 + eps) * batch.adv) * batch.mask
+        A = batch.adv * torch.where(batch.adv > 0, winners, 1.0)
+        J = torch.minimum(r * A, r.clamp(1 - eps, 1 + eps) * A) * batch.mask
         return -3 * J.sum() / len(r) / batch.max_tokens
 
-    page = lines(report.twins(lambda batch: anew(batch, 0.3), {"eps": 0.3}))
-    head, (times, to), *mean, on_policy = page.values()
-    assert [*page][1] == "dr_grpo" and (times, to) == near((3, 3))
-    assert {"token_grpo", "nthr_grpo"} == {x for x in page if x in ("token_grpo", "nthr_grpo")}
-    least, most = page["token_grpo"]  # as the mean length of a batch is
-    assert least < most
-    assert "reinforce" in [*page][-1] and "gspo" not in [*page][-1]
-
-
-def test_a_loss_that_is_nearly_another_is_not_taken_for_it():
-    """Its winners weigh 1% more."""
-    page = report.twins(lambda x: losses.grpo(replace(x, adv=x.adv + 0.01 * x.adv.relu())), {})
-    assert "grpo" not in lines(page)
-
-
-def test_the_picture_shows_the_pages_numbers(monkeypatch):
-    ends = 4 * [torch.tensor([0.3, 0.5])]
-    monkeypatch.setattr(report, "curves", lambda row: ends)
-    axes = report.draw("grpo", Row(losses.grpo)).axes
-    (win, lose), lengths = axes[0].lines, axes[1].lines
-    at = [*win.get_xdata()].index(1.51)
-    assert win.get_ydata()[at] == 0 and lose.get_ydata()[at] == near(1.51)
-    assert [*lengths[0].get_ydata()] == near([8, 4, 2, 1])
-    assert all([*axis.lines[0].get_ydata()] == near([0.3, 0.5]) for axis in axes[2:])
-
-
-def test_a_nan_is_no_net_push_of_0():
-    net = net_pushes(lambda batch: losses.grpo(batch) * math.nan, [Draw(0, 0)], 0.0, 0.0, True)
-    assert net and all(map(math.isnan, net))
+    _, [always], [on_policy] = report.twins(lambda batch: anew(batch, 0.3), {"eps": 0.3})
+    assert always == "  always: dr_grpo, dapo, nthr_grpo, token_grpo"
+    assert "reinforce" in on_policy and "gspo" not in on_policy
+    _, [always], _ = report.twins(lambda batch: anew(batch, 0.3, 1.01), {"eps": 0.3})
+    assert always == "  always: none"
 
 
 # ---------------- planted mistakes
 
 SURROGATE = "x = clipped_surrogate(batch, 0.2, 0.2) * batch.mask; T = batch.mask.sum(1); "
-MISTAKES = {  # the label that shows it, and what the line says
-    "return -(x.sum(1) / T).mean()": ("no answer has tokens", math.nan),
-    "return -x.mean()": ("padding is wider", 5 / 6),
-    "return -x.sum()": ("there are twice as many. 2: a sum, not a mean", 2),
-    "return -divide_by_tokens(x, batch)": (
-        "a group is alone. Not 1: a token mean, or mixed groups",
-        77 / 81,
-    ),
-    "return -(x * batch.logp).mean()": (
-        "log-probs are lower, ratios not. !: a forgotten detach?",
-        "other",
-    ),
-    "batch.adv.mul_(2); return reinforce(batch)": ("it is called again on its batch", 2),
-    "A = x / x.std(); return -divide_by_constant(A, batch)": (
-        "all are 0, as with equal rewards",
-        math.nan,
-    ),
-    "return dr_grpo(batch) - batch.logp[0].mean()": ("answers have another order", "other"),
+MISTAKES = {  # the lines that show it
+    "return -(x.sum(1) / T).mean()": "no answer has tokens",
+    "return -x.mean()": "padding is wider",
+    "return -x.sum()": "there are twice as many (2: a sum)",
+    "return -(x * batch.logp).mean()": "log-probs differ, ratios do not (a clip by probability?)",
+    "batch.adv.mul_(2); return reinforce(batch)": "it is called again on its batch",
+    "A = x / x.std(); return -divide_by_constant(A, batch)": report.ALONE,
+    "return dr_grpo(batch) - batch.logp[0].mean()": "answers have another order",
     "r = (batch.logp - batch.logp_old).exp(); return -(r * batch.adv).mean()": (
-        "padding has log-probs of 10000",
-        math.nan,
+        "padding has log-probs of 10000"
     ),
-    "x = batch.adv.tanh() * batch.logp; return -divide_by_constant(x, batch)": (
-        "advantages are doubled, over 2",
-        "other",
+    "return reinforce(replace(batch, adv=batch.adv.tanh()))": "advantages are doubled",
+    "return reinforce(batch) + batch.logp.masked_fill(~batch.mask, 0).mean()": (
+        "all rewards are equal"
     ),
 }
 
@@ -162,24 +143,17 @@ MISTAKES = {  # the label that shows it, and what the line says
 @pytest.mark.parametrize("body", MISTAKES)
 def test_a_planted_mistake_is_seen(body, tmp_path):
     [loss] = losses.bind(write(tmp_path, f"def loss(batch):\n    {SURROGATE}{body}\n"), {}).passes
-    label, factor = MISTAKES[body]
-    page = lines(report.bites(loss))
-    assert page[label][0] == (factor if factor == "other" else near(factor, nan_ok=True))
-    assert page[label][1:] == ["!"]
+    odd = []
+    page = lines(report.changes(loss, odd))
+    assert MISTAKES[body] in odd and MISTAKES[body] in page
 
 
-def largest_ratio(batch):
-    """Learns from one answer of a group; of equal answers torch would take either."""
-    s = losses.sequence_ratio(batch).detach().view(-1, batch.group_size)
-    best = torch.zeros_like(s).scatter(1, s.argmax(1, keepdim=True), 1.0)
-    return losses.reinforce(replace(batch, adv=best.view(-1, 1) * batch.adv))
-
-
-def test_no_line_of_ours_is_a_surprise():
-    names = ("grpo", "gspo", "dfpo-min", "dfpo-orthogonal", "reinforce")
-    for loss in (largest_ratio, *(losses.bind(name, {}).passes[0] for name in names)):
-        _, *page = report.bites(loss)
-        assert [x[1:] for x in page] == [(near(1),)] * 10, loss
+def test_nothing_of_ours_stands_out():
+    for name in [*losses.METHODS][:9]:  # the last ones clip by a probability
+        odd = []
+        for loss in losses.bind(name, {}).passes:
+            [*report.changes(loss, odd)]
+        assert odd == [], name
 
 
 # ---------------- the door
@@ -193,21 +167,26 @@ scale = "mean"
 
 
 def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy):
-    """On the page, in a run, and on the page of the run, which has a copy of the file."""
+    """On the page, and in a run, which keeps a copy of the file."""
     path = write(tmp_path, KL) + ":other"
-    monkeypatch.setattr(report, "worlds", lambda row: [])
-    report.main([path, "eps=0.3"])
+    monkeypatch.setattr(report, "worlds", lambda row, mixes: [])
+    assert verify.main([path, "eps=0.3"]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"{path}, scale mean") and "eps=0.3 kl=0.04\n" in page
-    assert re.search(r"\n  grpo +1 +1\n", page)  # with kl=0.04, too
+    assert "  always: grpo\n" in page  # with kl=0.04, too
     train.main([*TINY, "--out", str(tmp_path / "run"), "--method", path, "--hyper", "kl=0"])
     assert (tmp_path / "run" / "method.py").read_text() == (tmp_path / "mine.py").read_text()
-    (tmp_path / "mine.py").write_text("def other(batch): 1 / 0\nscale = 'mean'")
-    tree.main([str(tmp_path / "run")])
-    assert (tmp_path / "run" / "tree.html").exists()
 
 
-@pytest.mark.parametrize("name", ["lopti", "nthr"])
-def test_what_is_more_than_one_loss_is_refused(name):
-    with pytest.raises(SystemExit):
-        report.main([name])
+def test_a_method_of_several_parts_has_the_page_of_its_first_loss(monkeypatch):
+    monkeypatch.setattr(report, "worlds", lambda row, mixes: [])
+    page = lines(report.report("ar-lopti", losses.bind("ar-lopti", {})))
+    for part in ("lopti_high", "advantage_reweighting"):
+        assert f"ar-lopti also has {part}, which this page does not show." in page
+
+
+@pytest.mark.parametrize("body", ["x", "x.sum().item()", "None", "x.sum().detach()"])
+def test_what_is_no_loss_is_refused_with_one_message(body, tmp_path):
+    path = write(tmp_path, f"def loss(batch):\n    {SURROGATE}\n    return {body}\n")
+    with pytest.raises(ValueError, match="must return one number that depends on batch.logp"):
+        verify.main([path])

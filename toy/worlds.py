@@ -81,7 +81,8 @@ class Groups:
         elif scale != "exact":
             A = losses.group_advantages(self.rewards, self.G, scale)
         adv, old, L = A[:, None].expand_as(logp), logp.detach(), self.mask.shape[1]
-        return Batch(logp, old, adv, self.mask, self.G, L, logp_ref=old), counts
+        tokens = self.nodes.clamp(min=0)  # equal where prefixes are
+        return Batch(logp, old, adv, self.mask, self.G, L, old, tokens, self.rewards), counts
 
 
 # ---------------- policies whose only logits are those of the choices
