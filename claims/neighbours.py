@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-import llm.neighbours
+import llm.credit
 import losses
 from claims.evidence import Tree, claim, equal
 
@@ -64,7 +64,7 @@ def n4(name, tree):
     logp = (h @ head.T / 0.7).log_softmax(-1).gather(2, tree.tokens[..., None])[..., 0]
     facts["logp"], right = tree.fill(logp.detach()), facts["rewards"] == 1
     hidden = torch.where(tree.mask[..., None], h, torch.nan)
-    measured = llm.neighbours.nthr_scores(
+    measured = llm.credit.nthr_scores(
         **facts, hidden=hidden, head=head.detach(), temperature=0.7
     )
     for i in range(0, tree.N, tree.G):

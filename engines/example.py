@@ -3,8 +3,10 @@
     python -m engines.example                  # a tiny random model, on a CPU: half a minute
     python -m engines.example --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6
 
-All flags of TRL's GRPOConfig and ModelConfig are accepted. --num_generations is G,
---max_completion_length is L. --use_peft trains LoRA, with ten times the learning rate.
+--method is a method of losses.py, --hyper "eps_low=0.1 eps_high=0.3" its hyperparameters,
+--prefix_baseline gives it a baseline at every prefix. All flags of TRL's GRPOConfig and ModelConfig
+are accepted. --num_generations is G, --max_completion_length is L. --use_peft trains LoRA, with ten
+times the learning rate.
 """
 
 from __future__ import annotations
@@ -15,41 +17,27 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset
 from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
-from transformers.hf_argparser import HfArg
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from engines.trainer import Trainer
-from losses import METHODS
 from tasks.arithmetic import Arithmetic
 
 # TRL hands every column but the prompt to the reward function.
-ROWS = [
-    {"prompt": "1+2=", "answer": "3"},
-    {"prompt": "2+2=", "answer": "4"},
-    {"prompt": "3+4=", "answer": "7"},
-    {"prompt": "5+1=", "answer": "6"},
-    {"prompt": "4+5=", "answer": "9"},
-    {"prompt": "6+2=", "answer": "8"},
-    {"prompt": "0+5=", "answer": "5"},
-    {"prompt": "1+1=", "answer": "2"},
-    {"prompt": "0+1=", "answer": "1"},
-    {"prompt": "7+2=", "answer": "9"},
-]
+ROWS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in (1, 2) for b in range(5)]
 
 
 def reward(completions: list, answer: list[str], **_) -> list[float]:
     """One number for each answer: half for the right start, half for stopping there."""
     # To a prompt of chat messages the answer is a list of one message.
     texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
-    pairs = list(zip(texts, answer, strict=True))
-    return [0.5 * text.startswith(right) + 0.5 * (text == right) for text, right in pairs]
+    return [0.5 * (x.startswith(y) + (x == y)) for x, y in zip(texts, answer, strict=True)]
 
 
 @dataclass
 class Options:
-    method: str = HfArg(default="grpo", help=", ".join(METHODS))
-    hyper: str = HfArg(default="", help="of the method: eps_low=.1 eps_high=.3")
-    prefix_baseline: bool = HfArg(default=False, help="a baseline at every prefix (losses.py)")
+    method: str = "grpo"  # of losses.METHODS
+    hyper: str = ""  # of the method: eps_low=0.1 eps_high=0.3
+    prefix_baseline: bool = False  # a baseline at every prefix (losses.py)
 
 
 CPU = {"use_cpu": True, "bf16": False}

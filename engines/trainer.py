@@ -7,26 +7,23 @@ micro-batches and processes are gathered, and the loss is taken once. The pushes
 then carried through the model piece by piece, as train.py's update does. So value and gradient are
 those of losses.py for any number of processes and accumulation steps.
 
-What is scored must be what was sampled. So dropout is switched off, positions do not count padding,
-and the first rollout compares the log-probs of both.
+What is scored must be what was sampled. So dropout is switched off, and before the first rollout
+the log-probs of a few tokens are compared.
 
 Cost: with K accumulation steps, an optimiser step scores K - 1 micro-batches once more, without
-gradient. Written against TRL 1.16, for text without tools.
+gradient. Written against TRL 1.16, for text: no tool, image or router loss is known here, and
+nothing refuses them.
 """
 
 from __future__ import annotations
 
-import inspect
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import fields, replace
-from unittest import mock
 
 import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_tensor_dict
 
 from losses import (
@@ -63,12 +60,8 @@ class Trainer(GRPOTrainer):
         self.method = method_for(args, method, hyper or {})
         self.prefix_baseline, self.is_compared = prefix_baseline, False
         args.disable_dropout = True
-        with reference_of(model):
-            super().__init__(model, reward_funcs, args, *more, **named)
-        if self.aux_loss_enabled:
-            raise ValueError("--router_aux_loss_coef 0: no loss here balances a mixture's experts")
-        for each in filter(None, (self.model, self.ref_model)):
-            score_as_sampled(each)
+        super().__init__(model, reward_funcs, args, *more, **named)
+        drop_nothing(self.model)
 
     def _generate_single_turn(self, prompt_ids, *more):
         if not (self.is_compared or self.use_vllm or self.use_transformers_continuous_batching):
@@ -85,14 +78,10 @@ class Trainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         rows = super()._generate_and_score_completions(inputs)
-        if "tool_mask" in rows or "pixel_values" in rows:
-            raise ValueError("tools and images are not supported: no loss here knows of them")
         if self.model.training:  # in an evaluation, groups have another size
             # TRL's own, but for groups with equal rewards: there rounding leaves it a little, and
             # dapo counts the groups that are not 0.
             A = group_advantages(self.rewards, self.num_generations, self.method.scale)
-            is_equal = (A.view(-1, self.num_generations) == 0).all(1)  # (groups,)
-            self._metrics["train"]["frac_reward_zero_std"][-1] = is_equal.float().mean().item()
             rows["advantages"] = of_this_process(self, A, len(inputs))
             rows["rewards"] = of_this_process(self, self.rewards, len(inputs))
         return rows
@@ -107,15 +96,12 @@ class Trainer(GRPOTrainer):
             self._buffered_inputs = split_tensor_dict(rows, pieces)
         return self._buffered_inputs[self._step % pieces]
 
-    def _score(self, model, inputs: dict) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of one micro-batch's answers: (n, T) each."""
+    def _score(self, model, inputs: dict) -> Tensor:
+        """Log-probs of one micro-batch's answers (n, T)."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         width = inputs["completion_ids"].shape[1]
-        logp, entropy, _ = self._get_per_token_logps_and_entropies(
-            model, ids, attention, width, compute_entropy=True
-        )
-        return logp, entropy.detach()
+        return self._get_per_token_logps_and_entropies(model, ids, attention, width)[0]
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # where rewards are the measure, and a loss says nothing
@@ -129,29 +115,23 @@ class Trainer(GRPOTrainer):
             # model should see no other forward pass.
             with torch.no_grad():
                 others = [self._score(model, x) for x in window[1:]]
-        logp, entropy = self._score(model, inputs)
+        logp = self._score(model, inputs)
         if micro_step == 0:
-            scored = zip((logp.detach(), entropy), *others, strict=True)
-            self.value, c = self._loss(*map(torch.cat, scored), window)
+            self.value, c = self._loss(torch.cat([logp.detach(), *others]), window)
             self.pushes = c.split(len(logp))
         surrogate = -(self.pushes[micro_step] * logp).sum()
         # TRL adds micro-steps up, and averages over processes.
         return self.value / size + surrogate - surrogate.detach()
 
-    def _loss(self, logp: Tensor, entropy: Tensor, window: list[dict]) -> tuple[Tensor, Tensor]:
-        """The loss of the optimiser batch, and the pushes on this process's rows.
-
-        The pushes are scaled so that an average over processes is the gradient. The entropy
-        is logged, in the mean over the batch's tokens.
-        """
+    def _loss(self, logp: Tensor, window: list[dict]) -> tuple[Tensor, Tensor]:
+        """The loss of the optimiser batch, and the pushes on this process's rows, scaled so that
+        an average over processes is the gradient."""
 
         def field(name: str) -> Tensor:
             return of_all_processes(self, torch.cat([x[name] for x in window]), 1)  # (N, T)
 
         tokens, A = field("completion_ids"), field("advantages")
         mask = field("completion_mask").bool()
-        spread = of_all_processes(self, entropy, 1)[mask]  # (K,)
-        self._metrics["train"]["entropy"].append(spread.mean().item())
         leaf = of_all_processes(self, logp, 1).requires_grad_()  # (N, T)
         old = field("old_per_token_logps") if "old_per_token_logps" in window[0] else leaf.detach()
         ref = field("ref_per_token_logps") if self.beta else None
@@ -183,44 +163,22 @@ def of_this_process(trainer: GRPOTrainer, x: Tensor, count: int) -> Tensor:
 # ---------------- what is scored must be what was sampled
 
 
-def reference_of(model):
-    """Within it, TRL's reference for a KL term is a copy of the model that was passed.
-
-    TRL would load it anew from where that model came from, although it may have changed since.
-    """
-    if isinstance(model, str):
-        return nullcontext()
-    return mock.patch.object(
-        grpo_trainer, "create_model_from_path", lambda *_, **__: deepcopy(model)
-    )
-
-
-def score_as_sampled(model: torch.nn.Module):
-    """Scoring drops nothing out, and its positions do not count padding, as in `generate`."""
+def drop_nothing(model: torch.nn.Module):
+    """Attention's dropout is a number, which disable_dropout does not see; so is a router's
+    noise."""
     for module in model.modules():
         for name, value in vars(module).items():
-            # Attention's is a number, which disable_dropout does not see; so is a router's noise.
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-    def add_positions(_, args, inputs):
-        if inputs.get("fused_lm_head"):  # TRL scores
-            position = inputs["attention_mask"].cumsum(1) - 1
-            inputs = {"position_ids": position.clamp(min=0)} | inputs
-        return args, inputs
-
-    base = getattr(model, "get_base_model", lambda: model)()  # LoRA wraps it
-    if "position_ids" in inspect.signature(base.forward).parameters:
-        model.register_forward_pre_hook(add_positions, with_kwargs=True)
 
 
 @torch.no_grad()
 def check_gap(trainer: Trainer, prompt: list[int]):
     """Refuse a model, or a sampler, whose answers are scored as if another policy had given them.
 
-    A few tokens are sampled as TRL samples. Their log-probs under that sampler, with top_p and the
-    like, are compared with those that the loss will read. In fp32 they differ by 1e-6, in bf16 by
-    about 0.03 nats a token, which is rounding.
+    A few tokens are sampled as TRL samples, with all that the model's generation_config.json says.
+    Their log-probs are compared with those that the loss will read. Rounding makes 1e-6 nats in
+    fp32, and about 0.03 in bf16.
     """
     device, config = trainer.accelerator.device, deepcopy(trainer.generation_config)
     config.update(max_new_tokens=8, output_scores=True, return_dict_in_generate=True)
@@ -228,8 +186,7 @@ def check_gap(trainer: Trainer, prompt: list[int]):
     seen = torch.ones_like(ids)
     seen[4:, : len(prompt) // 2] = 0  # as padding
     with (
-        # A run draws the same random numbers whether or not it was resumed: these do not count.
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.random.fork_rng(),  # a resumed run, which also checks, goes on with its own numbers
         unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
         ) as model,
@@ -239,18 +196,11 @@ def check_gap(trainer: Trainer, prompt: list[int]):
     tokens = out.sequences[:, len(prompt) :]  # (8, T)
     logp = torch.stack(out.scores, 1).float().log_softmax(-1)  # (8, T, V)
     sampled = logp.gather(2, tokens[..., None]).squeeze(2)
-    seen = torch.cat([seen, torch.ones_like(tokens)], 1)  # here what follows an end counts as well
-    scored, *_ = trainer._get_per_token_logps_and_entropies(
-        trainer.model, out.sequences, seen, tokens.shape[1]
-    )
-    gap = (scored - sampled)[~sampled.isneginf()].abs().mean().item()  # an end may be filtered out
-    kind = device.type, model.dtype, trainer.accelerator.mixed_precision
-    is_exact = kind == ("cpu", torch.float32, "no")
-    if not gap < (1e-3 if is_exact else 0.3):  # a nan, too
-        raise ValueError(
-            f"sampled and scored log-probs differ by {gap:.3g} nats a token, so no update is made; "
-            "no loss here knows of top_p, min_p and the like, in flags or generation_config.json"
-        )
+    inputs = {"prompt_ids": ids, "prompt_mask": seen, "completion_ids": tokens}
+    scored = trainer._score(trainer.model, inputs | {"completion_mask": torch.ones_like(tokens)})
+    gap = (scored - sampled)[~sampled.isneginf()].abs().mean().item()  # padding may be filtered out
+    if not gap < 0.1:  # a nan, too
+        raise ValueError(f"sampled and scored log-probs differ by {gap:.3g} nats a token")
 
 
 # ---------------- what is refused: settings that would change what is learned, or do nothing
@@ -271,6 +221,11 @@ UNREAD = (
     "use_adaptive_entropy",
     "off_policy_mask_threshold",
     "mask_truncated_completions",
+    # No loss here knows of them.
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
 )
 
 
@@ -284,7 +239,7 @@ def method_for(config: GRPOConfig, name: str, hyper: dict[str, object]) -> Metho
         value = getattr(config, field.name)
         if field.name in UNREAD and value != field.default:
             raise ValueError(
-                f"--{field.name} {value} has no effect here: the loss is --method's, with --hyper"
+                f"--{field.name} {value} is unknown to the losses here; see --method, --hyper"
             )
     words = {"True": "group", "False": "none"}  # a command line's, of which TRL knows the bools
     config.scale_rewards = words.get(config.scale_rewards, config.scale_rewards)

@@ -1,4 +1,4 @@
-"""TRL's own losses as losses of ours, for the page of losses.py:
+"""TRL's own losses as losses of ours, for the page of verify.py:
 
     python verify.py engines/trl_loss.py                     TRL's default
     python verify.py engines/trl_loss.py loss_type=cispo epsilon_high=5

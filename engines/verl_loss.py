@@ -1,4 +1,4 @@
-"""verl's own policy losses as losses of ours, for the page of losses.py:
+"""verl's own policy losses as losses of ours, for the page of verify.py:
 
     python verify.py engines/verl_loss.py                   verl's default
     python verify.py engines/verl_loss.py name=gspo divisor=seq-mean-token-mean

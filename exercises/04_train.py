@@ -28,11 +28,11 @@ Here log pi_i is the log-probability of the whole answer, that is, the sum over 
 `log_pi`, `A` and `T` are (N,). The rest of the file is complete. Read `train`: it is GRPO without
 the std, and with one update per step, so without the ratio and the clip.
 
-The grader then trains with three seeds, in a few seconds, and prints the mean reward of every 80
-steps.
+After a PASS the grader runs this file. It trains with three seeds, in a few seconds, and prints the
+mean reward of every 80 steps.
 
 **If you are early:** after a PASS, change one number of `sample` so that one of the methods ends at
-the other strategy. Predict, and run again.
+the other strategy. Predict, and run this file again.
 
 **Hint** for b): one line for each method.
 
@@ -87,3 +87,14 @@ def train(method: str, seed: int, steps: int = 800) -> list[float]:
         optimizer.step()
         rewards.append(R.mean().item())
     return rewards
+
+
+if __name__ == "__main__":
+    print("  mean reward of every 80 steps, from first to last:\n")
+    for method, guess in zip(["grpo", "dr-grpo"], prediction()):
+        ends = []
+        for seed in range(3):
+            rewards = torch.tensor(train(method, seed)).view(-1, 80).mean(1)
+            print(f"  {method:8} seed {seed}  ", *(f"{mean:.2f}" for mean in rewards))
+            ends.append(rewards[-1].item())
+        print(f"  you predicted {guess:.2f}, the seeds end at {sum(ends) / len(ends):.2f} on average\n")

@@ -26,8 +26,8 @@ without the 1/N of the mean.
 
 To try it on two answers of one token, with the ratios 1.5 and 0.5:
 
-    from exercises.questions import start_alike
-    print(grpo_symmetric(start_alike([1.5, 0.5], [1, -1])))
+    from exercises.call import make_batch
+    print(grpo_symmetric(make_batch(r=[[1.5], [0.5]], A=[1, -1], L=1)))
 
 **Grade it:** `python -m exercises.grader 7`
 """

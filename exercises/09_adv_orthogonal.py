@@ -2,15 +2,17 @@
 """
 # 9. Adv-Orthogonal, and its blind spot (20 minutes)
 
-**Aim:** write DFPO's second repair, and find what it does not see. It removes from w only what
-correlates with A (Eq. 18 of the paper):
+**Aim:** repair what a sequence ratio breaks, and find what the repair does not see. In GSPO an
+answer has one weight w_i for all its tokens, its sequence ratio, so the pushes on a shared token no
+longer cancel. The first repair of the paper DFPO, Min-Replace, gives all answers of a group the
+smallest weight. The second, Adv-Orthogonal, removes from w only what correlates with A (its Eq. 18):
 
     w~ = w - (A.w / ||A||^2) A        A.w = sum_i A_i w_i and ||A||^2 = sum_i A_i^2, over a group
 
 Then `sum_i w~_i A_i = 0`. And if sum A = 0, `sum_i w~_i = sum_i w_i`.
 
 **a)** Write it. `w` and `adv` are (P, G), a row for each group, and so is the result. Return it
-detached. A group whose advantages are all 0 keeps its w.
+detached: otherwise the loss would also learn to move the weights. A group whose advantages are all 0 keeps its w.
 
 **b)** Some answers of a group may share a token that the others lack: that is its blind spot. Take
 the advantages 1, 1, -1, -1, and let the first and the third answer share such a token. Their

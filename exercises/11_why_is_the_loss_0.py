@@ -14,9 +14,8 @@ The loss is -J. All answers of the group share their first token. As in exercise
 answer on it is the derivative of the answer's brackets by log pi, and the net push is the sum of c.
 
 For each method give two numbers: the value of the loss, and the net push on the shared token. Write
-them for any advantages, even if they do not sum to 0. Then look at
-rewards 1, 0, 1, 0 and lengths 2, 4, 5, 10. Which loss is 0 there, and which net push? (After a PASS
-you can compare. `python verify.py --explain Q1` says more.)
+them for any advantages, even if they do not sum to 0. Then look at rewards 1, 0, 1, 0 and lengths
+2, 4, 5, 10. Which loss is 0 there, and which net push? (After a PASS you can compare.)
 
 **Hint:** dr / dlog pi = r = 1. So the value has a sum over all tokens, divided by G, and the net
 push has only the shared token.

@@ -1,1 +1,1 @@
-"""What a real language model needs beside train.py: speed, GSM8K, and two neighbours' extras."""
+"""Language models around train.py: where a policy comes from, credit rules, what keeps a run."""

@@ -18,7 +18,7 @@ class Sums(GSM8K):
         model="HuggingFaceTB/SmolLM2-135M-Instruct",
         steps=30,
         max_tokens=24,
-        micro_rows=16,
+        micro_rows=32,
         lr=1e-5,
         schedule="constant",
         eval_every=10,

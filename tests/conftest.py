@@ -3,7 +3,6 @@
 import json
 import os
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 # Before torch and transformers are imported. The tests are about bits: they run on the CPU,
@@ -53,7 +52,7 @@ class Letters(Arithmetic):
         pairs = [("5=", "13579,so"), ("23=", " "), ("4+4+4=", "67890#k"), ("5=", "02468,=m")]
         others = [("6+6=", "02468so"), ("7=", "13579"), ("8+8+8=", "hm+"), ("9+=", "so")]
         others.append(("0=", ""))
-        self.train = [Item(*pair, "") for pair in pairs]
+        self.train = [Item(*pair, f"so #{i}") for i, pair in enumerate(pairs)]
         self.test = [Item(*pair, "") for pair in others]
 
     def encode(self, tokenizer, items):
@@ -62,24 +61,20 @@ class Letters(Arithmetic):
     def shares(self, items, texts):
         return {}
 
+    def correction(self, item, siblings=1):
+        return self.repair(item, "so #9", ["ok #7"] * siblings, demo="so #7")
+
     def reward(self, text, item):
         count = sum(letter in item.answer for letter in text)
         return count % 2 + 0.5 * (count == 2)
-
-
-def random_policy(seed: int, fast: bool = False) -> train.Policy:
-    """A small GPT-2 that repeats itself, with three ids that end an answer; one is padding's."""
-    policy = load("scratch", width=8, seed=seed, fast=fast)
-    policy.model.get_input_embeddings().weight.data *= 1.5
-    return replace(policy, eos=torch.tensor([0, 5, 9]))
 
 
 @contextmanager
 def float64():
     """Everything in float64: new tensors, and what the code asks to be fp32.
 
-    train.py and fast.py say `.float()` where bf16 must end. A switch for the sake of tests would
-    stand in what people read, so what it means is changed here.
+    train.py says `.float()` where bf16 must end. A switch for the sake of tests would stand in what
+    people read, so what it means is changed here.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -16,7 +16,7 @@ import verify
 from claims import CLAIMS
 from claims.evidence import Tree, claim, equal, not_zero, random_trees
 from claims.formulas import FORMULAS
-from llm import neighbours
+from llm import credit
 
 TREES = [Tree(0, k) for k in range(4)]
 
@@ -47,7 +47,7 @@ FAULTS = [
 @pytest.mark.parametrize("id_, names, fault", FAULTS)
 def test_a_claim_notices_a_fault_of_each_function_that_it_speaks_of(id_, names, fault, monkeypatch):
     for name in names:
-        module = neighbours if name == "nthr_scores" else losses
+        module = credit if name == "nthr_scores" else losses
         right = getattr(module, name)
         with monkeypatch.context() as patch:
             patch.setitem(CLAIMS, id_, (CLAIMS[id_][0], [name]))

@@ -3,114 +3,160 @@
 Students fill the files in exercises/ in place, so no test expects a blank in them.
 """
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from exercises import grader, solutions
-from exercises.questions import EXERCISES
+import losses
+from exercises import call, grader, solutions, teacher
 
-FOLDER = Path(grader.__file__).parent
-LESSONS = grader.read_lessons()
-QUESTIONS = {q.function: q for exercise in EXERCISES.values() for q in exercise.questions}
+SOLUTIONS = Path(solutions.__file__)
 pytestmark = pytest.mark.filterwarnings("ignore:std")  # of one number, a known mistake
-
-
-@pytest.fixture
-def grade(tmp_path, capsys):
-    """Grade a file with this source, as on the command line: the exit code and the output."""
-
-    def run(number: int, source: str) -> tuple[int, str]:
-        path = tmp_path / "mine.py"
-        path.write_text(source)
-        code = grader.main([str(number), str(path)])
-        return code, capsys.readouterr().out
-
-    return run
 
 
 @pytest.fixture(autouse=True)
 def as_a_process_begins():
     yield
-    torch.set_default_dtype(torch.float32)  # the grader sets another
+    torch.set_default_dtype(torch.float32)  # call.answer sets another
 
 
-@pytest.mark.parametrize("number", EXERCISES)
-def test_solutions_pass_and_blanks_do_not(number, grade, capsys):
-    names = [question.function for question in EXERCISES[number].questions]
-    code, out = grade(number, Path(solutions.__file__).read_text())
-    assert code == 0 and "Why it is so:" in out
-    grader.show_progress({number: Path(solutions.__file__)})
-    assert capsys.readouterr().out.endswith(" PASS\n")
-    blanks = [f"def {name}(*_):\n    raise NotImplementedError\n" for name in names]
-    code, out = grade(number, "".join(blanks))
-    assert code == 1 and out.count("  NOT YET (blank)\n") == len(names)
-    asked = grader.find_files()[number].read_text()
+def judge(key: str, path: Path) -> dict:
+    """As `grader.grade`, but in this process, to save time."""
+    return grader.judge_all(key, call.answer_all(path, grader.LESSONS[key]["functions"]))
+
+
+@pytest.mark.parametrize("key", grader.LESSONS)
+def test_solutions_pass_and_blanks_do_not(key, tmp_path):
+    asked = grader.FILES[key].read_text()
+    assert all(state in grader.DONE for state, _ in judge(key, SOLUTIONS).values())
+    names, blanks = grader.LESSONS[key]["functions"], tmp_path / "blanks.py"
     assert all(f"def {name}(" in asked for name in names)
+    blanks.write_text("".join(f"def {x}(*_):\n    raise NotImplementedError\n" for x in names))
+    assert {state for state, _ in judge(key, blanks).values()} == {"NOT YET (blank)"}
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", teacher.FUNCTIONS)
 def test_every_known_mistake_gets_its_hint(name):
-    lesson = LESSONS[name]
-    for (*_, hint), answers in zip(lesson.mistakes, lesson.mistaken, strict=True):
-        assert grader.explain(lesson, answers)[-1] == hint
+    """Of results.json as python -m exercises.teacher writes it."""
+
+    def as_lists(right, *mistakes):
+        return [right, *([list(item) for item in x.items()] for x in mistakes)]
+
+    lesson = teacher.FUNCTIONS[name]
+    found = as_lists(*teacher.find_results(name, lesson))
+    assert grader.is_same(found, as_lists(*grader.RESULTS[name]))
+    assert teacher.find_problems(name, lesson) == []
 
 
-# Written as a student writes, not as edits of a solution: the body, and what the command says.
+def net_push(rho, A, low=9.0, high=9.0):
+    batch = call.make_batch([[rho]] * len(A), A, 1)
+    return losses.token_pushes(losses.dr_grpo(batch, low, high), batch.logp).sum()
+
+
+SAME = {  # what losses.py says to the cases of a solution; the others' mistakes tell more
+    "group_advantages": losses.group_advantages,
+    "net_push": net_push,
+    "still_pushes": lambda r, A, *eps: bool(net_push(r, [A, 0.0], *eps)),
+    "net_push_with_clip": net_push,
+    "grpo_symmetric": losses.grpo_symmetric,
+    "dr_grpo": lambda batch, eps: losses.dr_grpo(batch, eps, eps),
+    "kl_penalty": lambda batch, beta: beta * losses.divide_by_constant(losses.k3(batch), batch),
+    "adv_orthogonal": losses.adv_orthogonal,
+    "learning_tax": losses.learning_tax,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_solutions_are_those_of_losses(name):
+    lesson, (right, *_) = teacher.FUNCTIONS[name], grader.RESULTS[name]
+    for case, result in zip(lesson["cases"], right, strict=True):
+        found = call.answer(SAME[name], [*lesson["inputs"].values()], case)
+        assert grader.is_same(found, result), case
+
+
+# Written as a student writes, not as edits of a solution: the body, and what the grader says.
 ANSWERS = [
-    ("still_pushes(r, A, a=0.2, b=0.2)", "r * A <= min(max(r, 1 - a), 1 + b) * A", "pushes PASS"),
-    # A tensor of one's own loses no digit.
-    ("net_push_by_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).sum()", "length PASS"),
-    # A small number in the divisor is no mistake.
-    (
-        "group_advantages(R, G, scale)",
-        "(R - R.view(-1, G).mean(1).repeat_interleave(G)) / "
-        "((R.view(-1, G).std(1) + 1e-8).repeat_interleave(G) if scale == 'std' else 1)",
-        "advantages PASS",
-    ),
+    ("still_pushes(r, A, a=0.2, b=0.2)", "r * A <= min(max(r, 1 - a), 1 + b) * A", "PASS"),
+    ("net_push_by_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).sum()", "PASS"),
     # A known mistake, and another one where the reward is the bonus.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
     # No known mistake: no hint is better than a wrong one.
     (
         "net_push_by_length(T, A)",
         "sum(a / t for a, t in zip(A, T)) / 3",
-        r"expected +[\d.-]+ \(If it calls your net_push, mend that one first.\)$",
+        r"expected  [\d.-]+ \(If it calls your net_push, fix that one first.\)$",
     ),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
     ("net_push(r, A)", "__import__('sys').exit()", "SystemExit"),
-    ("prefix_baseline(c)", "c.clear() or c", r"with c = \[3, 1\] .* expected \[2, -2\]"),
-    # The second number is a push: A/T, up for a winner.
+    ("prefix_baseline(c)", "c.clear() or c", r"with      c = \[3, 1\] .* expected  \[2, -2\]"),
     (
-        "loss(log_pi, A, T, method)",
-        "(A * log_pi).sum().item()",
-        r"not a tensor expected \[0.5, \[0.25\]\] .* without item",
+        "grpo_symmetric(batch, a, b)",
+        "1.0",
+        r"batch = \(r = \[\[1\], .* expected  \[0, \[\[1\], \[-1\]\]\] .* without item",
     ),
-    ("prediction()", "(0.6, 60)", "between 0 and 1"),
-    ("blind_spot()", "[1, 3, 0, 2]", "the sum is 0.000"),
-    ("blind_spot()", "[0.1, 0.1, 3, 0.1]", "blind_spot PASS"),
-    ("opposite_signs()", "(0.09, 0.45)", "It earns 5 times the bonus"),
-    ("opposite_signs()", "(0.02, 0.6)", "mean A is 0.495, not below 0"),
+    ("blind_spot()", "[1, 3, 0]", "4 numbers"),
+    ("blind_spot()", "[1, 3, 0, 2]", "is not above 0.1"),
+    ("opposite_signs()", "(0.02, 0.6)", "not below 0"),
 ]
 
 
 @pytest.mark.parametrize("head, body, said", ANSWERS)
-def test_a_students_answer_gets_what_it_deserves(head, body, said, grade):
-    name = head.partition("(")[0]
-    number = next(n for n, x in EXERCISES.items() if QUESTIONS[name] in x.questions)
-    _, out = grade(number, f"import torch\ndef {head}:\n    return {body}")
-    assert re.search(said, " ".join(out.split()))
+def test_a_students_answer_gets_what_it_deserves(head, body, said, tmp_path):
+    name, path = head.partition("(")[0], tmp_path / "mine.py"
+    key = next(k for k, exercise in grader.LESSONS.items() if name in exercise["functions"])
+    path.write_text(f"import torch\ndef {head}:\n    return {body}")
+    state, lines = judge(key, path)[name]
+    assert re.search(said, " ".join([state, *lines]))
 
 
-def test_exercise_4_trains_after_a_prediction(grade, monkeypatch):
-    """In one seed GRPO ends at the worse strategy (0.2), and Dr. GRPO at the better one (0.6)."""
-    monkeypatch.setattr(grader, "SEEDS", (0,))
-    source = grader.find_files()[4].read_text() + "\n" + LESSONS["loss"].solution
-    _, out = grade(4, source + "\ndef prediction():\n    raise NotImplementedError\n")
-    assert "Nothing is trained before" in out and "mean reward" not in out
-    _, out = grade(4, source + "\ndef prediction():\n    return 0.5, 0.75\n")
-    assert "prediction  NOTED" in out
+def test_exercise_4_trains_after_a_pass(tmp_path, capfd):
+    """GRPO ends at the worse strategy (0.2), and Dr. GRPO at the better one (0.6)."""
+    path, source = tmp_path / "mine.py", grader.FILES["ex04"].read_text()
+    source = source.replace("range(3)", "range(1)")  # one seed
+    path.write_text(source.replace("if __name__ ==", f"{SOLUTIONS.read_text()}\nif __name__ =="))
+    assert grader.main(["4", str(path)]) == 0
+    out = capfd.readouterr().out
     guesses, ends = zip(*re.findall(r"predicted (\S+), the seeds end at (\S+)", out), strict=True)
-    assert guesses == ("0.50", "0.75")
+    assert guesses == ("0.20", "0.60")
     assert [*map(float, ends)] == pytest.approx([0.2, 0.6], abs=0.015)
+
+
+def test_a_file_leaves_no_traces(tmp_path, capfd):
+    """Whatever it does to torch, and even if it ends Python."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\ntorch.set_grad_enabled(False)\n{SOLUTIONS.read_text()}")
+    assert grader.main(["7", str(path)]) == 0
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    path.write_text(f"{SOLUTIONS.read_text()}\ndel net_push")
+    assert grader.main(["2", str(path)]) == 1  # its other function passes
+    path.write_text("import os\nos._exit(0)")
+    assert grader.main(["7", str(path)]) == 1
+    assert "Python ended" in capfd.readouterr().out
+
+
+def test_the_students_copy_grades_by_exit_code(tmp_path):
+    teacher.write_copy(tmp_path / "class")
+    assert b"sum(A / T for" not in b"".join(x.read_bytes() for x in tmp_path.rglob("*.*"))
+    file = tmp_path / "class/exercises/02_the_net_push.py"
+    mistaken = file.read_text().replace(
+        "raise NotImplementedError", "return -rho * sum(advantages)", 1
+    )
+    for source, code in (mistaken, 1), (SOLUTIONS.read_text(), 0):
+        file.write_text(source)
+        command = [sys.executable, "-m", "pytest", "exercises", "-k", "ex02"]
+        done = subprocess.run(command, cwd=tmp_path / "class", capture_output=True)
+        assert done.returncode == code
+        assert (b"The sign: J is what is maximised" in done.stdout) == code
+
+
+def test_the_notebook_asks_for_every_function():
+    cells = json.loads((grader.FOLDER / "lab.ipynb").read_text())["cells"]
+    cells = ["".join(cell["source"]) for cell in cells]
+    for key, exercise in grader.LESSONS.items():
+        [cell] = [x for x in cells if x.startswith(f"%%grade {int(key[2:])}\n")]
+        assert all(f"def {name}(" in cell for name in exercise["functions"])

@@ -1,4 +1,4 @@
-"""To whoever has a GPU: bf16 is for the model alone, a step's memory is known, and steps run there.
+"""To whoever has a GPU: bf16 is for the model alone, and steps run there.
 
 All but the last test run on a CPU. AdamW in main memory is in test_run.py.
 """
@@ -7,61 +7,43 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import TINY, TOY, build, load, metrics
-from torch.profiler import profile
 
 import train
-from experiments import memory
 
-GPT2, QWEN = "transformer.h.0.mlp.c_fc", "model.layers.0.mlp.down_proj"
+KINDS = {"qwen2": {}, "mixtral": {"num_local_experts": 3}}
 
 
-@pytest.mark.parametrize("name, fast", [(GPT2, False), (GPT2, True), (QWEN, True)])
-def test_where_the_model_computes_in_bf16_numbers_and_gradients_are_fp32(name, fast, qwen_path):
-    policy = load(qwen_path if name == QWEN else "scratch", fast=fast, width=16)
-    layer, dtypes, found = policy.model.get_submodule(name), set(), []
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_the_model_computes_in_bf16_numbers_and_gradients_are_fp32(kind, tmp_path):
+    """The output layer as well: its logits are those of the hidden states, to fp32's rounding.
+    Attention reads keys and values as the cache keeps them."""
+    policy, dtypes, found = load(build(kind, tmp_path, **KINDS[kind])), set(), []
     policy.bf16 = True
+    layer = policy.model.model.layers[0].self_attn.q_proj
     layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
     rollout = train.sample(policy, TOY, TOY.train[:2], 1, train.Config(group_size=3, max_tokens=6))
+    assert rollout.logp_sampled.dtype == torch.float32
+    with policy.autocast(), torch.no_grad():
+        hidden, cache, _ = train.read_prompts(policy, rollout.prompt_ids)
+        assert cache.layers[0].keys.dtype == torch.bfloat16
+        logits = train.output_logits(policy, hidden)
+    exact = hidden.float() @ policy.model.get_output_embeddings().weight.T
+    torch.testing.assert_close(logits, exact)
     weights = [layer.weight, *policy.model.parameters()]
     for policy.bf16 in (True, False):
         logp = train.log_probs(policy, rollout, 1.0)
         found.append((logp, *torch.autograd.grad(logp.sum(), weights)))
     for rounded, exact in zip(*found, strict=True):
-        assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
+        assert rounded.dtype == torch.float32
+        assert 0 < (rounded - exact).norm() < 0.2 * exact.norm()
     assert dtypes == {torch.bfloat16, torch.float32}
-    assert {x.dtype for x in (rollout.logp_sampled, *found[0])} == {torch.float32}
-    # In fast.py a weight is used twice, and autocast's own cache would add its gradients in bf16.
-    grad = found[0][1]
-    assert fast != torch.equal(grad, grad.bfloat16().float())
 
 
-def test_the_counted_memory_is_that_of_a_real_step(tmp_path):
-    """torch's profiler sees what is allocated for real, here on a CPU, in fp32."""
-    policy = load(build("qwen2", tmp_path, vocab_size=20_000), fast=True)
-    config = train.Config(micro_rows=3, max_tokens=100, prompts=1, group_size=3, fast=True)
-    counted = memory.count(config, policy.model.config, 30, bf16=False)
-    tokens = torch.zeros(3, 100, dtype=torch.long)
-    prompts = torch.ones(3, 30, dtype=torch.long)
-    answers = SimpleNamespace(prompt_ids=prompts, tokens=tokens, mask=tokens == 0)
-    train.log_probs(policy, answers, 1.0).sum().backward()
-    with profile(profile_memory=True) as seen:
-        train.log_probs(policy, answers, 1.0).sum().backward()
-    events = [x for x in seen.profiler.kineto_results.events() if x.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda x: x.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    assert counted["gradients"] == pytest.approx(counted["weights"], rel=1e-4)
-    assert counted["moments"] == pytest.approx(2 * counted["weights"], rel=1e-4)
-    assert counted["activations"] == pytest.approx(peak, rel=1e-3)
-
-
-STEPS = ["nthr --prefix-baseline", "ibpo --fast --offload --micro-rows 1 --hyper kl=0.1"]
+STEPS = ["nthr --prefix-baseline", "ibpo --offload --micro-rows 1 --hyper kl=0.1"]
 
 
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no GPU")

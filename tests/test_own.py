@@ -4,15 +4,12 @@ import json
 import string
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import TINY, build, load, metrics, run
+from conftest import TINY, build, metrics, run
 
 import train
-from llm import runs
 from tasks.arithmetic import Arithmetic
 from tasks.chat import ChatTask
 from tasks.task import BaseTask, Item
@@ -37,14 +34,13 @@ def table(folder: Path, name: str, *lines: str) -> str:
     return str(folder / name)
 
 
-def test_a_table_is_a_task(tmp_path, chat_model, capsys):
-    """Of numbers or of texts, with held-out rows of its own or one in five. None is an answer. A
-    rate that would spoil a pretrained model is named."""
+def test_a_table_is_a_task(tmp_path, chat_model):
+    """Of numbers or of texts, with held-out rows of its own or one in five. None is an answer."""
     sums = [f'{i}+{i}=,"{1000 + i:,}"' for i in range(10)]
     path = table(tmp_path, "sums[1].csv", "Problem,Answer", *sums)
     flags = f"--task {path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0 --lr 0.01"
     folder = run(tmp_path / "run", *flags.split())
-    assert len(metrics(folder)) == 2 and "--lr 0.01 is high" in capsys.readouterr().out
+    assert len(metrics(folder)) == 2
     assert (folder / "task.csv").read_text() == Path(path).read_text()
     Task = train.find_task(path)
     assert (len(Task().train), len(Task().test)) == (8, 2)
@@ -136,31 +132,3 @@ def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
     assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.3
     train.main(["--resume", str(folder), "--steps", "5"], Judged())
     assert len(metrics(folder)) == 6
-
-
-def test_files_beside_the_weights_stay_as_they_came(tmp_path):
-    """A processor, not the names of shards that are no more. And transformers 4 reads them."""
-    path, new = Path(build("qwen2", tmp_path / "m")), tmp_path / "new"
-    came = json.loads((path / "tokenizer_config.json").read_text()) | {"note": "mine"}
-    (path / "tokenizer_config.json").write_text(json.dumps(came))
-    (path / "processor_config.json").write_text("{}")
-    old = json.loads((path / "config.json").read_text()) | {"rope_theta": 7}
-    (path / "config.json").write_text(json.dumps(old).replace("0.3", "0.4"))
-    policy = load(path)
-    (path / "model.safetensors.index.json").write_text("{}")
-    next(policy.model.parameters()).data.zero_()
-    runs.write_model(policy, new)
-    assert not (new / "model.safetensors.index.json").exists()
-    for name in ("processor_config.json", "tokenizer.json"):
-        assert (new / name).read_bytes() == (path / name).read_bytes()
-    if came["tokenizer_class"] == "TokenizersBackend":  # version 5's
-        came["tokenizer_class"] = "PreTrainedTokenizerFast"
-        came["model_input_names"] = ["input_ids", "attention_mask"]
-    assert json.loads((new / "tokenizer_config.json").read_text()) == came
-    assert json.loads((new / "config.json").read_text())["rope_theta"] == 7
-    assert not next(load(new).model.parameters()).any()
-    assert torch.equal(load(new).eos, policy.eos)
-    # A model that is saved in shards needs the list of its own.
-    policy.model.save_pretrained = partial(policy.model.save_pretrained, max_shard_size="20KB")
-    runs.write_model(policy, tmp_path / "shards")
-    assert not next(load(tmp_path / "shards").model.parameters()).any()

@@ -60,6 +60,7 @@ PRESS = """<script type="module">
         .filter((text) => text.trim()).join(" ")).join(" / "),
       says: numbers(document.getElementById("say")),
       lead: texts("#lead")[0],
+      formula: texts("#method")[0],
       prompt: texts(".prompt")[0],
       guesses: all(".guess p:last-child:not([hidden])")
         .map((of) => `${of.textContent.split(".")[0]} ${numbers(of)}`.trim()).join(", "),
@@ -131,6 +132,7 @@ next: 6 | says | +0.025 −0.067
 next: 7 | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 next: 8 | sums | so no push 0.000 0.000 0.000, 7+8=15 no push 0.000 0.000 0.000
 method→reinforce | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
+method→cispo | formula | J = sg[clip(r)] A log pi / tokens
 method→cispo | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 spread→wide | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
 moved→0.6 | sums | so cancels 0.000 0.000 0.000, 7+8=15 cancels 0.000 0.000 0.000
@@ -144,12 +146,12 @@ policy→after it | sums | 2 +0.018 0.000 +0.018, 4 no push 0.000 0.000 0.000, <
 −0.146 0.000, 5 no push 0.000 0.000 0.000
 method→dr-grpo | sums | 2 cancels 0.000 0.000 0.000, 4 no push 0.000 0.000 0.000, <|im_end|> \
 −0.067 −0.067 0.000, 5 no push 0.000 0.000 0.000"""
-# What follows the tree. By hand in "identity" and in "clip", where a weight is r, 1 or 0 (but for
-# sapo). Those of "lengths" are toy.tax's, with worlds.SIZE = 0.8 and one update a batch; the pulls
-# of "crumb" are those of toy.crumb's groups. Then comes where it is drawn. In "clip" the mark, 75
-# for 1, and GRPO's winners and losers there, 110 for 0 and 55 higher for 1. In "lengths" the ends
-# of lines, at 192 for 0 and 290 higher for 1. In "crumb" a strip changes where the pull changes its
-# sign, at a share of 0.080, and for the batch of 64 answers at 0.008; its bar is at the start.
+# What follows the tree. By hand in "identity" and in "clip", where a weight is r, 1 or 0. Those
+# of "lengths" are toy.tax's, with worlds.SIZE = 0.8 and one update a batch; the pulls of "crumb"
+# are those of toy.crumb's groups. Then comes where it is drawn. In "clip" the mark, 75 for 1, and
+# GRPO's winners and losers there, 110 for 0 and 55 higher for 1. In "lengths" the ends of lines,
+# at 192 for 0 and 290 higher for 1. In "crumb" a strip changes where the pull changes its sign,
+# at a share of 0.080, and for the batch of 64 answers at 0.008; its bar is at the start.
 FIGURES = """\
 up
 only “so” | identity | 0.20 0.20 0.40 0.20 ▲1 +0.100 ▼2 −0.100 ▲3 +0.200 ▼4 −0.100 +0.100 0.000 \
@@ -161,12 +163,11 @@ GRPO: 1/T | identity | 0.25 0.20 0.50 0.25 ▲1 +0.125 ▼2 −0.100 ▲3 +0.250
 REINFORCE, answers 1 | identity | 0.20 0.20 0.20 0.20 ▲1 +0.100 ▲2 +0.100 ▼3 −0.100 ▼4 −0.100 \
 0.000 0.000 0.000 ▲1 +0.100 ▲2 +0.100 +0.200 +0.200 0.000
 only losers | clip | 1.61 ▲1.00 ▼1.00 cancels ▲0.00 ▼1.61 net push −1.610 ▲0.00 ▼0.00 no push \
-▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 net push −1.610 ▲1.47 ▼1.46 net push +0.014 \
-M120.75 120.8,110.0 120.8,21.4
+▲1.61 ▼1.61 cancels ▲0.00 ▼1.61 net push −1.610 ▲1.61 ▼1.61 cancels M120.75 120.8,110.0 120.8,21.4
 r = 0.61 | clip | 0.61 ▲1.00 ▼1.00 cancels ▲0.61 ▼0.00 net push +0.610 ▲0.00 ▼0.00 no push ▲0.61 \
-▼0.61 cancels ▲0.61 ▼0.00 net push +0.610 ▲0.59 ▼0.59 net push +0.002 M45.75 45.8,76.5 45.8,110.0
+▼0.61 cancels ▲0.61 ▼0.00 net push +0.610 ▲0.61 ▼0.61 cancels M45.75 45.8,76.5 45.8,110.0
 clip-r→+ | clip | 0.63 ▲1.00 ▼1.00 cancels ▲0.63 ▼0.00 net push +0.630 ▲0.00 ▼0.00 no push ▲0.63 \
-▼0.63 cancels ▲0.63 ▼0.00 net push +0.630 ▲0.61 ▼0.61 net push +0.002 M47.25 47.2,75.4 47.2,110.0
+▼0.63 cancels ▲0.63 ▼0.00 net push +0.630 ▲0.63 ▼0.63 cancels M47.25 47.3,75.4 47.3,110.0
 r = 1
 half | lengths | 24 6 32 32 0.00 0.411 0.411 0.597 c 317.0 18.8 a 317.0 72.7 b 317.0 72.7
 the group mean | lengths | 24 6 32 32 0.00 0.411 0.587 0.597 c 317.0 18.8 a 317.0 72.7 b 317.0 \
@@ -204,7 +205,7 @@ def test_the_article_says_and_draws_what_losses_say_and_fits_a_phone(tmp_path):
 # ---------------- a run
 
 # A group with --scale mean, and eps_low 0.5. Its policy has moved by 0.6 where answers share a
-# token; two answers have A = 0.
+# token; two answers have A = 0. Under cispo, 3.75 divides every push, the mean length.
 NASTY = "<img src=x onerror=\"document.title='hacked'\">"
 RUN = f"""\
 policy→after it | tree | so {NASTY} cancels ▲1 0.1500 − (−0.0500) [0.59] +0.2000 ●2 0.0000 − \
@@ -214,29 +215,33 @@ reward 2 A = +1.0000 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000
 / ●2 reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 \
 [−0.67] −0.2250 / #84 [−0.44] −0.1500 / ▼4 reward 0 A = −1.0000 T = 4 s = 0.6000
 policy→after it | prompt | {NASTY}
-policy→after it | images | 0"""
+policy→after it | images | 0
+method→cispo | tree | so {NASTY} cancels ▲1 0.1600 − (−0.0533) [0.59] +0.2133 ●2 0.0000 − 0.0000 \
+[0] 0.0000 ●3 0.0000 − 0.0000 [0] 0.0000 ▼4 −0.1600 − 0.0533 [−0.59] −0.2133 net push [0] 0.0000 \
+credit [0] 0.0000 tax [0] 0.0000 / 70+15=85 [1] +0.3600 / {NASTY} [0.67] +0.2400 / ▲1 reward 2 A \
+= +1.0000 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 \
+reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 [−0.67] \
+−0.2400 / #84 [−0.44] −0.1600 / ▼4 reward 0 A = −1.0000 T = 4 s = 0.6000"""
 
 
-def test_a_run_shows_its_newest_batch_and_runs_no_text_of_a_model(tmp_path):
+def test_a_run_shows_its_last_batch_and_runs_no_text_of_a_model(tmp_path):
     flags = ["--steps", 1, "--prefix-baseline", "--hyper", "eps_low=0.5 kl=0.04", "--scale", "mean"]
     folder = run(tmp_path / "run", *flags)
-    (path,) = folder.glob("batches/*.pt")
+    tree.main([str(folder)])  # from what train.py saved
     # Two groups, as if they were a later batch of the run; the first has equal rewards.
     groups = [tree.toy_group("unequal", won) for won in ("1111", "1100")]
     groups[1].tokens[:, 1] = 99  # all share two tokens
     for row in groups[1].texts:
         row[1] = NASTY
     groups[1].texts[0][-1] = NASTY
-    saved = dict(step=10, group_size=4, prompts=["dull", NASTY], max_tokens=5)
+    batch = dict(step=10, group_size=4, prompts=["dull", NASTY], max_tokens=5)
     for key in ("tokens", "mask", "rewards"):
-        saved[key] = torch.cat([getattr(group, key) for group in groups])
-    saved["rewards"][4:] = torch.tensor([2.0, 1.0, 1.0, 0.0])  # two have A = 0
-    saved["logp_old"] = torch.cat([group.old for group in groups])
-    saved["logp"] = torch.cat([group.logp[1] for group in groups])  # 0.6 where they share
-    saved["pieces"] = [row for group in groups for row in group.texts]
-    assert saved.keys() <= torch.load(path).keys()
-    torch.save(saved, path.with_name("step-000010.pt"))
-    torch.save(saved | {"step": 5}, path.with_name("step-000005.pt"))
+        batch[key] = torch.cat([getattr(group, key) for group in groups])
+    batch["rewards"][4:] = torch.tensor([2.0, 1.0, 1.0, 0.0])  # two have A = 0
+    batch["logp_old"] = torch.cat([group.old for group in groups])
+    batch["logp"] = torch.cat([group.logp[1] for group in groups])  # 0.6 where they share
+    batch["pieces"] = [row for group in groups for row in group.texts]
+    torch.save(batch, folder / "batches" / "step-000010.pt")
     tree.main([str(folder)])
     seen = check((folder / "tree.html").read_text(), RUN, tmp_path, 1200)
     lead = seen["policy→after it"]["lead"]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from experiments import format_reward
-from llm.smollm2 import split_as_trained
+from llm.unpack import split_as_trained
 from tasks.gsm8k import GSM8K, Item, extract
 from tasks.table import read_pairs
 

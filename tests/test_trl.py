@@ -1,8 +1,8 @@
-"""A run of our Trainer is losses.py on whole batches, and stock TRL does what our pages say of it.
+"""To whoever trains inside TRL: a run of our Trainer is losses.py on whole batches.
 
 A run is TRL's own `train()`: its generation, rewards, accumulation and processes. What it leaves in
 param.grad before each optimiser step must be the gradient of losses.py on all answers of that step,
-read one by one, and so must what it logs. As a script (`torchrun --nproc-per-node 2
+read one by one. As a script (`torchrun --nproc-per-node 2
 tests/test_trl.py MODEL`) this file is one process of a run of several.
 """
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from toy.policy import pad
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is an extra: pip install -e '.[trl]'")
 from accelerate.utils import gather_object  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOConfig  # noqa: E402
 
 from engines import example  # noqa: E402
 from engines.trainer import Trainer  # noqa: E402
@@ -38,21 +39,12 @@ G, L, LONGEST = 6, 12, 8  # no answer is as long as the budget L
 TEMPERATURE = 0.5  # so cold that some answers begin alike
 PROMPTS = [{"prompt": text} for text in ("1+1=", "12+3=", "7=", "40+2=", "5+", "six", "7+70=", "8")]
 
-# Rewards depend on the ids alone. In some groups all of them are 0.075, whose mean in floats is
-# another number.
-WEIGHTS = [0.75, 0.5]
+WEIGHTS = [0.5, 0.25]  # of two reward functions
 
 
 def by_sum(completion_ids, **_):
+    """By the ids alone. In some groups all rewards are equal, and their mean in floats is not."""
     return [float(sum(ids) % 5) if ids[0] % 2 else 0.1 for ids in completion_ids]
-
-
-def by_length(completion_ids, **_):
-    return [len(ids) % 2 * 1.0 if ids[0] % 2 else 0.0 for ids in completion_ids]
-
-
-def total(answers):
-    return torch.tensor([by_sum(answers), by_length(answers)]).T @ torch.tensor(WEIGHTS)
 
 
 class Record(TrainerCallback):
@@ -79,9 +71,8 @@ def gradient(model):
     return parameters_to_vector(x.grad for x in model.parameters())
 
 
-def make(path, rewards=(by_sum, by_length), experts=None, noise=0.0, **options):
-    """A trainer of the model at a path: ours, or without a method stock TRL's. Options are the
-    config's or the trainer's. noise is added to the weights in memory."""
+def make(path, rewards=(by_sum, by_sum), **options) -> Trainer:
+    """Our Trainer of the model at a path. Options are the config's or the Trainer's."""
     config = dict(
         output_dir=tempfile.gettempdir(),
         seed=1,
@@ -89,7 +80,6 @@ def make(path, rewards=(by_sum, by_length), experts=None, noise=0.0, **options):
         num_iterations=2,
         learning_rate=1e-3,
         max_grad_norm=0.0,
-        logging_steps=1,
         temperature=TEMPERATURE,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=3,
@@ -100,43 +90,35 @@ def make(path, rewards=(by_sum, by_length), experts=None, noise=0.0, **options):
         gradient_checkpointing=False,
     )
     own = {name: options.pop(name) for name in [*options] if not hasattr(GRPOConfig, name)}
-    config = GRPOConfig(**example.CPU | example.ALWAYS | config | options)
+    config = GRPOConfig(**example.CPU | example.ALWAYS | config | options | {"logging_steps": 1})
     model = AutoModelForCausalLM.from_pretrained(path)
-    model.config.update(experts or {})
-    for weight in model.parameters():
-        weight.data += noise
-    kind = Trainer if "method" in own else GRPOTrainer
-    return kind(model, list(rewards), config, Dataset.from_list(PROMPTS), **own)
+    own = {"method": "grpo"} | own
+    return Trainer(model, list(rewards), config, Dataset.from_list(PROMPTS), **own)
 
 
 def check_run(path, method, hyper=None, prefix_baseline=False, **options):
-    """Train. Value, gradient and numbers of each step are those of losses.py."""
+    """Train. Value and gradient of each step are those of losses.py."""
     trainer = make(path, method=method, hyper=hyper, prefix_baseline=prefix_baseline, **options)
     steps, model = Record(trainer).steps, AutoModelForCausalLM.from_pretrained(path)
     trainer.train()
-    config, logged = trainer.args, trainer.state.log_history
-    kl = {"kl": config.beta, "kl_ratio": config.use_bias_correction_kl} if config.beta else {}
-    rule = bind(method, (hyper or {}) | kl)
-    scale = {"group": "std", "none": "mean"}.get(config.scale_rewards, "batch")
+    config, rule = trainer.args, trainer.method
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
 
     def read(weights, rows):
-        """log pi of the taken tokens (N, T), and the entropies of all, in nats."""
+        """log pi of the taken tokens (N, T)."""
         vector_to_parameters(weights, model.parameters())
         full = [model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1] for x, y in rows]
         full = [(logits / TEMPERATURE).log_softmax(-1) for logits in full]  # each (T_i, V)
-        spread = torch.cat([-(logp.exp() * logp).sum(1) for logp in full])
         taken = [logp[range(len(y)), y] for logp, (_, y) in zip(full, rows, strict=True)]
-        return pad_sequence(taken, batch_first=True), spread.mean().item()
+        return pad_sequence(taken, batch_first=True)
 
     for k, (weights, grad, rows) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
         tokens, mask = pad([y for _, y in rows])
-        ref, old = (read(steps[at][0], rows)[0].detach() for at in (0, first))
-        logp, spread = read(weights, rows)
-        rewards = total([y for _, y in rows])
-        A = losses.group_advantages(rewards, G, scale)
-        adv = A[:, None].expand_as(logp)
+        ref, old = (read(steps[at][0], rows).detach() for at in (0, first))
+        logp = read(weights, rows)
+        rewards = sum(w * torch.tensor(by_sum([y for _, y in rows])) for w in WEIGHTS)
+        adv = losses.group_advantages(rewards, G, rule.scale)[:, None].expand_as(logp)
         if rule.credit:
             adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
         batch = Batch(logp, old, adv, mask, G, L, ref)
@@ -146,8 +128,9 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
         model.zero_grad()
         loss.backward()
 
-        log, line = {"loss": loss.item(), "entropy": spread}, logged[k]
-        assert {key: line[key] for key in log} == pytest.approx(log, rel=1e-4, abs=1e-6)
+        assert trainer.state.log_history[k]["loss"] == pytest.approx(
+            loss.item(), rel=1e-4, abs=1e-6
+        )
         expected = gradient(model)
         assert expected.norm() > 1e-5
         assert (grad - expected).norm() <= 5e-5 * expected.norm()
@@ -163,16 +146,15 @@ def split(micro, accumulate, pieces, **options):
     )
 
 
-def test_kl_torn_groups_learned_positions_and_an_evaluation(tmp_path):
+def test_torn_groups_a_kl_term_and_an_evaluation(qwen_path):
     """Micro-batches of 4 rows tear groups of 6. The second generation's old policy is not the
-    reference. After a step, tokens lie on both sides of these clips. Prompts have padding, which
-    GPT-2's positions must not count. The evaluation, whose groups are of another size, is in the
-    middle of a generation."""
+    reference. After a step, tokens lie on both sides of these clips. The evaluation, whose groups
+    are of another size, is in the middle of a generation."""
     hyper = {"eps_low": 0.15, "eps_high": 0.2}
     more = dict(seed=0, scale_rewards="batch", num_generations_eval=2)
-    trainer = check_run(build("gpt2", tmp_path), "grpo", hyper, beta=0.3, **more)
-    seen = trainer.evaluate(Dataset.from_list(PROMPTS[:5]))
-    assert 0 < seen["eval_reward"] < 4
+    trainer = check_run(qwen_path, "grpo", hyper, beta=0.3, **more)
+    assert trainer.method.scale == "batch"
+    assert 0 < trainer.evaluate(Dataset.from_list(PROMPTS[:5]))["eval_reward"] < 4
 
 
 def test_passes_credit_and_prefix_baseline_without_dropout(tmp_path, monkeypatch):
@@ -190,31 +172,27 @@ def test_passes_credit_and_prefix_baseline_without_dropout(tmp_path, monkeypatch
     check_run(path, "mine", {"eps": 0.6}, prefix_baseline=True, **options)
 
 
-TOOL = {"prompt_ids": [[5]] * 12, "completion_ids": [[6, 7]] * 12, "logprobs": None}
-TOOL["env_mask"] = [[1, 0]] * 12  # of each answer the tool has written the last word
 REFUSED = [  # what would train something else in silence, and what the line names
     (dict(method="dr-grpo"), "--scale_rewards none"),
     (dict(method="lopti", num_iterations=3), "--num_iterations 2"),
     (dict(loss_type="dr_grpo"), "--loss_type dr_grpo"),
+    (dict(top_p=0.9), "--top_p"),
     (split(3, 1, 2), "--steps_per_generation"),  # half a group in a step
     (dict(rewards=[lambda completion_ids, **_: [None] * len(completion_ids)]), "a number"),
-    (dict(rollout_func=lambda *_: dict(TOOL)), "tools"),
-    (dict(experts={"output_router_logits": False, "router_aux_loss_coef": 0.1}), "--router_aux"),
-    (dict(top_p=0.9), r"by 0\.\d+ nats"),
+    (dict(generation_kwargs={"suppress_tokens": [*range(4, 12)]}), "nats"),
 ]
 
 
 @pytest.mark.parametrize("options, said", REFUSED)
 def test_a_wrong_setting_is_refused(qwen_path, options, said):
     with pytest.raises(ValueError, match=said):
-        make(qwen_path, **{"method": "grpo"} | options).train()
+        make(qwen_path, **options).train()
 
 
-def test_a_model_that_is_scored_as_another_is_refused(tmp_path, monkeypatch):
-    """Like a GPT-2 whose positions count padding."""
-    monkeypatch.setattr("engines.trainer.score_as_sampled", lambda model: None)
+def test_a_model_that_is_scored_as_another_is_refused(tmp_path):
+    """In TRL, GPT-2's learned positions count padding."""
     with pytest.raises(ValueError, match="nats"):
-        make(build("gpt2", tmp_path), method="grpo").train()
+        make(build("gpt2", tmp_path)).train()
 
 
 # ---------------- the example
@@ -229,112 +207,62 @@ def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
     assert steps == ("5", "10", "15", "20", "20")
     assert float(rewards[3]) > float(rewards[0]) + 0.05
     assert example.reward(["3", "34", "13"], ["3"] * 3) == [1, 0.5, 0]
-
-
-def test_the_examples_flags_reach_the_trainer(qwen_path):
-    flags = ["--hyper", "eps_low=.1", "--prefix-baseline", "--beta", ".04"]
-    ours = example.make_trainer(*example.parse([*flags, "--scale_rewards", "False"]))
-    assert ours.method.hyper == dict(eps_low=0.1, eps_high=0.2, kl=0.04, kl_ratio=True)
-    assert ours.prefix_baseline and ours.method.scale == "mean"
-
-    flags = f"--model_name_or_path {qwen_path} --dtype bfloat16 --attn_implementation eager"
-    theirs = example.make_trainer(*example.parse(flags.split()))
-    loaded = theirs.model.dtype, theirs.model.config._attn_implementation
-    assert loaded == (torch.bfloat16, "eager")
-    assert theirs.method.scale == "std"
-    assert theirs.args.max_steps == -1  # that of the tiny model is 60
     with pytest.raises(SystemExit):  # more prompts in a batch than ROWS; TRL would only warn
         example.main(["--num_generations", "4"])
 
 
-# ---------------- stock TRL
+def test_the_examples_flags_reach_the_trainer(qwen_path):
+    flags = "--hyper eps_low=.1 --prefix_baseline --scale_rewards False --beta .04".split()
+    flags += ["--model_name_or_path", qwen_path]
+    trainer = example.make_trainer(*example.parse([*flags, "--dtype", "bfloat16"]))
+    assert trainer.method.hyper == dict(eps_low=0.1, eps_high=0.2, kl=0.04, kl_ratio=True)
+    assert trainer.prefix_baseline and trainer.method.scale == "mean"
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.args.max_steps == -1  # that of the tiny model is 60
 
-CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default
-TWINS = [  # a setting of TRL, and its twin in losses.py with its hyperparameters
-    ({}, losses.token_grpo, CLIP),
-    ({"loss_type": "grpo"}, losses.grpo, {}),
-    ({"loss_type": "grpo", "kl": 0.04}, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
-    ({"loss_type": "grpo", "kl": 0.04, "kl_ratio": False}, losses.grpo, {"kl": 0.04}),
-    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, losses.gspo, CLIP),
-    ({"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
-    ({"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
-    ({"loss_type": "sapo"}, losses.sapo, {}),
+
+# ---------------- other trainers' losses as losses of ours
+
+CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default, and verl's
+TWINS = [  # a setting of theirs, and its twin in losses.py with its hyperparameters
+    ("trl", {}, losses.token_grpo, CLIP),
+    ("trl", {"loss_type": "grpo"}, losses.grpo, {}),
+    ("trl", {"loss_type": "grpo", "kl": 0.04}, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
+    ("trl", {"loss_type": "grpo", "kl": 0.04, "kl_ratio": False}, losses.grpo, {"kl": 0.04}),
+    ("trl", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, losses.gspo, CLIP),
+    ("trl", {"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
+    ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
+    ("verl", {"name": "grpo", "divisor": "own length"}, losses.grpo, {}),
 ]
 
 
-@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(row[0]) for row in TWINS])
-def test_value_and_gradient_are_those_of_losses(settings, ours, hyper):
+def verls_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+    """In place of verl, which is too large to install here. Its losses have these arguments."""
+    assert loss_agg_mode == config.loss_agg_mode == "own length"
+    return losses.grpo(Batch(log_prob, old_log_prob, advantages, response_mask > 0, 4, 7)), {}
+
+
+@pytest.mark.parametrize("engine, settings, ours, hyper", TWINS, ids=[str(x[1]) for x in TWINS])
+def test_value_and_gradient_are_those_of_losses(engine, settings, ours, hyper, monkeypatch):
     """Of 64 answers of one to five tokens. One ratio in twenty is above 5, where cispo clips."""
+    core = SimpleNamespace(get_policy_loss_fn={"grpo": verls_loss}.get)
+    config = SimpleNamespace(ActorConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
+    monkeypatch.setitem(sys.modules, "verl.workers.config", config)
     gen = torch.Generator().manual_seed(0)
     policy, change, ref, adv = torch.randn(4, 64, 5, generator=gen, dtype=torch.float64)
     mask = torch.arange(5) < torch.randint(1, 6, (64, 1), generator=gen)
     logp = (policy - 3).requires_grad_()
     old, adv = logp.detach() - change, adv[:, :1].expand(64, 5)
     batch = Batch(logp, old, adv, mask, group_size=4, max_tokens=7, logp_ref=ref - 3)
-    [theirs] = bind(str(ROOT / "engines" / "trl_loss.py"), settings).passes
+    [theirs] = bind(str(ROOT / "engines" / f"{engine}_loss.py"), settings).passes
     pair = ours(batch, **hyper), theirs(batch)
     pushes = [losses.token_pushes(loss, logp) for loss in pair]
-    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-7)  # sapo's 1.05 is float32 in TRL
-    torch.testing.assert_close(*pushes, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(*pushes, rtol=1e-6, atol=1e-8)
 
 
-# ---------------- what the pages say of TRL's runs and logs
-
-
-def first_log(path, rewards=(by_sum, by_length), pieces=2, **options):
-    """What is logged of a step of 16 answers, which go through the model in pieces."""
-    size = split(16 // pieces, pieces, pieces, num_generations=8, num_iterations=1, max_steps=1)
-    trainer = make(path, rewards, **size | options)
-    trainer.train()
-    return trainer.state.log_history[0]
-
-
-PIECES = [
-    ({}, True),
-    ({"loss_type": "bnpo"}, False),
-    ({"top_entropy_quantile": 0.2}, False),
-    ({"entropy_coef": 0.1}, False),
-]
-
-
-@pytest.mark.parametrize("settings, same", PIECES, ids=str)
-def test_which_gradients_depend_on_the_micro_batch(qwen_path, settings, same):
-    whole, torn = (first_log(qwen_path, pieces=k, **settings)["grad_norm"] for k in (1, 8))
-    assert whole > 0 and (abs(whole - torn) < 1e-4 * whole) == same
-
-
-def pay(*numbers):
-    """Two groups of eight answers."""
-    return [lambda completion_ids, **_: [*numbers] * (len(completion_ids) // len(numbers))]
-
-
-MIXED = [0.7] * 8 + [0.0, *[0.5] * 6, 1.0]
-CUT = dict(max_completion_length=1, generation_kwargs={"suppress_tokens": [1, 2, 3]})
-LOGS = [  # settings, rewards, and what is logged of the first step
-    ({}, pay(0.7), lambda x: x["frac_reward_zero_std"] == 0 < x["grad_norm"]),
-    ({}, pay(0.5), lambda x: x["frac_reward_zero_std"] == 1 and x["grad_norm"] == 0),
-    ({"method": "grpo"}, pay(*MIXED), lambda x: x["frac_reward_zero_std"] == 0.5),  # ours
-    (
-        {},
-        pay(*[0] * 8, *[1] * 8),
-        lambda x: x["frac_reward_zero_std"] == 1 and x["reward_std"] > 0.5,
-    ),
-    (CUT, pay(0), lambda x: x["completions/mean_terminated_length"] == 0),
-    ({"beta": 0.04, "noise": 0.1}, pay(0), lambda x: x["kl"] > 0.01),  # changed in memory
-]
-
-
-@pytest.mark.parametrize("options, rewards, is_so", LOGS)
-def test_what_a_log_says(qwen_path, options, rewards, is_so):
-    assert is_so(first_log(qwen_path, rewards, **options))
-
-
-def test_an_evaluation_is_a_mean_over_batches(qwen_path):
-    """One of nine answers earns 1. Batches of eight and of one are as heavy."""
-    by_prompt = lambda prompts, **_: [len(prompt) % 2 for prompt in prompts]  # noqa: E731
-    rows = Dataset.from_list([{"prompt": "22"}] * 8 + [{"prompt": "4"}])
-    trainer = make(qwen_path, [by_prompt], per_device_eval_batch_size=8, num_generations_eval=1)
-    assert trainer.evaluate(rows)["eval_reward"] in (1 / 2, 1 / 16)
+# ---------------- two processes
 
 
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="two processes: LONG=1")

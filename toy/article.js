@@ -102,12 +102,30 @@
 
   // ---------------- the clip: all lines were computed by losses.py
 
+  // A panel: two lines in a frame, and the gap between them, for ratios and |push| / |A| up to 2.
+  const WIDE = 150, HIGH = 110;
+  for (const [name, weights] of Object.entries(facts.clips)) {
+    const place = (w, k) => `${((facts.ratios[k] / 2) * WIDE).toFixed(1)},${((1 - w / 2) * HIGH).toFixed(1)}`;
+    const [win, lose] = weights.map((line) => line.map(place));
+    const panel = make("div");
+    panel.innerHTML = `<svg class="panel" viewBox="-14 -20 172 148"><text y="-7" class="name">${name}</text>
+      <polygon class="gap" points="${[...win, ...lose.toReversed()].join(" ")}"/>
+      <path class="axis" d="M0 0V${HIGH}H${WIDE}M${WIDE / 2} ${HIGH}v4"/>
+      <polyline class="win" points="${win.join(" ")}"/><polyline class="lose" points="${lose.join(" ")}"/>
+      <path class="at"/><text x="${WIDE / 2}" y="${HIGH + 15}" class="middle">1</text>
+      <text x="${WIDE}" y="${HIGH + 15}" class="middle">2</text>
+      <text x="${WIDE * 0.75}" y="${HIGH + 15}" class="middle label">ratio r</text>
+      <text x="5" y="8" class="label">|push| / |A|</text>
+      <text x="-4" y="${HIGH / 2 + 4}" class="end">1</text><text x="-4" y="8" class="end">2</text></svg>`;
+    panel.append(make("output"));
+    $("clip").querySelector(".panels").append(panel);
+  }
   // It goes over the ratios 0.01, 0.03, .., none of them at the edge of a range, where a rounding decides.
   live("clip", "r=0.61", [["r", "ratio r of the token", 0.01, 1.99, 0.02, (r) => r.toFixed(2)]], (state, figure) => {
     const k = facts.ratios.indexOf(Number(state.r));
     Object.values(facts.clips).forEach(([win, lose], i) => {
       const panel = figure.querySelectorAll(".panels div")[i], net = win[k] - lose[k];
-      panel.querySelector(".at").setAttribute("d", `M${(facts.ratios[k] / 2) * 150} 0v110`);
+      panel.querySelector(".at").setAttribute("d", `M${(facts.ratios[k] / 2) * WIDE} 0v${HIGH}`);
       const verdict = !win[k] && !lose[k] ? "no push" : net ? `net push ${signed(net)}` : "cancels";
       panel.querySelector("output").textContent = `▲${win[k].toFixed(2)} ▼${lose[k].toFixed(2)}\n${verdict}`;
     });

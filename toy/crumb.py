@@ -1,28 +1,20 @@
 """The crumb: a small reward for the format can hold a policy at 0.1, if A is divided by the std.
 
-    python -m toy.crumb                        the tables: half a minute
-    python -m toy.crumb --plot toy/crumb.png   and the picture
-                                               (needs matplotlib)
+    python -m toy.crumb                        the table: seconds
+    python -m toy.crumb --plot toy/crumb.png   and the picture (needs matplotlib)
 
     prompt -+- usual strategy: format ------ 0.1   always; the answer is wrong
             `- rare strategy: no format -+-- 1     with probability 0.45
                                          `-- 0
 
-    prompt -+- first strategy -------------- 0.7   always
-            |- second strategy ----------+-- 1     with probability 0.4
-            |                            `-- 0.5
-            `- third strategy -----------+-- 0.75  with probability 0.72
-                                         `-- 0.1
-
 An answer is one token, its strategy, and the policy has a logit for each strategy. So all lengths
 are equal, and with one update per batch nothing is clipped. The rows differ only in what divides
 R - mean. Nothing is sampled: all groups are enumerated, and each counts with its probability. So
 the batch of "batch" is very large, and has this prompt only. toy/README.md states the results;
-claims C29 and C30 explain them.
+claims C29c and C30 explain them.
 
-The rare strategy trains by Adam (rate 0.03, G = 8). Divided by the group's std, it dies out below a
-share of 0.2411, 0.0795 and 0.0338 at G = 4, 8 and 16 (`python verify.py --only C30`). The three
-strategies train by plain gradient ascent (G = 4), and end at a mixture.
+The policy trains by Adam (rate 0.03, G = 8). Divided by the group's std, the rare strategy dies out
+if its share at the start is below 0.0795.
 """
 
 from __future__ import annotations
@@ -32,48 +24,24 @@ from torch import Tensor
 
 import losses
 from toy.figure import COLORS, make_figure, parse_plot, print_table, save
-from toy.worlds import Groups, Outcome, Row, adam, plain, train, way_log_probs
+from toy.worlds import Groups, Outcome, Row, adam, train, way_log_probs
 
 CRUMB, RIGHT = 0.1, 0.45  # the usual strategy's reward; the rare one's probability to earn 1
 RARE_WAY = [Outcome(0, 1.0, CRUMB, 1), Outcome(1, RIGHT, 1.0, 1), Outcome(1, 1 - RIGHT, 0.0, 1)]
-FIRST, SECOND, THIRD = [(1.0, 0.7)], [(0.4, 1.0), (0.6, 0.5)], [(0.72, 0.75), (0.28, 0.1)]
-THREE_WAYS = [
-    Outcome(way, chance, reward, 1)
-    for way, ends in enumerate((FIRST, SECOND, THIRD))
-    for chance, reward in ends
-]
 SCALES = {  # of group_advantages: the style in the pictures, in which two lines often coincide
     "std": dict(color=COLORS["grpo"], linewidth=2),
     "batch": dict(color="black", linewidth=1.3, linestyle="--"),
     "mean": dict(color=COLORS["dr-grpo"], alpha=0.35, linewidth=7, zorder=1),  # pale, beneath
 }
 STARTS = torch.tensor([[0.98, 0.02], [0.95, 0.05], [0.92, 0.08]], dtype=torch.float64)  # shares
-THREE_START = torch.tensor([0.1, 0.1, 0.8], dtype=torch.float64)
-G, BATCHES, THREE_BATCHES = 8, 300, 1200
-ADAM_RATE, PLAIN_RATE = 0.03, 2.0
-
-
-def expected_reward(outcomes: list[Outcome], shares: Tensor) -> Tensor:
-    """(..., W) -> (...)."""
-    return sum(shares[..., o.way] * o.chance * o.reward for o in outcomes)
-
-
-# ---------------- the figures
+G, BATCHES, ADAM_RATE = 8, 300, 0.03
 
 
 def train_rare(row: Row, starts: Tensor = STARTS) -> Tensor:
     """The expected reward from each of the starts. (BATCHES + 1, starts)."""
     groups = Groups([RARE_WAY] * len(starts), G)
     path = train(row, groups, way_log_probs, starts.log(), 1, BATCHES, adam(ADAM_RATE))
-    return expected_reward(RARE_WAY, path.softmax(2))
-
-
-def train_three(scale: str) -> Tensor:
-    """The shares of the three strategies. (THREE_BATCHES + 1, 3)."""
-    row, groups = Row(losses.grpo, scale), Groups([THREE_WAYS], 4)
-    start, step = THREE_START.log()[None], plain(PLAIN_RATE)
-    path = train(row, groups, way_log_probs, start, 1, THREE_BATCHES, step)
-    return path.softmax(2)[:, 0]
+    return path.softmax(2) @ torch.tensor([CRUMB, RIGHT], dtype=path.dtype)
 
 
 def plot_rare(rewards: dict[str, Tensor]):
@@ -85,16 +53,12 @@ def plot_rare(rewards: dict[str, Tensor]):
         for scale, style in SCALES.items():
             panel.plot(rewards[scale][:, k], **style)
         panel.set(title=f"rare strategy: {start[1]:.0%} at the start", xlabel="updates")
-        low, high = rewards["std"][-1, k], rewards["mean"][-1, k]
-        divisors = f"nothing (dr-grpo)\nor the batch's\nstd (dashed): {high:.3f}"
-        color = COLORS["dr-grpo"]
-        if low < CRUMB + 0.001:
-            text = f"divided by the\ngroup's std (grpo):\n{low:.3f}"
-            panel.text(BATCHES, low + 0.015, text, color=COLORS["grpo"], ha="right")
-        else:
-            divisors, color = f"the group's std,\n{divisors}", "black"
-        text = f"divided by\n{divisors}"
-        panel.text(BATCHES, high - 0.02, text, color=color, ha="right", va="top")
+    labels = (
+        (0.41, "divided by nothing\n(dr-grpo), or the\nbatch's std (dashed)", COLORS["dr-grpo"]),
+        (0.18, "divided by the\ngroup's std (grpo)", COLORS["grpo"]),
+    )
+    for height, text, color in labels:
+        panels[0].text(BATCHES, height, text, color=color, ha="right", va="top")
     panels[0].set(ylabel="expected reward", ylim=(0, 0.5))
     return figure
 
@@ -106,14 +70,6 @@ def main():
     rows = {scale: [f"{x:.3f}" for x in rewards[-1]] for scale, rewards in rare.items()}
     print(f"Expected reward after {BATCHES} updates, by the rare strategy's share; G = {G}.\n")
     print_table(rows, [f"{share:.0%} at the start" for share in STARTS[:, 1].tolist()])
-    three = {scale: train_three(scale) for scale in SCALES}
-    rows = {}
-    for scale, shares in three.items():
-        reward = expected_reward(THREE_WAYS, shares)
-        late = reward[100:300]  # the swings that follow the climb
-        rows[scale] = [f"{x:.3f}" for x in (late.min(), late.max(), reward[-1], *shares[-1])]
-    print("\nThree strategies, G = 4: the reward in updates 100 to 300, and the end.\n")
-    print_table(rows, ["lowest", "highest", "end", "first", "second", "third"])
     if path:
         save(plot_rare(rare), path)
 

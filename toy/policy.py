@@ -84,12 +84,10 @@ class Policy:
         answers = self.answers(prompt)
         return sum(p * reward(y) * self.grad_log_prob_answer(prompt, y) for y, p in answers)
 
-    def log_probs(
-        self, prompts: Sequence[Tokens], answers: Sequence[Tokens]
-    ) -> tuple[Tensor, Tensor]:
-        """log pi(y_t|h_t) of every token, 0 on padding, and the mask. Differentiable in W.
+    def log_probs(self, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> Tensor:
+        """log pi(y_t|h_t) of every token, 0 on padding. Differentiable in W. (N, T).
 
-        N prompts, N answers; T is the longest answer given. Both (N, T).
+        N prompts, N answers; T is the longest answer given.
         """
         _, mask = pad(answers)
         pairs = list(zip(prompts, answers, strict=True))
@@ -98,7 +96,7 @@ class Policy:
         taken = torch.tensor([a for y in answers for a in y])  # (tokens,)
         log_pi = torch.log_softmax(features @ self.W.T, dim=-1)  # (tokens, V)
         logp = torch.zeros(mask.shape, dtype=self.W.dtype)
-        return logp.masked_scatter(mask, log_pi.gather(1, taken[:, None])), mask
+        return logp.masked_scatter(mask, log_pi.gather(1, taken[:, None]))
 
 
 def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
@@ -112,12 +110,6 @@ def pad(answers: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
 def count_orders(group: Sequence[Hashable]) -> int:
     """In how many orders these answers can be drawn; some may be equal."""
     return math.factorial(len(group)) // math.prod(map(math.factorial, Counter(group).values()))
-
-
-def kl(new: Policy, old: Policy, h: Tokens) -> float:
-    """KL(new(.|h) || old(.|h)) = sum_a new(a|h) log(new(a|h) / old(a|h))."""
-    p, q = new.probs(h), old.probs(h)
-    return float((p * (p / q).log()).sum())
 
 
 # ---------------- feature maps

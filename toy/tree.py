@@ -1,8 +1,7 @@
 """One group of answers as a prefix tree, and what a loss does to each of its tokens.
 
     python -m toy.tree                 tree.html: the article, which begins with a toy group
-    python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py; also prints
-                                       how much the answers of its saved batches share
+    python -m toy.tree runs/NAME       runs/NAME/tree.html: groups of a run of train.py
 
 The page is one file, and needs neither a network nor a library. tree_page.html contains the tree
 and its story in nine steps; article.html and article.js contain the sections below the tree. The
@@ -16,6 +15,14 @@ The toy group answers "37+48=" four times. For all methods A is the reward minus
 in README. toy/tree.svg, README's picture, shows this group under one divisor for all answers, and
 under GRPO's. A group of a real model, from sums.json, has the same A. A run's groups have the scale
 of the run, or of their method.
+
+A run saves the rollout of each evaluated step: batches/step-NUMBER.pt, a dict by torch.save. N
+answers, G to each prompt, have T places for tokens:
+
+    step, group_size, max_tokens            numbers: the last two are G and L
+    prompts, pieces                         texts: of the N/G prompts, and of the tokens, (N, T)
+    tokens, mask, rewards, logp_old, logp   tensors: (N, T), but for rewards, (N,); logp is log pi
+                                            after the step
 """
 
 from __future__ import annotations
@@ -23,15 +30,14 @@ from __future__ import annotations
 import argparse
 import base64
 import functools
+import inspect
 import itertools
 import json
 import math
-import sys
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -106,21 +112,8 @@ def toy_group(lengths: str, won: str) -> Group:
 STATES = ["before the step", "after it"]
 
 
-def saved_batches(run: Path) -> list[dict]:
-    """The saved batches of a run, from its last step to its first."""
-    paths = sorted(run.glob("batches/step-*.pt"), reverse=True)
-    return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-
-
-def run_groups(batch: dict) -> list[Group]:
-    """The groups of a saved batch in which rewards differ."""
-    rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
-    groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
-    return [group for group in groups if group.rewards.unique().numel() > 1]
-
-
 def run_group(batch: dict, k: int, rows: Tensor) -> Group:
-    """Group k of a saved batch, with the policies before and after the step."""
+    """Group k of a saved batch, at these rows, with the policies before and after the step."""
     old, new = (batch[key][rows].double() for key in ("logp_old", "logp"))
     tokens, mask = batch["tokens"][rows], batch["mask"][rows]
     texts = [batch["pieces"][i][: mask[i - rows[0]].sum()] for i in rows.tolist()]
@@ -160,35 +153,6 @@ def toy_methods() -> dict[str, Method]:
     return methods
 
 
-def take(method: Method, batch: Batch, rewards: Tensor) -> tuple[Tensor, Batch, Tensor]:
-    """A_i of all answers, (N,); the batch with them; and its loss."""
-    A = losses.group_advantages(rewards, batch.group_size, method.scale)
-    batch = replace(batch, adv=A[:, None].expand_as(batch.mask))
-    return A, batch, method.passes[0](batch)
-
-
-def what_is_shared(batch: dict, methods: dict[str, Method]) -> dict[str, float]:
-    """How much the answers of a saved batch share, as it was sampled. A *shared* token is one that
-    a sibling also has after the same prefix; an answer's first token is at place 1."""
-    mask, old, G = batch["mask"], batch["logp_old"].double(), batch["group_size"]
-    nodes = losses.prefix_nodes(batch["tokens"], mask, G)
-    _, node, visitors = nodes[mask].unique(return_inverse=True, return_counts=True)
-    shared = visitors[node] > 1
-    place = mask.cumsum(1)[mask].double()
-    found = {
-        "step": batch["step"],
-        "shared": shared.double().mean().item(),
-        "at place": place[shared].mean().item(),
-        "others at": place[~shared].mean().item(),
-    }
-    sampled = Batch(old.clone().requires_grad_(), old, old, mask, G, batch["max_tokens"])
-    for name in ("grpo", "dr-grpo", "gspo"):
-        A, taken, loss = take(methods[name], sampled, batch["rewards"].double())
-        c = losses.token_pushes(loss, taken.logp)
-        found[f"tax share of {name}"] = losses.learning_tax(c, A, nodes, mask)
-    return found
-
-
 # ---------------- the page
 
 
@@ -203,7 +167,9 @@ def scene(group: Group, methods: dict[str, Method]) -> str:
     nodes, table = losses.prefix_nodes(tokens, mask, G), {}
     for name, method in methods.items():
         batch = Batch(logp, old, old, mask, G, group.max_tokens)
-        A, batch, loss = take(method, batch, group.rewards.repeat(S))
+        A = losses.group_advantages(group.rewards.repeat(S), G, method.scale)
+        batch = replace(batch, adv=A[:, None].expand_as(mask))
+        loss = method.passes[0](batch)
         both = (loss, losses.prefix_baseline(loss, batch, nodes))
         pushes = (losses.token_pushes(x, batch.logp).view(S, G, T) for x in both)
         off, on = (brief(c[:, group.mask]) for c in pushes)
@@ -225,26 +191,24 @@ def brief(x: Tensor) -> list:
     return x.round(decimals=8).tolist()
 
 
-def control(name: str, label: str, options, kind: str, style: str = "radio", only="") -> dict:
-    """A control. kind: what it chooses, the scene, the loss, or the state, which is a policy.
-
-    only: the choice of *answers* for which the control is shown; if empty, it always is.
-    """
-    about = {"id": name, "label": label, "options": list(options)}
-    return about | {"kind": kind, "style": style, "only": only}
-
-
 def write_page(data: dict, methods: dict[str, Method]) -> str:
-    """The html, with all data packed in it. data: controls, scenes and start."""
-    method = control("method", "method", methods, "loss", "select")
-    baseline = control("baseline", "prefix baseline", ("off", "on"), "loss")
+    """The html, with all data packed in it. data: controls, scenes and start.
+
+    A control is its id, its label, its options, and what it chooses: the scene, the loss, or the
+    state, which is a policy. Its style and the choice of *answers* that shows it may follow.
+    """
+    method = ("method", "method", [*methods], "loss", "select")
+    baseline = ("baseline", "prefix baseline", ["off", "on"], "loss")
     data["controls"] = [method, baseline, *data["controls"]]
-    data["methods"] = {
-        name: "J = " + "; then ".join(losses.line_of(loss, "J = ") for loss in method.passes)
-        for name, method in methods.items()
-    }
+    data["methods"] = {name: formula(method.passes[0]) for name, method in methods.items()}
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 9)).decode()
     return read("tree_page.html").replace("DATA", packed, 1)
+
+
+def formula(loss) -> str:
+    """What a loss says about its J."""
+    text = inspect.getdoc(getattr(loss, "func", loss)) or ""
+    return next((line for line in text.splitlines() if line.startswith("J = ")), "")
 
 
 def read(name: str) -> str:
@@ -267,12 +231,12 @@ def toy_page() -> str:
         "start": start,
         "scenes": scenes | {real: scene(real_group(), methods)},
         "controls": [
-            control("answers", "answers", (made_up, real), "scene"),
-            control("lengths", "lengths of the answers", ANSWERS, "scene", only=made_up),
-            control("won", "who won", winners, "scene", "leaves", only=made_up),
-            control("moved", "ratio r of the tokens", MOVED, "state", only=made_up),
-            control("spread", "spread of the answers' own ratios", SPREAD, "state", only=made_up),
-            control("policy", "policy", STATES, "state", only=real),
+            ("answers", "answers", (made_up, real), "scene"),
+            ("lengths", "lengths of the answers", [*ANSWERS], "scene", "radio", made_up),
+            ("won", "who won", winners, "scene", "leaves", made_up),
+            ("moved", "ratio r of the tokens", MOVED, "state", "radio", made_up),
+            ("spread", "spread of the answers' own ratios", [*SPREAD], "state", "radio", made_up),
+            ("policy", "policy", STATES, "state", "radio", real),
         ],
     }
     return add_article(write_page(data, methods))
@@ -297,21 +261,20 @@ def add_article(page: str) -> str:
         # The worlds of toy/tax.py: four lengths, and how often the worse strategy is right.
         "worlds": [[f"{k}: {x}", [*own, *worse, p]] for k, (x, (own, p, worse)) in settings],
     }
-    panels = "\n".join(f"<div>{clips.panel(name)}<output></output></div>" for name in clips.NAMES)
-    text = read("article.html").replace("CLIP_STYLE", clips.STYLE, 1).replace("PANELS", panels, 1)
-    text = text.replace("FACTS", json.dumps(facts), 1)
+    text = read("article.html").replace("FACTS", json.dumps(facts), 1)
     return page.replace("<!-- ARTICLE -->", text, 1).replace("// SCRIPT", read("article.js"), 1)
 
 
-def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
-    """The page of a run: three groups of the newest saved batch in which rewards differ, before
-    and after the step."""
+def run_page(run: Path) -> str:
+    """The page of a run: three groups of its last saved batch, before and after the step."""
+    flags = json.loads((run / "config.json").read_text("utf-8"))
+    path = max(run.glob("batches/step-*.pt"))
+    batch = torch.load(path, map_location="cpu", weights_only=True)
+    rows = torch.arange(len(batch["tokens"])).split(batch["group_size"])
+    groups = [run_group(batch, k, part) for k, part in enumerate(rows)]
+    groups.sort(key=lambda group: group.rewards.unique().numel() == 1)  # without pushes: last
     name, methods = Path(flags["method"]).name, shown_methods(flags["scale"])
-    mixed = [(batch["step"], groups) for batch in batches if (groups := run_groups(batch))]
-    if not mixed:
-        sys.exit(f"error: in no batches/step-*.pt of {run} do the rewards of one prompt differ")
-    step, groups = mixed[0]
-    lead = f"Groups of {run}, a run of {name}, at step {step}."
+    lead = f"Groups of {run}, a run of {name}, at step {batch['step']}."
     lead += " Each is shown as if it were a batch of its own."
     lead += " If a card has several tokens, it shows the pushes on the first."
     _, own, function = name.rpartition(".py")
@@ -328,8 +291,8 @@ def run_page(run: Path, flags: dict, batches: list[dict]) -> str:
     start = {"group": next(iter(scenes)), "method": name, "policy": STATES[0]}
     start |= {"baseline": "on" if flags["prefix_baseline"] else "off"}
     controls = [
-        control("group", "group", scenes, "scene", "select"),
-        control("policy", "policy", STATES, "state"),
+        ("group", "group", [*scenes], "scene", "select"),
+        ("policy", "policy", STATES, "state"),
     ]
     data = {"digits": 4, "lead": lead, "start": start, "scenes": scenes}
     return write_page(data | {"controls": controls}, methods)
@@ -341,15 +304,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("run", nargs="?", type=Path, help="a run folder of train.py")
     run = parser.parse_args(argv).run
     torch.set_num_threads(1)  # the groups are tiny
-    batches = saved_batches(run) if run else []
-    flags = json.loads((run / "config.json").read_text("utf-8")) if run else {}
-    if batches:
-        methods = shown_methods(flags["scale"])
-        table = pd.DataFrame(what_is_shared(batch, methods) for batch in reversed(batches))
-        print(table.to_string(index=False, float_format="%.3f"))
-    text = run_page(run, flags, batches) if run else toy_page()
     path = (run or Path()) / "tree.html"
-    path.write_text(text, "utf-8")
+    path.write_text(run_page(run) if run else toy_page(), "utf-8")
     print(f"{path}: open it in a browser")
 
 

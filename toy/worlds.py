@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     chance: float  # the probability of what follows the tokens that it may share
     reward: float
     length: int
-    plan: int | None = None  # a second token that it may share; after that all answers differ
+    plan: int | None = None  # a choice at the second token; none follows
 
 
 class Groups:
@@ -53,9 +53,9 @@ class Groups:
         self.rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         place = torch.arange(max(row.length for row in rows))  # (T,)
         self.mask = place < torch.tensor([[row.length] for row in rows])
+        # Only strategies are shared. Plans are, too, but nothing is chosen after a plan, so no
+        # prefix baseline needs to know who shares one.
         tokens = torch.where(place == 0, self.way[:, None], torch.arange(len(rows))[:, None])
-        shared = (place == 1) & (self.plan >= 0)[:, None]
-        tokens = torch.where(shared, -1 - self.plan[:, None], tokens)
         self.nodes = losses.prefix_nodes(tokens, self.mask, G)
 
     def probabilities(self, logp: Tensor) -> Tensor:
@@ -115,21 +115,18 @@ class Row(NamedTuple):
 
 # GRPO with each baseline. All other rows measure A from the group mean.
 MEAN = "grpo, group mean"
-EXACT = "grpo, expected-reward baseline"
 BOTH = "grpo, expected-reward and prefix baseline"
 LOCAL = "grpo, group mean and prefix baseline"
 ROWS = {
     MEAN: Row(losses.grpo),
-    EXACT: Row(losses.grpo, "exact"),
+    "grpo, expected-reward baseline": Row(losses.grpo, "exact"),
     BOTH: Row(losses.grpo, "exact", prefix_baseline=True),
     LOCAL: Row(losses.grpo, prefix_baseline=True),
     # Its own clip, 3e-4, is made for long answers.
     "gspo": Row(partial(losses.gspo, eps_low=0.02, eps_high=0.02)),
     "dr-grpo": Row(losses.dr_grpo, "mean"),
     "cispo": Row(losses.cispo),
-    "reinforce": Row(losses.reinforce),
     "dfpo-min": Row(losses.dfpo_min),
-    "dfpo-min, eps 0.2": Row(partial(losses.dfpo_min, eps=0.2)),  # this clip is ours
 }
 SIZE = 0.1  # the length of the first update where there is no rate
 
@@ -166,20 +163,15 @@ def carry(pushes: Tensor, logp: Tensor, weights: Tensor) -> Tensor:
     return torch.autograd.grad((pushes * logp).sum(), weights, retain_graph=True)[0]
 
 
-def plain(rates: Tensor | float = 1.0):
-    """Plain gradient ascent: push -> what is added to the weights."""
-    return lambda push: rates * push
-
-
-def adam(rates: Tensor | float = 1.0):
-    """Adam, written out because importing torch's costs two seconds."""
+def adam(rate: float):
+    """Adam: push -> what is added to the weights. Importing torch's own costs two seconds."""
     m = v = k = 0.0
 
     def step(push: Tensor) -> Tensor:
         nonlocal m, v, k
         k += 1
         m, v = 0.9 * m + 0.1 * push, 0.95 * v + 0.05 * push**2
-        return rates * (m / (1 - 0.9**k)) / ((v / (1 - 0.95**k)).sqrt() + 1e-8)
+        return rate * (m / (1 - 0.9**k)) / ((v / (1 - 0.95**k)).sqrt() + 1e-8)
 
     return step
 
@@ -195,8 +187,8 @@ def train(
 ) -> Tensor:
     """The logits at the start and after every update, (batches * updates + 1, worlds, K).
 
-    policy: way_log_probs or plan_log_probs. start: (worlds, K). step: plain(rates) or adam(rates);
-    by default plain gradient ascent, whose first update has the length SIZE.
+    policy: way_log_probs or plan_log_probs. start: (worlds, K). step: adam(rate); by default plain
+    gradient ascent, whose first update has the length SIZE.
     """
     path, policy = [start], partial(policy, groups)
     for _ in range(batches):
@@ -204,7 +196,7 @@ def train(
         batch.logp_ref = policy(start)
         for _ in range(updates):
             push = ascend(row, batch, counts, groups.nodes, policy, path[-1])
-            step = step or plain(SIZE / push.norm(dim=1, keepdim=True))
+            step = step or partial(torch.mul, SIZE / push.norm(dim=1, keepdim=True))
             path.append(path[-1] + step(push))
     return torch.stack(path)
 
@@ -232,15 +224,11 @@ class World(Groups):
         loss: Callable[[Batch], Tensor],
         scale: str,
         logits: Tensor | None = None,
-        old: Tensor | None = None,
     ) -> Tensor:
-        """On the logit of each strategy, at the world's shares or at other logits. (strategies,).
-
-        The mean over all groups of this policy, or of an old one.
-        """
+        """On the logit of each strategy, at the world's shares or other logits. (strategies,)."""
         logits = self.logits() if logits is None else logits
         policy = partial(way_log_probs, self)
-        batch, counts = self.batch(policy((logits if old is None else old)[None]), scale)
+        batch, counts = self.batch(policy(logits[None]), scale)
         return ascend(Row(loss), batch, counts, self.nodes, policy, logits[None])[0]
 
 
@@ -266,7 +254,7 @@ class Toy:
         self.unbiased = (1 - 1 / G) * self.exact / 2  # what an unbiased update expects; L = 2
 
     def log_probs(self, policy: Policy) -> Tensor:
-        return policy.log_probs([()] * len(self.rows), self.rows)[0]
+        return policy.log_probs([()] * len(self.rows), self.rows)
 
     def expected_update(
         self,

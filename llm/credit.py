@@ -6,21 +6,26 @@ rules that use this, `nthr` and `ibpo`, are in losses.py beside the other method
 
 from __future__ import annotations
 
+from difflib import SequenceMatcher
+
 import torch
 from torch import Tensor
 
 from losses import OldPolicy, group_advantages
 
 
-def reshape_credit(policy, task, rollout, method, config, ask_again) -> dict[str, float]:
+def reshape(policy, task, rollout, method, config, ask, gen) -> dict[str, float]:
     """Put rollout.adv, (N, T), under the method's credit rule. Returns more to log.
 
     Under ibpo the policy first corrects its wrong answers, and a wrong one earns a part of the
-    reward if its correction is right. ask_again(problems) returns a Rollout of the policy's answers
-    to them.
+    reward if its correction is right. ask is train.ask, and gen its random numbers.
     """
     metrics, facts, rewards = {}, {}, rollout.rewards
     if method.repair:
+
+        def ask_again(problems):
+            return ask(policy, task, problems, config, config.temperature, gen)
+
         facts, sampled = correct(rollout, task, config, ask_again, policy.eos)
         earned = method.repair(rewards, facts["repaired"])
         A = group_advantages(earned, config.group_size, config.scale or method.scale)  # (N,)
@@ -56,7 +61,6 @@ def nthr_scores(
     head: Tensor,
     group_size: int,
     temperature: float = 1.0,
-    full_vocab: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The scores s = g^T M h of all tokens, and the part that an answer's own tokens have in them.
 
@@ -79,8 +83,6 @@ def nthr_scores(
             continue
         h = hidden[group].to(dtype)  # (G, T, d)
         known = ids[seen].unique()  # V*
-        if full_vocab:
-            known = torch.arange(len(head), device=mask.device)
         place = torch.searchsorted(known, ids.contiguous()).clamp(max=len(known) - 1)[..., None]
         z = h @ head[known].to(dtype).T / temperature  # (G, T, |V*|)
         log_pi = z - z.gather(2, place) + logp[group, :, None]  # logp has the full denominator
@@ -166,29 +168,8 @@ def correct(answers, task, config, ask, eos: Tensor) -> tuple[dict[str, Tensor],
 
 
 def kept_tokens(answer: list[int], other: list[int]) -> list[bool]:
-    """Which tokens of an answer stay when it is edited into another one.
-
-    The edit has the fewest insertions, deletions and substitutions (Levenshtein), and of several
-    such edits it keeps the most tokens. A loop over T U pairs: 0.02 s for 256 tokens each, 0.3 s
-    for 1,024.
-    """
-    price = len(answer) + 1  # of an edit; a kept token earns 1, so that all of them earn less
-    costs = [[price * u for u in range(len(other) + 1)]]  # of the first t tokens into the first u
-    for x in answer:
-        above, row = costs[-1], [costs[-1][0] + price]
-        for u, y in enumerate(other):
-            changed = above[u] + (-1 if x == y else price)
-            row.append(min(changed, above[u + 1] + price, row[u] + price))
-        costs.append(row)
-    kept, t, u = [False] * len(answer), len(answer), len(other)
-    while t and u:  # back from the ends
-        if answer[t - 1] == other[u - 1]:
-            kept[t - 1] = True
-            t, u = t - 1, u - 1
-        elif costs[t][u] == costs[t - 1][u - 1] + price:
-            t, u = t - 1, u - 1
-        elif costs[t][u] == costs[t - 1][u] + price:
-            t -= 1
-        else:
-            u -= 1
+    """Which tokens of an answer stay when it is edited into another one, by difflib's matches."""
+    kept = [False] * len(answer)
+    for a, _, n in SequenceMatcher(None, answer, other, autojunk=False).get_matching_blocks():
+        kept[a : a + n] = [True] * n
     return kept
