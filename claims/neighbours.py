@@ -64,9 +64,7 @@ def n4(name, tree):
     logp = (h @ head.T / 0.7).log_softmax(-1).gather(2, tree.tokens[..., None])[..., 0]
     facts["logp"], right = tree.fill(logp.detach()), facts["rewards"] == 1
     hidden = torch.where(tree.mask[..., None], h, torch.nan)
-    measured = llm.credit.nthr_scores(
-        **facts, hidden=hidden, head=head.detach(), temperature=0.7
-    )
+    measured = llm.credit.nthr_scores(**facts, hidden=hidden, head=head.detach(), temperature=0.7)
     for i in range(0, tree.N, tree.G):
         group, seen = slice(i, i + tree.G), tree.mask[i : i + tree.G]
         if not 0 < right[group].sum() < tree.G:
