@@ -212,7 +212,7 @@ def changes(loss: Loss, odd: list[str]) -> Iterator[Line]:
         "padding has log-probs of 10000": (push(loss, tree.batch(0.15)), c),
         "log-probs differ, ratios do not (a clip by probability?)": (again(**other), c),
     }
-    yield (f"CHANGES THAT SHOULD MULTIPLY NO PUSH: {len(tried)}. Of these the following do, by",)
+    yield f"CHANGES THAT SHOULD MULTIPLY NO PUSH: {len(tried)}; those that do", "by"
     for name, (d, usual) in tried.items():
         if not torch.allclose(d, usual, rtol=1e-6):
             k = factor(usual, d)
@@ -272,12 +272,8 @@ def worlds(row: Row, mixes: bool) -> Iterator[Line]:
 def report(name: str, method: Method) -> Iterator[Line]:
     loss, row = method.passes[0], Row(method.passes[0], method.scale)
     found, odd = [], []
-    lines = [
-        *cancelling(loss, found),
-        *weights(loss, found, odd),
-        *pull(loss, odd),
-        *changes(loss, odd),
-    ]
+    lines = [*cancelling(loss, found), *weights(loss, found, odd), *pull(loss, odd)]
+    lines += changes(loss, odd)
     found.append(f"What stands out: {', '.join(odd) or 'nothing'}.")
     for part in losses.functions(method)[1:]:
         found.append(f"{name} also has {part.func.__name__}, which this page does not show.")
