@@ -138,7 +138,9 @@ class Trainer(GRPOTrainer):
         adv, G = A[:, None] * mask, self.num_generations
         if self.method.credit:
             adv = self.method.credit(adv, OldPolicy(tokens, mask, old, field("rewards"), G))
-        batch = Batch(leaf, old, adv, mask, G, self.max_completion_length, ref)
+        batch = Batch(
+            leaf, old, adv, mask, G, self.max_completion_length, ref, tokens, field("rewards")
+        )
         iteration = self._step // self.args.steps_per_generation
         loss = self.method.passes[iteration % len(self.method.passes)](batch)
         if self.prefix_baseline:
