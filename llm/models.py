@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -153,12 +154,19 @@ def warm_start(policy, task, optimizer, method, config):
         gen = rng(config.seed, "warm", step)
         picks = torch.randint(len(plain), (config.warm_rows,), generator=gen).tolist()
         rows = [(fixed if i < corrections else plain)[k] for i, k in enumerate(picks)]
-        # Padding follows a text, where a causal model does not look. A label of -100 is not
-        # learned: neither prompts nor padding are.
-        ids = pad([prompt + demo for prompt, demo in rows], 0, model)
-        labels = pad([[-100] * len(prompt) + demo for prompt, demo in rows], -100, model)
-        with policy.autocast():
-            model(ids, labels=labels, use_cache=False).loss.backward()
+        learned = sum(len(demo) for _, demo in rows)
+        # Long texts go through the model apart, because the short ones would be mostly padding.
+        average = fmean(len(prompt + demo) for prompt, demo in rows)
+        short = [row for row in rows if len(row[0] + row[1]) <= average]
+        long = [row for row in rows if len(row[0] + row[1]) > average]
+        for some in filter(None, (short, long)):  # all may be of one length
+            # Padding follows a text, where a causal model does not look. A label of -100 is not
+            # learned: neither prompts nor padding are.
+            ids = pad([prompt + demo for prompt, demo in some], 0, model)
+            labels = pad([[-100] * len(prompt) + demo for prompt, demo in some], -100, model)
+            with policy.autocast():
+                out = model(ids, labels=labels, num_items_in_batch=learned, use_cache=False)
+            out.loss.backward()  # the sum over these tokens, divided by those of all rows
         norm = clip_grad_norm_(model.parameters(), 1.0).item()
         if not math.isfinite(norm):
             raise ValueError(f"warm start, step {step + 1}: the gradient is not finite ({norm})")
