@@ -14,7 +14,7 @@ from torch import Tensor
 from losses import OldPolicy, group_advantages
 
 
-def reshape(policy, task, rollout, method, config, ask, gen) -> dict[str, float]:
+def assign(policy, task, rollout, method, config, ask, gen) -> dict[str, float]:
     """Put rollout.adv, (N, T), under the method's credit rule. Returns more to log.
 
     Under ibpo the policy first corrects its wrong answers, and a wrong one earns a part of the

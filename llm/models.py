@@ -101,7 +101,7 @@ def take_quick_ways(model, ids: Tensor) -> bool:
     return is_quick
 
 
-def attend(module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_):
+def attend(module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling=None, **_):
     """Attention by products. Several heads of the query share a head of the keys: here they read it
     in one product, and transformers' own ways copy it for each of them.
 
@@ -109,7 +109,7 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     Returns (n, T, H, d).
     """
     n, H, T, d = query.shape
-    shared = key.shape[1]
+    shared, scaling = key.shape[1], scaling or d**-0.5
     scores = query.reshape(n, shared, -1, d) @ key.mT * scaling  # (n, K, H / K * T, S)
     weights = (scores.view(n, H, T, -1) + mask[..., : key.shape[2]]).softmax(-1)
     out = weights.view(n, shared, -1, key.shape[2]) @ value  # (n, K, H / K * T, d)
