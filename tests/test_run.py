@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, TOY, build, load, metrics, timeless
+from conftest import TINY, TOY, build, load, metrics, run, timeless
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel
 
@@ -164,6 +164,11 @@ def test_a_killed_run_resumes_with_what_is_left(
 
 def models_of(folder: Path) -> list[bytes]:
     return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
+
+
+def test_the_reference_of_a_kl_term_is_the_policy_after_the_warm_start(tmp_path):
+    line = metrics(run(tmp_path / "run", "--hyper", "kl=0.1", "--steps", 2, "--lr", 0.1))
+    assert abs(line[1]["kl"]) < 1e-9 < 1e-4 < line[2]["kl"]
 
 
 # ---------------- flags

@@ -13,10 +13,13 @@ import naive
 import pytest
 import torch
 from conftest import Letters, build, float64, load
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
+from transformers import AttentionInterface
 
 import losses
 import train
+from llm import credit, models
 from tasks.task import Item
 
 BASE = "--steps 2 --prompts 2 --group-size 4 --max-tokens 7 --temperature 0.7 --eval-items 4"
@@ -24,10 +27,10 @@ BASE += " --eval-samples 3 --warm-steps 0 --width 8 --lr 0.05 --grad-clip 0.51 -
 RUNS = [
     "--minibatches 2 --epochs 3 --micro-rows 3 --hyper kl=0.1",
     "--minibatches 1 --scale mean --micro-rows 5",  # learned from once, and not read apart
-    "--method dr-grpo --minibatches 2 --prefix-baseline --max-tokens 12",
-    "--method ar-lopti --minibatches 2",  # two losses, and a credit rule
+    "--method dr-grpo --minibatches 2 --prefix-baseline --max-tokens 40",  # no answer is so long
+    "--method ar-lopti --minibatches 1",  # two losses, and a credit rule
     "--method nthr --minibatches 1 --offload",
-    "--method ibpo --minibatches 2 --repair-references 2 --warm-steps 5 --warm-rows 6",
+    "--method ibpo --scale mean --repair-references 2 --warm-steps 5 --warm-rows 6 --seed 6",
     "--method dfpo-min --minibatches 1 --epochs 2 --warm-steps 5 --warm-rows 6",
 ]
 GAP = 1e-4  # what `generate` is made to say too much, so that logp_old is known to be read anew
@@ -36,7 +39,8 @@ GAP = 1e-4  # what `generate` is made to say too much, so that logp_old is known
 @pytest.fixture(scope="module")
 def met():
     """What the runs have met: a test refuses to have compared runs in which little happens."""
-    return {"norms": [], "truncated": [], "repair_rate": [], "clip_share": [], "widths": set()}
+    lists = {name: [] for name in ("norms", "truncated", "repair_rate", "clip_share")}
+    return lists | {name: set() for name in ("widths", "credit", "right")}
 
 
 @pytest.mark.parametrize("flags", RUNS)
@@ -50,7 +54,8 @@ def test_a_run_is_the_naive_run(flags, tmp_path, monkeypatch, met):
         policy.eos = torch.tensor([1, 0, 8, 16, 17])
         twin = copy.deepcopy(policy)
         method = losses.bind(config.method, dict(x.split("=") for x in config.hyper.split()))
-        gap = GAP if config.epochs * config.minibatches * len(method.passes) > 1 else 0.0
+        gap = 0.0 if method.needs_scores else GAP  # scores would see it
+        is_copied = config.epochs * config.minibatches * len(method.passes) == 1
         # The reference of a KL term is the policy after the warm start, which is not made here.
         monkeypatch.setattr(train, "load_policy", lambda *_: copy.deepcopy(twin))
         found, generate, learn = [], train.generate, train.learn
@@ -75,10 +80,17 @@ def test_a_run_is_the_naive_run(flags, tmp_path, monkeypatch, met):
             assert rollout.texts == step["texts"], f"step {number}: texts"
             width = rollout.mask.shape[1]
             assert width == max(map(len, answers)), f"step {number}: columns of padding"
+            step["logp_old"] += gap * is_copied * rollout.mask
             for name in ("rewards", "logp_old", "adv"):
                 x = getattr(rollout, name)
-                x = x * rollout.mask if name == "adv" else x
+                x = x * rollout.mask if x.dim() > 1 else x
                 close(x, step[name], f"step {number}: {name}")
+            tokens_differ = any(
+                x[m].unique().numel() > 1 for x, m in zip(x, rollout.mask, strict=True)
+            )
+            met["credit"] |= {config.method} if tokens_differ else set()
+            if (rollout.rewards == 1).any() and expected[number].get("repair_rate"):
+                met["right"] |= {config.method}
             close([x["loss"] for x in updates], step["losses"], f"step {number}: losses")
             close([x["grad_norm"] for x in updates], step["norms"], f"step {number}: norms")
             met["norms"] += step["norms"]
@@ -107,11 +119,13 @@ def close(found, wanted, what: str):
 
 def test_these_runs_met_what_can_go_wrong(met):
     """An update without any push, gradients on both sides of the clip, answers that were cut off
-    and some that were not, corrections that failed, prompts of different widths."""
+    and some that were not, corrections that failed, prompts of different widths, right answers to
+    correct others by, and each credit rule at work."""
     assert 0 in met["norms"] and min(x for x in met["norms"] if x) < 0.51 < max(met["norms"])
     for key in ("truncated", "repair_rate", "clip_share"):
         assert any(0 < x < 1 for x in met[key]), key
     assert any(len(set(widths)) > 1 for widths in met["widths"])
+    assert met["credit"] == {"ar-lopti", "nthr", "ibpo"} and "ibpo" in met["right"]
 
 
 # ---------------- models that have more than the toy's
@@ -164,6 +178,40 @@ def test_a_model_that_is_read_wrongly_is_refused(tmp_path, monkeypatch):
             load(path)
 
 
+def test_attention_by_products_is_torchs_own_or_is_not_taken(tmp_path):
+    """Six heads of the query share two of the keys; a row is padded. If the numbers moved, both
+    model and torch's products would stay as they are."""
+    torch.set_float32_matmul_precision("highest")
+    q, k, v = (torch.randn(2, heads, 5, 4, generator=train.rng(heads)) for heads in (6, 2, 3))
+    v = v[:, :2]
+    mask = torch.ones(5, 5).tril().expand(2, 1, 5, 5).clone()
+    mask[0, :, 1:, 0] = 0
+    found, _ = models.attend(None, q, k, v, (1 - mask) * -1e9, 0.3)
+    k, v = (x.repeat_interleave(3, 1) for x in (k, v))
+    wanted = scaled_dot_product_attention(q, k, v, mask > 0, scale=0.3)
+    assert_close(found, wanted.transpose(1, 2))
+    AttentionInterface.register("grouped", lambda *x, **y: (models.attend(*x, **y)[0] * 1.1, None))
+    try:
+        policy = load(build("qwen2", tmp_path))
+    finally:
+        AttentionInterface.register("grouped", models.attend)
+    assert not policy.quick and policy.model.config._attn_implementation == "sdpa"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_nthr_reads_the_states_that_predict_the_tokens(scratch, monkeypatch):
+    """With the output layer they give the log-probs, at the temperature of sampling."""
+    task, given = Letters(), {}
+    config = train.Config(group_size=2, max_tokens=5, temperature=0.7, micro_rows=3)
+    rollout = train.sample(scratch, task, task.train[:2], 1, config)
+    old = losses.OldPolicy(rollout.tokens, rollout.mask, rollout.logp_sampled, rollout.rewards, 2)
+    monkeypatch.setattr(credit, "nthr_scores", lambda **x: given.update(x) or (None, None))
+    credit.add_scores(old, scratch, rollout, config)
+    logp = (given["hidden"] @ given["head"].T / given["temperature"]).log_softmax(-1)
+    logp = logp.gather(2, rollout.tokens[..., None]).squeeze(2) * rollout.mask
+    assert_close(logp, rollout.logp_sampled, rtol=1e-4, atol=1e-5)
+
+
 # ---------------- where a wrong number would look right
 
 
@@ -177,10 +225,22 @@ def test_a_sampler_that_is_not_the_scorer_ends_a_run():
             train.check_gap(torch.tensor([0.0, -gap]), settings)
 
 
-def test_a_gradient_that_is_not_finite_makes_no_update():
-    for numbers in ((1.0, math.nan), (math.inf, 1.0)):
-        with pytest.raises(ValueError, match="step 3"):
-            train.check_finite("step 3", *numbers)
+def test_a_wrong_number_makes_no_update(scratch):
+    """A loss that is a nan; a log-prob of one answer that was sampled otherwise than it is scored,
+    even one that nothing would push."""
+    task, config = Letters(), train.Config(group_size=2, minibatches=1, max_tokens=5)
+    policy = copy.deepcopy(scratch)
+    rollout = train.sample(policy, task, task.train[:2], 1, config)
+    method = losses.bind("grpo", {})
+    train.assess(policy, None, rollout, method, config)
+    nan = replace(method, passes=(lambda batch: batch.logp.sum() * math.nan,))
+    with pytest.raises(ValueError, match="step 1"):
+        train.learn(policy, train.adamw(policy.model), rollout, nan, 1, config)
+    pairs = zip(policy.model.parameters(), scratch.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    rollout.logp_sampled[3, 0] += 0.01
+    with pytest.raises(ValueError, match="no update was made"):
+        train.assess(policy, None, rollout, method, replace(config, epochs=2))
 
 
 def test_a_reward_that_is_no_number_is_named(scratch):
