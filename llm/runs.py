@@ -243,6 +243,9 @@ def summarize(folder: Path, held_out: int):
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU at most")
     say(f"{held_out} held-out items: {', '.join(said)}")
+    if last.get("unfinished"):
+        said = f"{last['unfinished']:.0%} of the sampled answers ended inside a thought"
+        say(f"{said}, without an answer: raise --max-tokens")
     change = last["greedy"] - first["greedy"]
     # The standard error of a difference between evaluations on different items. On the same items,
     # as here, the true one is mostly smaller.
