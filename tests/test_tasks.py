@@ -54,7 +54,7 @@ def table(path: Path, text: str, held_out: str = ""):
 
 # A file, and what its first row comes to: what is asked, and all right answers.
 READ = {
-    'a[1].CSV|\ufeffid;Question;Answer\n1;"a\n""b""";1.10\n;;\n2;c;d\n': ('a\n"b"', "1.10"),
+    'a[1].CSV|\ufeffQuestion;id;Answer\n"a\n""b""";1;1.10\n;;\nc;2;d\n': ('a\n"b"', "1.10"),
     "a.tsv|prompt\tlabel\ta, b\na\tNone\t\nc\td\t": ("a", "None"),
     "a.jsonl|{instruction: a, input: b, output: 12e4}\n\n{instruction: a, output: 2021-03-04}": (
         "a\nb",
