@@ -3,6 +3,7 @@
     runs/NAME/config.json    the flags
               task.py        a copy of the task, if it is a file; a table keeps its own ending
               method.py      a copy of the loss, if it is a file
+              held_out.json  the items of each evaluation
               metrics.jsonl  a line a step
               samples.txt    a group of answers a step, to read
               start/         the policy after the warm start
@@ -22,6 +23,7 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -58,7 +60,8 @@ def begin(policy, optimizer, config) -> int:
         optimizer.load_state_dict(state["optimizer"])
     for file, text in state["logs"].items():  # without the steps that were lost
         write_whole(folder / file, text)
-    write_whole(folder / "config.json", json.dumps(asdict(config) | {"resume": ""}, indent=1))
+    flags = asdict(config) | {"resume": "", "out": str(folder.resolve())}
+    write_whole(folder / "config.json", json.dumps(flags, indent=1))
     method = re.sub(r"(?<=\.py):\w+$", "", config.method)
     copies = {config.task: f"task{Path(config.task).suffix}", method: "method.py"}
     for file, copy in copies.items():  # what yours said when the run began
@@ -68,6 +71,16 @@ def begin(policy, optimizer, config) -> int:
     if state["step"]:
         keep_best(policy, state["step"], folder)  # a kill may have come before it was written
     return state["step"]
+
+
+def keep_held_out(items, config):
+    """Keep the held-out items. Say so if those of a resumed run are others than when it began."""
+    file = Path(config.out, "held_out.json")
+    text = json.dumps([[item.prompt, item.answer] for item in items], indent=1)
+    if file.exists() and file.read_text("utf-8") != text:
+        say("warning: the held-out items are others than before, and some may have been trained on")
+        say("so do not compare the evaluations; a task should give the same items each time")
+    write_whole(file, text)
 
 
 def save(policy, optimizer, rollout, metrics: dict, config):
@@ -191,7 +204,20 @@ def show(metrics: dict):
 
 
 def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text("utf-8"))
+    """The flags of a run. A file that is gone is looked for where it was as seen from the run, in
+    case both were moved; of the task and the method the run has copies."""
+    flags = json.loads((folder / "config.json").read_text("utf-8"))
+    for name in ("task", "method", "data", "model"):
+        file = Path(re.sub(r"(?<=\.py):\w+$", "", flags[name]))
+        if file.is_absolute() and not file.exists():
+            places = [folder / os.path.relpath(file, flags["out"])]
+            if name in ("task", "method"):
+                places.append(folder / f"{name}{file.suffix}")
+            found = [place for place in places if place.exists()]
+            if not found:
+                raise FileNotFoundError(f"{file} is gone; it is `{name}` in {folder}/config.json")
+            flags[name] = flags[name].replace(str(file), str(found[0].resolve()))
+    return flags
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -217,6 +243,9 @@ def summarize(folder: Path, held_out: int):
     if torch.cuda.is_available():
         said.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU at most")
     say(f"{held_out} held-out items: {', '.join(said)}")
+    if last.get("unfinished"):
+        said = f"{last['unfinished']:.0%} of the sampled answers ended inside a thought"
+        say(f"{said}, without an answer: raise --max-tokens")
     change = last["greedy"] - first["greedy"]
     # The standard error of a difference between evaluations on different items. On the same items,
     # as here, the true one is mostly smaller.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from tasks.task import BaseTask, Item
 
@@ -18,32 +18,35 @@ class ChatTask(BaseTask):
                 return float(len(text.split()) == 1)
 
     A prompt may also be a pair of what the user says and an answer, which the reward finds as
-    item.answer. One prompt of five, chosen at random, is held out for evaluation. Raises ValueError
-    for a prompt that is something else, for one with two answers, and if fewer than two differ.
+    item.answer. One prompt of five is held out for evaluation, at random, but always the same one,
+    in whatever order they come. Raises ValueError for a prompt with two answers, and if fewer than
+    two differ.
     """
 
-    prompts: Sequence[str | tuple[str, str]] = ()
+    prompts: Iterable[str | tuple[str, str]] = ()
 
     def __init__(self):
-        items = to_items(self.prompts)
+        if isinstance(self.prompts, str):  # each letter would be a prompt
+            raise ValueError("`prompts` is a text; wanted: a list of texts")
+        pairs = [(x, "") if isinstance(x, str) else x for x in self.prompts]
+        self.hold_out(unique((f"prompt {n}", Item(*pair, "")) for n, pair in enumerate(pairs, 1)))
+
+    def hold_out(self, items: list[Item]):
         if len(items) < 2:
-            raise ValueError(f"a ChatTask needs two or more different `prompts`, not {len(items)}")
-        random.Random(0).shuffle(items)
-        held_out = max(1, len(items) // 5)
+            raise ValueError(f"wanted: two or more different prompts, not {len(items)}")
+        items, held_out = shuffled(items), max(1, len(items) // 5)
         self.test, self.train = items[:held_out], items[held_out:]
 
 
-def to_items(prompts: Sequence[str | tuple[str, str]]) -> list[Item]:
-    """The different prompts as items. A mistake is told with the prompt's number."""
-    if not isinstance(prompts, list | tuple):  # of a text each letter would be a prompt
-        raise ValueError(f"`prompts` is a {type(prompts).__name__}; wanted: a list")
-    answers = {}
-    for number, prompt in enumerate(prompts, 1):
-        pair = prompt if isinstance(prompt, list | tuple) else (prompt, "")
-        if len(pair) != 2 or not all(isinstance(x, str) for x in pair) or not pair[0]:
-            raise ValueError(
-                f"prompt {number} is {prompt!r}; wanted: a text, or two, with its answer"
-            )
-        if answers.setdefault(*pair) != pair[1]:
-            raise ValueError(f"prompt {number}, {pair[0]!r}, has a second answer, {pair[1]!r}")
-    return [Item(prompt, answer, "") for prompt, answer in answers.items()]
+def shuffled(items: list[Item]) -> list[Item]:
+    """In an order that does not depend on theirs: a set has another one in each process."""
+    return random.Random(0).sample(sorted(items, key=repr), len(items))
+
+
+def unique(rows: Iterable[tuple[str, Item]]) -> list[Item]:
+    """The different items of rows. A row is where it stands, for a message, and an item."""
+    items = {}
+    for where, item in rows:
+        if items.setdefault((item.before, item.prompt), item).answer != item.answer:
+            raise ValueError(f"{where}: {item.prompt!r} has a second answer, {item.answer!r}")
+    return [*items.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -11,6 +11,14 @@ class Item:
     prompt: str  # "37+48="
     answer: str  # "85"
     demo: str  # one demonstration, right or wrong
+    before: tuple[tuple[str, str], ...] = ()  # the chat so far: (("system", "Be brief."),)
+    others: tuple[str, ...] = ()  # answers that are right as well
+
+
+def after_thought(text: str) -> str:
+    """What follows the last </think>: a thought is no answer, and one that is cut off has none."""
+    answer = text.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer
 
 
 class BaseTask:
@@ -25,42 +33,51 @@ class BaseTask:
     test: list[Item]
     settings: dict = {}  # flags of train.py whose defaults differ for this task
     symbols: str = "="  # characters that the scratch model knows, beside those of the items
+    wish: str = ""  # what follows every prompt
+    opened: bool = False  # whether the chat template begins the answer with <think>
     template: dict = {}  # arguments of the chat template, such as {"enable_thinking": False}
 
     def reward(self, text: str, item: Item) -> float:
-        """Any finite number; 1 means right. Of the answer without its end-of-text token."""
+        """Any finite number; 1 means right. Of the answer without its end-of-text token, and
+        without what the model thought before it."""
 
     def rewards(self, texts: list[str], items: list[Item]) -> list[float]:
-        """Of many answers at once. A judge that compares answers takes this one's place: those to
-        one prompt are next to each other, group_size of them in training."""
-        return [self.reward(text, item) for text, item in zip(texts, items, strict=True)]
+        """Of many answers at once, with their thoughts. A judge that compares answers takes this
+        one's place: those to one prompt are next to each other, group_size of them in training."""
+        answers = map(self.answer, texts)
+        return [self.reward(answer, item) for answer, item in zip(answers, items, strict=True)]
+
+    def answer(self, text: str) -> str:
+        """What the reward sees of a text. Some chat templates have opened a thought already."""
+        return after_thought("<think>" * self.opened + text)
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
         """Prompt token ids of each item: a user's message, if the model has a chat template."""
-        texts = [item.prompt for item in items]
+        chats = [[*getattr(x, "before", ()), ("user", x.prompt + self.wish)] for x in items]
         if tokenizer.chat_template:
-            return self.encode_chats(tokenizer, texts)
+            return self.encode_chats(tokenizer, chats)
+        texts = ["\n".join(text for _, text in chat) for chat in chats]
         return self.encode_texts(tokenizer, texts)
 
-    def encode_chats(self, tokenizer, texts: list[str]) -> list[list[int]]:
-        """The ids of chats in which a user has said a text, and the model is to answer.
+    def encode_chats(self, tokenizer, chats: list[list[tuple[str, str]]]) -> list[list[int]]:
+        """The ids of chats, each some pairs of a role and a text, which the model is to continue.
 
-        Raises ValueError if the chat template loses the text, as one may that wants other turns.
+        Raises ValueError if the chat template loses a text, as one may that wants other turns.
         """
 
-        def render(contents: list) -> list[str]:
-            chats = [[{"role": "user", "content": content}] for content in contents]
+        def render(content: Callable) -> list[str]:
+            turns = [[{"role": role, "content": content(text)} for role, text in x] for x in chats]
             options = {"add_generation_prompt": True, "tokenize": False} | self.template
-            return tokenizer.apply_chat_template(chats, **options)
+            return tokenizer.apply_chat_template(turns, **options)
 
-        rendered = render(texts)
-        if texts[0].strip() not in rendered[0]:  # that of a model which also sees pictures
-            rendered = render([[{"type": "text", "text": text}] for text in texts])
-        for text, chat in zip(texts, rendered, strict=True):
-            if text.strip() not in chat:
-                raise ValueError(
-                    f"the chat template loses the prompt {text[:60]!r}: {chat[:200]!r}"
-                )
+        rendered = render(str)
+        if chats[0][-1][1].strip() not in rendered[0]:  # that of a model which also sees pictures
+            rendered = render(lambda text: [{"type": "text", "text": text}])
+        for chat, shown in zip(chats, rendered, strict=True):
+            for _, text in chat:
+                if text.strip() not in shown:
+                    raise ValueError(f"the chat template loses {text[:60]!r}: {shown[:200]!r}")
+        self.opened = rendered[0].rstrip().endswith("<think>")
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def encode_texts(self, tokenizer, texts: list[str]) -> list[list[int]]:

@@ -1,4 +1,5 @@
-"""To whoever trusts a reward: what each task pays for, and which problems it holds out.
+"""To whoever brings data or trusts a reward: a table is read as it is written or refused with its
+row, what is held out is not trained on, and a reward pays for the answer that was given.
 
 GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 """
@@ -10,19 +11,222 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
+import pandas
 import pytest
-from conftest import ANN, BOB, PROBLEMS, TOY
+from conftest import ANN, BOB, PROBLEMS, TINY, TOY, build, metrics, run
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+import train
 from experiments import format_reward
 from llm.unpack import split_as_trained
-from tasks.gsm8k import GSM8K, Item, extract
-from tasks.table import read_pairs
+from tasks.arithmetic import Arithmetic
+from tasks.chat import ChatTask
+from tasks.gsm8k import GSM8K, extract
+from tasks.task import BaseTask, Item
 
 SUMS = format_reward.Task()
 ITEMS = {item.prompt: item for task in (TOY, SUMS) for item in task.test + task.train}
+
+
+@pytest.fixture
+def chat_model(tmp_path) -> str:
+    """A tiny Qwen2 that knows all printable letters, with a chat template that wants parts."""
+    letters, path = BaseTask(), build("qwen2", tmp_path / "model", vocab_size=128)
+    letters.train, letters.test = [Item(string.printable, "", "")], []
+    tokenizer = letters.make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}{% if part['type'] == 'text' %}"
+        "<{{ part['text'] }}>{% endif %}{% endfor %}{% endfor %}{{ mood }}"
+    )
+    tokenizer.save_pretrained(path)
+    return path
+
+
+# ---------------- a table
+
+
+def table(path: Path, text: str, held_out: str = ""):
+    path.write_text(text, encoding="utf-8")
+    return train.find_task(str(path))(held_out)
+
+
+# A file, and what its first row comes to: what is asked, and all right answers.
+READ = {
+    'a[1].CSV|\ufeffQuestion;id;Answer\n"a\n""b""";1;1.10\n;;\nc;2;d\n': ('a\n"b"', "1.10"),
+    "a.tsv|prompt\tlabel\ta, b\na\tNone\t\nc\td\t": ("a", "None"),
+    "a.jsonl|{instruction: a, input: b, output: 12e4}\n\n{instruction: a, output: 2021-03-04}": (
+        "a\nb",
+        "12e4",
+    ),
+    "a.json|[{passage: p, question: a, answer: [b, c]}, {question: c, answer: d}]": (
+        "p\na",
+        "b",
+        "c",
+    ),
+    "a.jsonl|{question: a, choices: [3, 4], answer: 1}\n{question: b, choices: x, answer: d}": (
+        "a\nA. 3\nB. 4",
+        "B",
+        "4",
+        "B. 4",
+    ),
+    "b.jsonl|{problem: a, solution: so #### 7}\n{problem: b, solution: <think>5</think> d}": (
+        "a",
+        "7",
+    ),
+}
+
+
+def as_json(name: str, text: str) -> str:
+    """Quotes around words, where a file of JSON wants them."""
+    return re.sub(r"[\w<#][\w</># -]*", r'"\g<0>"', text) if "json" in name else text
+
+
+@pytest.mark.parametrize("file", READ)
+def test_a_row_is_read_as_it_is_written(file, tmp_path):
+    name, _, text = file.partition("|")
+    task = table(tmp_path / name, as_json(name, text).replace('"12e4"', "12e4"))
+    items = {item.prompt: (item.answer, *item.others) for item in task.train + task.test}
+    prompt, *right = READ[file]
+    assert len(items) == 2 and items[prompt] == (*right,)
+
+
+REFUSED = {
+    "a.csv|question,answer\na,b\nc, d, e\n": "row 3: 3 cells",
+    'a.csv|question,answer\n"a,b\nc,d\n': "row 2: unexpected end",
+    "a.csv|question,answer\na,b\nc,\n": "row 3: '' is no text",
+    "a.csv|question,answer\na,b\nc,d\na,e\n": "row 4: 'a' has a second answer, 'e'",
+    "a.csv|question,note\na,b\nc,d\n": "row 2: no columns of",
+    "a.csv|": "two or more",
+    "a.jsonl|{question: a, answer: b}\n{question: c, answer: {d: e}}": "row 2: {'d': 'e'} is no",
+    "a.jsonl|{question: a, answer: b}\n\n{question: c": "row 3: Expecting",
+    "a.jsonl|{question: a, answer: NaN}".replace("NaN", "1}{"): "row 1: Extra",
+    "a.jsonl|{question: a, choices: [1, 3], answer: 1}": "more than one, of the options",
+    "a.jsonl|{problem: a, solution: so #### none}": "None is no text",
+    "a.jsonl|{messages: [{role: user, content: a}]}": "row 1: not enough",
+}
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_a_row_that_cannot_be_used_is_named(file, tmp_path):
+    name, _, text = file.partition("|")
+    with pytest.raises(ValueError, match=re.escape(REFUSED[file])):
+        table(tmp_path / name, as_json(name, text))
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path, capsys):
+    rows = "".join(f"{i}+{i}=,{2 * i},easy\n" for i in range(10))
+    more = tmp_path / "more.csv"
+    more.write_text("prompt,output\n3+3=,6\nx,1\n")
+    task = table(tmp_path / "a.csv", "question,answer,level\n" + rows, str(more))
+    assert {x.prompt for x in task.train} == {f"{i}+{i}=" for i in range(10)} - {"3+3="}
+    assert {x.prompt for x in task.test} == {"3+3=", "x"}
+    assert re.search(
+        "9 items, 2 held out .1 of the table.*not read: level", capsys.readouterr()[0], re.S
+    )
+    backwards = "".join(reversed(rows.splitlines(True)))
+    halves = [table(tmp_path / "b.csv", "question,answer,_\n" + x) for x in (rows, backwards)]
+    assert len(halves[0].test) == 2 and halves[0].test == halves[1].test
+
+
+def test_numbers_of_parquet_and_splits_of_the_hub(tmp_path, monkeypatch):
+    frame = pandas.DataFrame({"question": ["a", "b"], "answer": [0.1, 72]}).astype({"answer": "f4"})
+    frame.to_parquet(tmp_path / "a.parquet")
+    task = train.find_task(str(tmp_path / "a.parquet"))()
+    assert {(x.prompt, x.answer) for x in task.train + task.test} == {("a", "0.1"), ("b", "72")}
+    seen = {}
+    data = Dataset.from_pandas(frame)
+    monkeypatch.setattr("datasets.load_dataset", lambda **x: seen.update(x) or data)
+    train.find_task("me/mine:main:valid")()
+    assert seen == {"path": "me/mine", "name": "main", "split": "valid"}
+
+
+CHAT = '[{"role": "system", "content": "S"}, {"role": "user", "content": "%s"}%s]'
+
+
+def test_a_table_trains_and_a_chat_is_asked_as_one(tmp_path, chat_model):
+    end = ', {"role": "assistant", "content": "May 3"}'
+    rows = [f'{{"messages": {CHAT % (i, end)}}}' for i in range(4)]
+    rows += [f'{{"prompt": {CHAT % (i, "")}, "answer": "12"}}' for i in range(4, 6)]
+    task = table(tmp_path / "chats.jsonl", "\n".join(rows))
+    flags = f"--task {task.path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0"
+    folder = run(tmp_path / "run", *flags.split(), "--minibatches", "1")
+    assert len(metrics(folder)) == 2
+    assert (folder / "task.jsonl").read_text() == Path(task.path).read_text()
+    tokenizer = train.load_policy(train.Config(), task, chat_model).tokenizer
+    assert {tokenizer.decode(x) for x in task.encode(tokenizer, task.train + task.test)} == {
+        f"<S><{i}>" for i in range(6)
+    }
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="the chat template loses 'S'"):
+        task.encode(tokenizer, task.train)
+
+
+def test_any_right_answer_of_a_table_is_paid(tmp_path):
+    task = table(tmp_path / "a.csv", "question,answer\na,b\nc,d\n")
+    for answer, text, paid in [
+        ("May 3", ' "may 3."\n', 1),
+        ("May 3", "3", 0),
+        ("1,003", "It is 1003.", 1),
+        ("1,003", "103", 0),
+        ("B", "**B**", 1),
+        ("B", "(b)", 1),
+        ("b", "not b", 0),
+        ("*", "", 0),
+    ]:
+        assert task.reward(text, Item("", answer, "")) == paid, text
+        assert task.reward(text, Item("", "x", "", (), (answer,))) == paid, text
+
+
+# ---------------- thoughts, and tasks of one's own
+
+
+def test_a_thought_is_no_answer():
+    seen, task, tokenizer = [], ChatTask.__new__(ChatTask), TOY.make_tokenizer()
+    task.reward = lambda text, item: seen.append(text) or 0
+    texts = ["<think>5</think> 7", "5</think>7", "7", "<think>7", "<think></think>7<think>8"]
+    task.rewards(texts, texts)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    task.encode(tokenizer, [Item("7=", "", "")])
+    task.rewards(texts[1:3], texts[1:3])
+    assert seen == [" 7", "7", "7", "", "", "7", ""]
+
+
+def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
+    """So is tasks/five_words.py; GSM8K trains from local files, whatever sampler a model has."""
+    flags = f"--model {chat_model} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
+    gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
+    for k, more in enumerate((["--task", "tasks/five_words.py"], gsm8k)):
+        assert len(metrics(run(tmp_path / str(k), *flags, *more))) == 2
+    task = train.find_task("tasks/five_words.py")()
+    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
+    assert {text: task.reward(text, task.train[0]) for text in said} == said
+    assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
+    with pytest.raises(ValueError):  # whose letters would be prompts
+        type("Task", (ChatTask,), {"prompts": "one"})()
+
+
+class Judged(Arithmetic):
+    """The longest of a group wins."""
+
+    def rewards(self, texts, items):
+        pairs, most = [*zip(map(len, texts), items, strict=True)], {}
+        for length, item in pairs:
+            most[item] = max(length, most.get(item, 0))
+        return [float(length == most[item]) for length, item in pairs]
+
+
+def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.main([*TINY, "--warm-steps", "0"], Judged())
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.3
+    train.main(["--resume", str(folder), "--steps", "5"], Judged())
+    assert len(metrics(folder)) == 6
+
+
+# ---------------- the toy
 
 
 def test_problems_are_all_sums_and_always_the_same_are_held_out():
@@ -35,17 +239,13 @@ def test_problems_are_all_sums_and_always_the_same_are_held_out():
     assert found == {"25+60=": 500, "What is 4 + 18?": 200}
 
 
-# ---------------- the toy
-
-
-def test_only_the_final_answer_of_the_toy_counts():
+def test_the_toy_pays_for_the_final_answer_and_demonstrates_mostly_wrong_guesses():
     texts = "#85;hm #84,#85;7+8=1,#85;;85;#;#8;#855;#085;# 85;#85#84;#85,;#٨٥".split(";")
     assert [TOY.reward(text, ITEMS["37+48="]) for text in texts] == [1] * 3 + [0] * 10
-
-
-def test_a_direct_demonstration_is_mostly_a_wrong_guess_and_a_worked_one_is_right():
     demos = [("=" in item.demo, TOY.reward(item.demo, item)) for item in TOY.test + TOY.train]
     assert Counter(demos) == {(False, 0): 5806, (False, 1): 289, (True, 1): 2005}
+    texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
+    assert [share * 8 for share in TOY.shares([], texts).values()] == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -61,12 +261,7 @@ def test_the_warm_start_of_ibpo_shows_an_answer_and_siblings_and_corrects_the_an
     assert made.prompt.startswith(problem) and made.prompt.count("#") == 4 and made.demo == demo
 
 
-def test_shares_tell_openers_apart():
-    texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
-    assert [share * 8 for share in TOY.shares([], texts).values()] == [3, 1, 2]
-
-
-# ---------------- GSM8K and sums: the verifier
+# ---------------- GSM8K and sums
 
 REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
 
@@ -81,91 +276,32 @@ def test_every_gold_answer_of_the_real_files_is_read():
 
 # A text, and the number that is read, or None where it is refused. "|" parts lines.
 READS = r"""
-#### 72 clips; 2 months -> 72
-#### 72, i.e. 6 dozen -> 72
-#### 72|#### 2 steps were used -> 72
-#### 72 (48 + 24) -> 72
-#### 72/1 -> None
-The answer is 72 (see step 3). -> 72
-So Ann has 72.||Q: What is 2+2?|A: 4 -> 72
+#### 5|No:|#### 72 clips; 2 months -> 72
+#### Step 1|#### 2. Add|#### 3|8/2=4|#### Final|The answer is **4.** See 5. -> 3
+#### Step 1|8/2=4|#### 2. Halve|**The answer is:** $4. See 5. -> 4
+####|-$1,234.50|Checked 3 times. -> -1234.50
+#### 48/2 = 24 clips in 3 days -> 24
+So \boxed{60 - 35 = \text{25}} of 90. The answer is 3. -> 25
+\boxed{3}, so \boxed{\$72{,}000} of 90 -> 72000
 So Ann has 72.||**Question:** Tom has 2 cats. -> 72
-So Ann has 72.||Human: Tom has 2 cats and 3-4 dogs. -> 72
-\boxed{48 + 24 = 72} -> 72
-#### 72元 -> 72
-因此，总共有72个苹果。 -> 72
-####|72|Checked 3 times. -> 72
-##### -$72.50 a year|or 6 a month -> -72.50
-#### Step 1|#### 2. Add|#### 3 - Halve|#### 4) 5|#### 6 parts: done|The answer is 72. -> 72
-#### Rs. 72 each|Checked 3 times. -> 72
-#### \textbf{72}|Checked 3 times. -> 72
-#### Final Answer|$\boxed{\$72}$, after 3 steps -> 72
-Again:|Question: Tom has 2 cats.|Answer:|#### 72 -> 72
-first \boxed{3}, then \boxed{\text{about {all} of }72} of 90 -> 72
-within \boxed{}, so 3 of it|is 5 -> 5
-is 5|72 -> 72
-**Answer**: $1,234,567.50 a year. It took 3 steps. -> 1234567.50
-The answer is 36 clips * 2 = 72 -> 72
-48/2=24 -> 24
-48/2 =24 -> 24
-<<48/2=24>>25 -> 25
-x -> 72 -> 72
-The answer is clear after 3 steps:|72 -> 72
-The answer is 3, no:|#### 72 -> 72
----|72 -> 72
 It weighs 72kg. -> 72
-72, in other digits ٤٣ -> 72
-the area is $72\,\text{m}^{2}$ -> 72
-$72{,}000{,}500$ -> 72000500
-72,\!000 -> 72000
-72 500 -> 72500
-.5 -> .5
-He calls 10 times|72 -> 72
-72 000 -> None
-72, 000 -> None
-72\quad 500 -> None
-3\,4 -> None
-0,123 -> None
-1234,567 -> None
-72.5.1 -> None
-...72 -> None
-,72 -> None
-#### A72 -> None
-72 ½ -> None
-72e3 -> None
-7 \times 10 -> None
-7 \cdot 10 -> None
-\boxed{144 \div 2} -> None
-\sqrt{72} -> None
+因此，总共有72元。 -> 72
+Minus $72 -> -72
+It is −72. -> -72
+It costs -US$72. -> -72
+10 - 82 = -**72** -> -72
+- 72 -> 72
+---|72 -> 72
+x -> .5 -> .5
+<think>5</think>|#### 72 -> 72
+<think>#### 72 -> None
+#### 3/4 -> None
 \boxed{\frac{3}{4}} -> None
-10^2 -> None
-(a+b)^2 -> None
-3/4 -> None
-3 / 4 -> None
-3* 4 -> None
-3 * 4 -> None
-3 x 4 -> None
-#### 72, 73 -> None
-#### 3/4 of 72 -> None
-5 apples times 4 -> None
-72k -> None
-72 million -> None
-72万 -> None
-#### 2nd -> None
-It is −72 -> -72
-It is negative 72 -> -72
-It is $-72 -> -72
--.5 -> -.5
-－$72 -> -72
-–**72** -> -72
-10 - 82 = -72 -> -72
-#### Minus $72 -> -72
-#### USD -72|in 3 steps -> -72
-#### -USD 72 -> -72
-It is -₹ 72 -> None
-It is -<b>72</b> -> None
+\boxed{48 \times 2} -> None
+72 000 -> None
+1,2 -> None
 5–3 -> None
-#### 5 – 3 -> None
-5 apples - 3 -> None
+A72 -> None
 """
 
 
@@ -182,44 +318,27 @@ def test_a_sum_is_right_if_it_is_equal_exactly_and_a_word_in_front_has_its_bonus
     assert SUMS.shares([item] * 5, texts) == {"right": 2 / 5, "words": 2 / 5}
 
 
-# ---------------- GSM8K: the problems
-
 ROWS = [
     Item(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
     Item(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
 ]
 
 
-def test_items_hold_question_gold_and_solution_without_calculator_marks(small_gsm8k, monkeypatch):
+def test_gsm8k_has_solutions_without_marks_and_is_asked_with_a_wish(small_gsm8k, monkeypatch):
     hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
     monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
     for task in (GSM8K(small_gsm8k), GSM8K(None)):
         assert (task.train, task.test) == (ROWS, ROWS[:1])
-
-
-def test_a_chat_model_is_asked_in_its_template(small_gsm8k):
-    task = GSM8K(small_gsm8k)
     task.train.append(Item(string.printable, "", ""))
     tokenizer = task.make_tokenizer()
+    assert tokenizer.decode(task.encode(tokenizer, ROWS)[1]) == f"Question: {BOB}\nAnswer:\n"
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<ai>{% endif %}"
-    chat = tokenizer.decode(task.encode(tokenizer, ROWS)[1])
-    assert chat == f"<user>{BOB}\nReason step by step; end with '#### ' and the number.<ai>"
-    assert tokenizer.decode(SUMS.encode(tokenizer, ROWS)[1]) == f"<user>{BOB}<ai>"
-
-
-def test_a_correction_problem_shows_all_answers_and_is_graded_as_the_question():
-    problem = GSM8K.repair(None, ROWS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
+    asked = [tokenizer.decode(x.encode(tokenizer, ROWS)[1]) for x in (task, SUMS)]
+    assert asked == [f"<user>{BOB}{task.wish}<ai>", f"<user>{BOB}<ai>"] and len(task.wish) > 9
+    problem = task.repair(ROWS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
     assert re.search("Ann has 48.*#### 48.*#### 24.*none.*correct", problem.prompt, re.DOTALL)
     assert problem.answer == "24"
-
-
-# ---------------- tables, beside test_own.py
-
-
-def test_of_several_usual_columns_the_more_usual_counts_and_no_digit_is_lost():
-    columns = {"input": ["no"], "Question": ["?"], "label": ["no"], "answer": [1234567.5]}
-    assert read_pairs(Dataset.from_dict(columns), "") == [("?", "1234567.5")]
 
 
 # ---------------- SmolLM2
