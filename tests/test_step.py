@@ -30,7 +30,8 @@ RUNS = [
     "--method dr-grpo --minibatches 2 --prefix-baseline --max-tokens 40",  # no answer is so long
     "--method ar-lopti --minibatches 1",  # two losses, and a credit rule
     "--method nthr --minibatches 1 --offload",
-    "--method ibpo --scale mean --repair-references 2 --warm-steps 5 --warm-rows 6 --seed 6",
+    "--method ibpo --scale mean --minibatches 2 --warm-steps 5 --warm-rows 6 --seed 6 "
+    "--repair-references 2",
     "--method dfpo-min --minibatches 1 --epochs 2 --warm-steps 5 --warm-rows 6",
 ]
 GAP = 1e-4  # what `generate` is made to say too much, so that logp_old is known to be read anew
