@@ -4,6 +4,7 @@ LONG=1 adds the default run.
 """
 
 import copy
+import json
 import os
 import shutil
 import subprocess
@@ -169,6 +170,12 @@ def models_of(folder: Path) -> list[bytes]:
 def test_the_reference_of_a_kl_term_is_the_policy_after_the_warm_start(tmp_path):
     line = metrics(run(tmp_path / "run", "--hyper", "kl=0.1", "--steps", 2, "--lr", 0.1))
     assert abs(line[1]["kl"]) < 1e-9 < 1e-4 < line[2]["kl"]
+
+
+def test_of_equal_evaluations_the_first_is_the_best(tmp_path):
+    lines = [{"step": k, "greedy": 0.5, "sampled": x} for k, x in enumerate((0.1, 0.3, 0.3))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert runs.best_of(tmp_path)["step"] == 1
 
 
 # ---------------- flags

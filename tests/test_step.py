@@ -200,6 +200,11 @@ def test_attention_by_products_is_torchs_own_or_is_not_taken(tmp_path):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_a_long_answer_keeps_its_tokens():
+    """difflib would take a token that is frequent in a long answer for junk."""
+    assert all(credit.kept_tokens([1] * 200, [2] + [1] * 200))
+
+
 def test_nthr_reads_the_states_that_predict_the_tokens(scratch, monkeypatch):
     """With the output layer they give the log-probs, at the temperature of sampling."""
     task, given = Letters(), {}
