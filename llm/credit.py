@@ -101,9 +101,10 @@ def add_scores(old, policy, answers, config):
 
     Raises ValueError for an output layer with a bias.
     """
-    head = policy.model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ValueError("its scores know no bias in the output layer")
+    head, config_of = policy.model.get_output_embeddings(), policy.model.config.get_text_config()
+    cap = getattr(config_of, "final_logit_softcapping", None)
+    if getattr(head, "bias", None) is not None or cap:
+        raise ValueError("its scores know no bias in the output layer, and no cap behind it")
     old.scores, old.own_scores = nthr_scores(
         tokens=old.tokens,
         mask=old.mask,

@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -58,6 +59,10 @@ def begin(policy, optimizer, config) -> int:
         state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         policy.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+    if state["step"] > config.steps:
+        raise ValueError(f"--steps {config.steps}: the run has already made {state['step']}")
+    if state["step"] < config.steps:
+        shutil.rmtree(folder / "model", ignore_errors=True)  # of an earlier end
     for file, text in state["logs"].items():  # without the steps that were lost
         write_whole(folder / file, text)
     flags = asdict(config) | {"resume": "", "out": str(folder.resolve())}
@@ -169,12 +174,19 @@ def append(path: Path, text: str):
 
 
 def open_tracker(config):
-    """Begin a run of trackio or wandb, or go on with that of this folder, by its name."""
+    """Begin a run of trackio or wandb, or go on with that of this folder."""
     if config.track:
-        name = Path(config.out).name
+        file = Path(config.out, "tracker.txt")
+        if not file.exists():  # folders may have one name, and the runs of a tracker may not
+            file.write_text(f"{file.parent.name}-{uuid.uuid4().hex[:8]}", "utf-8")
+        name = file.read_text("utf-8")
         more = {"id": name} if config.track == "wandb" else {}  # wandb's names are no ids
         importlib.import_module(config.track).init(
-            project="token-gradient-cancellation", name=name, resume="allow", **more
+            project="token-gradient-cancellation",
+            name=name,
+            resume="allow",
+            config=asdict(config),
+            **more,
         )
 
 

@@ -171,7 +171,7 @@ def models_of(folder: Path) -> list[bytes]:
     return [x.read_bytes() for x in sorted(folder.glob("**/*.safetensors"))]
 
 
-def test_the_reference_of_a_kl_term_is_the_policy_after_the_warm_start(tmp_path):
+def test_the_reference_of_a_kl_term_is_the_policy_after_the_warm_start(tmp_path, easy):
     line = metrics(run(tmp_path / "run", "--hyper", "kl=0.1", "--steps", 2, "--lr", 0.1))
     assert abs(line[1]["kl"]) < 1e-9 < 1e-4 < line[2]["kl"]
 
@@ -232,10 +232,12 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     AutoModel.from_pretrained(path).save_pretrained(path)  # without its output layer
     with pytest.raises(ValueError, match="no weights for"):
         load(path)
-    policy = copy.deepcopy(scratch)
-    policy.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ValueError, match="bias"):
-        add_scores(None, policy, None, train.Config())
+    with_bias, with_cap = copy.deepcopy(scratch), copy.deepcopy(scratch)
+    with_bias.model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
+    with_cap.model.config.final_logit_softcapping = 3.0
+    for policy in (with_bias, with_cap):
+        with pytest.raises(ValueError, match="no cap"):
+            add_scores(None, policy, None, train.Config())
 
 
 def test_a_prompt_has_what_the_tokenizer_puts_before_a_text_and_nothing_behind():

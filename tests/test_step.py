@@ -179,7 +179,7 @@ def test_a_model_that_is_read_wrongly_is_refused(tmp_path, monkeypatch):
             load(path)
 
 
-def test_attention_by_products_is_torchs_own_or_is_not_taken(tmp_path):
+def test_attention_by_products_is_torchs_own_or_is_not_taken(tmp_path, monkeypatch):
     """Six heads of the query share two of the keys; a row is padded. If the numbers moved, both
     model and torch's products would stay as they are."""
     torch.set_float32_matmul_precision("highest")
@@ -187,10 +187,11 @@ def test_attention_by_products_is_torchs_own_or_is_not_taken(tmp_path):
     v = v[:, :2]
     mask = torch.ones(5, 5).tril().expand(2, 1, 5, 5).clone()
     mask[0, :, 1:, 0] = 0
-    found, _ = models.attend(None, q, k, v, (1 - mask) * -1e9, 0.3)
-    k, v = (x.repeat_interleave(3, 1) for x in (k, v))
-    wanted = scaled_dot_product_attention(q, k, v, mask > 0, scale=0.3)
-    assert_close(found, wanted.transpose(1, 2))
+    wide = (x.repeat_interleave(3, 1) for x in (k, v))
+    wanted = scaled_dot_product_attention(q, *wide, mask > 0, scale=0.3).transpose(1, 2)
+    for limit in (models.LONG, 0):
+        monkeypatch.setattr(models, "LONG", limit)
+        assert_close(models.attend(None, q, k, v, (1 - mask) * -1e9, 0.3)[0], wanted)
     AttentionInterface.register("grouped", lambda *x, **y: (models.attend(*x, **y)[0] * 1.1, None))
     try:
         policy = load(build("qwen2", tmp_path))
