@@ -71,7 +71,8 @@ def begin(policy, optimizer, config) -> int:
     copies = {config.task: f"task{Path(config.task).suffix}", method: "method.py"}
     for file, copy in copies.items():  # what yours said when the run began
         if Path(file).is_file() and not (folder / copy).exists():
-            shutil.copy(file, folder / copy)
+            with replacing(folder / copy) as part:
+                shutil.copy(file, part)
     open_tracker(config)
     if state["step"]:
         keep_best(policy, state["step"], folder)  # a kill may have come before it was written
