@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import math
 import os
 import re
 import shutil
@@ -31,6 +30,7 @@ import uuid
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import torch
 from tqdm import tqdm
@@ -104,7 +104,7 @@ def save(policy, optimizer, rollout, metrics: dict, config):
             torch.save(state, part)
         keep_best(policy, step, folder)
     if config.track:
-        numbers = {key: x for key, x in metrics.items() if key not in ("examples", "step")}
+        numbers = {key: x for key, x in metrics.items() if not isinstance(x, list)}
         importlib.import_module(config.track).log(numbers, step=step)
     if "greedy" in metrics:
         show(metrics)
@@ -259,9 +259,10 @@ def summarize(folder: Path, held_out: int):
     if last.get("unfinished"):
         said = f"{last['unfinished']:.0%} of the sampled answers ended inside a thought"
         say(f"{said}, without an answer: raise --max-tokens")
-    change = last["greedy"] - first["greedy"]
-    # The standard error of a difference between evaluations on different items. On the same items,
-    # as here, the true one is mostly smaller.
-    noise = math.hypot(first["greedy_se"], last["greedy_se"])
+    pairs = zip(first["greedy_by_item"], last["greedy_by_item"], strict=True)
+    changes = [after - before for before, after in pairs]
+    rose, fell = sum(x > 0 for x in changes), sum(x < 0 for x in changes)
+    noise = pstdev(changes) / len(changes) ** 0.5  # the standard error of their mean
     where = f"{best['step']}: {folder}/model-best" if best["step"] else "0, before RL"
-    say(f"greedy changed by {change:+.3f} (standard error {noise:.3f}); best at step {where}")
+    said = f"greedy changed by {fmean(changes):+.3f} (standard error {noise:.3f})"
+    say(f"{said}: {rose} items rose, {fell} fell; best at step {where}")

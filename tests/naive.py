@@ -59,10 +59,11 @@ def evaluate(policy, task, config):
     rewards = [x.reward for x in sampled]
     return {
         "greedy": fmean(greedy),
-        "greedy_se": torch.tensor(greedy).std(correction=0).item() / len(greedy) ** 0.5,
         "sampled": fmean(rewards),
         f"pass@{k}": fmean(1 in rewards[i : i + k] for i in range(0, len(rewards), k)),
         "unfinished": 0.0,
+        "greedy_by_item": greedy,
+        "sampled_by_item": [fmean(rewards[i : i + k]) for i in range(0, len(rewards), k)],
         "examples": [f"{x.item.prompt} -> {x.text}  [{x.reward:g}]" for x in sampled[: 3 * k : k]],
     }
 

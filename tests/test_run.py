@@ -68,9 +68,10 @@ def test_a_run_leaves_what_it_promises(whole):
     assert max(scores) == scores[3] and scores[2][0] == scores[3][0] and scores[4][1] > scores[3][1]
     said = (whole.parent / "said").read_text()
     assert f"greedy {lines[0]['greedy']:.3f} -> {lines[4]['greedy']:.3f}" in said
-    change = lines[4]["greedy"] - lines[0]["greedy"]
-    noise = math.hypot(lines[0]["greedy_se"], lines[4]["greedy_se"])
-    wanted = f"changed by {change:+.3f} (standard error {noise:.3f}); best at step 3: "
+    first, last = (torch.tensor(lines[i]["greedy_by_item"]) for i in (0, 4))
+    change, noise = (last - first).mean(), (last - first).std(correction=0) / len(first) ** 0.5
+    wanted = f"greedy changed by {change:+.3f} (standard error {noise:.3f}): "
+    wanted += f"{(last > first).sum()} items rose, {(last < first).sum()} fell; best at step 3: "
     assert wanted in said and (whole / "task.py").read_text() == OWN_TASK
 
     batches, samples = train.prompt_batches(task, config), (whole / "samples.txt").read_text()
