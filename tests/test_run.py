@@ -5,7 +5,6 @@ LONG=1 adds the default run.
 
 import copy
 import json
-import math
 import os
 import shutil
 import subprocess
