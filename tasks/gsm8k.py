@@ -24,11 +24,8 @@ from pathlib import Path
 
 from tasks.task import BaseTask, Item, after_thought
 
-# Hyphens, dashes and minus signs of all kinds become one, and so does the word.
-DASHES = re.compile(
-    r"[\u00ad\u2010-\u2015\u207b\u2212\u2796\ufe58\ufe63\uff0d]|\b(?i:minus|negative) +"
-)
-COMMAS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|[\u00a0\u202f])(?=[0-9]{3})")  # in thousands
+DASHES = re.compile("[\u2010-\u2015\u2212]")  # hyphens, dashes and the minus sign
+COMMAS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3})")  # LaTeX's, in thousands
 NEXT = re.compile(r"(?<=[0-9])([^0-9]*?)\n[^\w\n]*(?:Question|Q|Human|User)\W*:.*", re.DOTALL)
 MARKS = (
     r"####+\s*(?![^\w\n]*[0-9]+[.)] +\S)((?:\\[a-z]+\{)?[^\w\n]*[0-9].*)",
@@ -37,7 +34,7 @@ MARKS = (
 )
 # A sign with a currency, and digits with all that may make another number of them.
 RUN = re.compile(
-    r"(?:(-)(?<![\w)]-)(?:[A-Z]{2,3} ?)?(?:[^\w\s>-]+ ?)?)?"
+    r"(?:(-)(?<![\w)]-)(?:[^\w\s>-]+ ?)?)?"
     r"(?<![A-Za-z0-9_.^])(?<!\^\{)"
     r"(\.?[0-9](?:(?:[0-9.,/^{}]|[^\S\n]?(?:[-+*/×÷^]|\\[a-z]+)[^\S\n]*| (?=[0-9]{3}\b))*[0-9])?)"
 )

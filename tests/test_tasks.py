@@ -286,9 +286,7 @@ So \boxed{60 - 35 = \text{25}} of 90. The answer is 3. -> 25
 So Ann has 72.||**Question:** Tom has 2 cats. -> 72
 It weighs 72kg. -> 72
 因此，总共有72元。 -> 72
-Minus $72 -> -72
 It is −72. -> -72
-It costs -US$72. -> -72
 10 - 82 = -**72** -> -72
 - 72 -> 72
 ---|72 -> 72
