@@ -35,7 +35,8 @@ def measure_delta(policy, task, answers, method: Method, config) -> float:
     trial = replace(policy, model=copy.deepcopy(policy.model))
     train.assess(policy, None, answers, method, config)
     if method.credit:
-        credit.assign(policy, task, answers, method, config, train.ask, None)  # no repairs
+        ways = train.ask, train.read_answers
+        credit.assign(policy, task, answers, method, config, *ways, None)  # no repairs
     train.learn(trial, train.adamw(trial.model), answers, method, 1, config)
     with torch.no_grad():
         before, after = (train.log_probs(x, answers, config.temperature) for x in (policy, trial))

@@ -14,11 +14,12 @@ from torch import Tensor
 from losses import OldPolicy, group_advantages
 
 
-def assign(policy, task, rollout, method, config, ask, gen) -> dict[str, float]:
+def assign(policy, task, rollout, method, config, ask, read_answers, gen) -> dict[str, float]:
     """Put rollout.adv, (N, T), under the method's credit rule. Returns more to log.
 
     Under ibpo the policy first corrects its wrong answers, and a wrong one earns a part of the
-    reward if its correction is right. ask is train.ask, and gen its random numbers.
+    reward if its correction is right. ask and read_answers are train.py's, and gen has the random
+    numbers of ask.
     """
     metrics, facts, rewards = {}, {}, rollout.rewards
     if method.repair:
@@ -42,7 +43,7 @@ def assign(policy, task, rollout, method, config, ask, gen) -> dict[str, float]:
         **facts,
     )
     if method.needs_scores:
-        add_scores(old, policy, rollout, config)
+        add_scores(old, policy, rollout, config, read_answers)
     rollout.adv = method.credit(rollout.adv, old)
     return metrics
 
@@ -96,7 +97,8 @@ def nthr_scores(
     return scores.masked_fill(~mask, 0.0), own_scores.masked_fill(~mask, 0.0)
 
 
-def add_scores(old, policy, answers, config):
+@torch.no_grad()
+def add_scores(old, policy, answers, config, read_answers):
     """Fill in old.scores and old.own_scores, an OldPolicy's, for the answers of a policy.
 
     Raises ValueError for an output layer with a bias.
@@ -105,32 +107,20 @@ def add_scores(old, policy, answers, config):
     cap = getattr(config_of, "final_logit_softcapping", None)
     if getattr(head, "bias", None) is not None or cap:
         raise ValueError("its scores know no bias in the output layer, and no cap behind it")
+    hidden = torch.zeros(*answers.mask.shape, head.weight.shape[1], device=head.weight.device)
+    for rows in torch.arange(len(hidden)).split(config.micro_rows):
+        part = read_answers(policy, answers.of(rows))  # (rows, t, d)
+        hidden[rows, : part.shape[1]] = part.float()
     old.scores, old.own_scores = nthr_scores(
         tokens=old.tokens,
         mask=old.mask,
         logp=old.logp,
         rewards=old.rewards,
-        hidden=hidden_states(policy, answers, config),
+        hidden=hidden,
         head=head.weight.detach(),
         group_size=old.group_size,
         temperature=config.temperature,
     )
-
-
-@torch.no_grad()
-def hidden_states(policy, answers, config) -> Tensor:
-    """The last hidden states, which predict the tokens of the answers, in fp32. (N, T, d)."""
-    parts = []
-    for rows in torch.arange(len(answers.tokens)).split(config.micro_rows):
-        part = answers.of(rows)
-        ids = torch.cat([part.prompt_ids.clamp(min=0), part.tokens], 1)  # (rows, W + T)
-        seen = torch.cat([part.prompt_ids >= 0, part.mask], 1).long()
-        position = (seen.cumsum(1) - 1).clamp(min=0)
-        with policy.autocast():
-            out = policy.model.base_model(ids, attention_mask=seen, position_ids=position)
-        first = part.prompt_ids.shape[1] - 1  # the last token of the prompt
-        parts.append(out.last_hidden_state[:, first:-1].float())
-    return torch.cat(parts)
 
 
 # ---------------- IBPO: the policy corrects its wrong answers

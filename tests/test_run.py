@@ -237,7 +237,7 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
     with_cap.model.config.final_logit_softcapping = 3.0
     for policy in (with_bias, with_cap):
         with pytest.raises(ValueError, match="no cap"):
-            add_scores(None, policy, None, train.Config())
+            add_scores(None, policy, None, train.Config(), None)
 
 
 def test_a_prompt_has_what_the_tokenizer_puts_before_a_text_and_nothing_behind():

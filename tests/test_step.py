@@ -213,7 +213,7 @@ def test_nthr_reads_the_states_that_predict_the_tokens(scratch, monkeypatch):
     rollout = train.sample(scratch, task, task.train[:2], 1, config)
     old = losses.OldPolicy(rollout.tokens, rollout.mask, rollout.logp_sampled, rollout.rewards, 2)
     monkeypatch.setattr(credit, "nthr_scores", lambda **x: given.update(x) or (None, None))
-    credit.add_scores(old, scratch, rollout, config)
+    credit.add_scores(old, scratch, rollout, config, train.read_answers)
     logp = (given["hidden"] @ given["head"].T / given["temperature"]).log_softmax(-1)
     logp = logp.gather(2, rollout.tokens[..., None]).squeeze(2) * rollout.mask
     assert_close(logp, rollout.logp_sampled, rtol=1e-4, atol=1e-5)
