@@ -119,7 +119,7 @@ def read_runs(folders: list[Path]) -> dict[tuple[str, int], pd.DataFrame]:
     for folder, config, (_, row) in zip(folders, configs, differing.iterrows(), strict=True):
         settings = [f"{key} {x}" for key, x in row.items() if x not in ("", "False")]
         lines = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
-        if not is_finished(folder):
+        if lines.index[-1] < config["steps"]:
             settings.append(f"{lines.index[-1]} of {config['steps']} steps")
         run = ", ".join([config["method"], *settings]), config["seed"]
         if run in runs:
