@@ -63,12 +63,12 @@ def is_same_number(text: str, gold: str) -> float:
 
 
 def to_item(row: dict) -> Item:
-    """A GSM8K record, its solution without calculator marks such as <<48/2=24>>."""
-    demo = re.sub("<<[^<>]*>>", "", row["answer"]).strip()
-    _, mark, answer = demo.rpartition("####")
+    """A GSM8K record. Its solution loses calculator marks such as <<48/2=24>>, and "#### 24" at its
+    end becomes the box that the prompt asks for."""
+    solution, mark, answer = re.sub("<<[^<>]*>>", "", row["answer"]).rpartition("####")
     if not mark or extract(f"####{answer}") is None:
         raise ValueError(f"no number behind a '####' ends the answer to {row['question']!r}")
-    return Item(row["question"], answer.strip(), demo)
+    return Item(row["question"], answer.strip(), f"{solution}\\boxed{{{answer.strip()}}}")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -80,10 +80,10 @@ class GSM8K(BaseTask):
     """Problems from the hub (data=None) or from DIR/train.jsonl and DIR/test.jsonl.
 
     An item's prompt is the question, its answer the gold number as written ("1,234"), and its demo
-    the worked solution, up to "#### 1,234".
+    the worked solution, up to "\\boxed{1,234}".
     """
 
-    wish = "\nReason step by step; end with '#### ' and the number."
+    wish = "\nReason step by step, and put your final answer within \\boxed{}."
 
     settings = dict(
         model="Qwen/Qwen2.5-0.5B-Instruct",

@@ -317,8 +317,8 @@ def test_a_sum_is_right_if_it_is_equal_exactly_and_a_word_in_front_has_its_bonus
 
 
 ROWS = [
-    Item(ANN, "24", "48/2=24, so 24 left.\n#### 24"),
-    Item(BOB, "4,800", "4*1200 = $4800\n#### 4,800"),
+    Item(ANN, "24", "48/2=24, so 24 left.\n\\boxed{24}"),
+    Item(BOB, "4,800", "4*1200 = $4800\n\\boxed{4,800}"),
 ]
 
 
