@@ -18,19 +18,18 @@ from tasks.gsm8k import extract, is_same_number
 from tasks.task import Item, after_thought
 
 # The usual names of columns, in small letters. Of several in one line, the first counts.
-COLUMNS = (
-    ("messages",),
-    ("passage", "context"),
-    ("question", "prompt", "problem", "query", "instruction", "input"),
-    ("input",),
-    ("options", "choices"),
-    ("answer", "solution", "output", "response", "completion", "target", "label"),
-)
+NAMES = """messages
+passage context
+question prompt problem query instruction input
+input
+options choices
+answer answers solution output response completion target label ground_truth"""
+COLUMNS = [line.split() for line in NAMES.splitlines()]
 NUMBER = re.compile(r"[-+]?[^\w\s.,-]?[0-9][0-9,.]*%?")  # -$1,234.50
 # What ends every message.
 WANTED = (
     "a table is .csv, .tsv, .txt, .json, .jsonl, .parquet, or --task NAME:CONFIG:SPLIT of the hub; "
-    "its columns are question and answer, or as in README.md, Your own task"
+    "its columns are question and answer, or have other names of tasks/table.py"
 )
 
 

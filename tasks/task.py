@@ -30,11 +30,11 @@ class BaseTask:
 
     train: list[Item]
     test: list[Item]
-    settings: dict = {}  # flags of train.py whose defaults differ for this task
-    symbols: str = "="  # characters that the scratch model knows, beside those of the items
-    wish: str = ""  # what follows every prompt
-    opened: bool = False  # whether the chat template begins the answer with <think>
-    template: dict = {}  # arguments of the chat template, such as {"enable_thinking": False}
+    settings = {}  # flags of train.py whose defaults differ for this task
+    symbols = "="  # characters that the scratch model knows, beside those of the items
+    wish = ""  # what follows every prompt
+    opened = False  # whether the chat template begins the answer with <think>
+    template = {}  # arguments of the chat template, such as {"enable_thinking": False}
 
     def reward(self, text: str, item: Item) -> float:
         """Any finite number; 1 means right. Of the answer without its end-of-text token, and
@@ -98,5 +98,6 @@ class BaseTask:
         vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *self.symbols, *others])}
         tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token="<pad>"))
         tokenizer.decoder = decoders.Fuse()
-        special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        )
