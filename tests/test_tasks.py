@@ -8,7 +8,6 @@ import os
 import re
 import string
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import pandas
@@ -235,20 +234,18 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
 
 
 class Judged(Arithmetic):
-    """The longest of a group wins."""
+    """The longest answers of all win."""
 
     def rewards(self, texts, items):
-        pairs, most = [*zip(map(len, texts), items, strict=True)], {}
-        for length, item in pairs:
-            most[item] = max(length, most.get(item, 0))
-        return [float(length == most[item]) for length, item in pairs]
+        longest = max(map(len, texts))
+        return [float(len(text) == longest) for text in texts]
 
 
-def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
+def test_a_task_from_a_cell_may_judge_answers_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train.main([*TINY, "--warm-steps", "0"], Judged())
     (folder,) = Path("runs").iterdir()
-    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.3
+    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.05
     train.main(["--resume", str(folder), "--steps", "5"], Judged())
     assert len(metrics(folder)) == 6
 
@@ -257,13 +254,12 @@ def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
 
 
 def test_problems_are_all_sums_and_always_the_same_are_held_out():
-    found = {}
-    for task, numbers in ((TOY, range(10, 100)), (SUMS, range(2, 30))):
+    for task, first, test, all_sums in (
+        (TOY, "25+60=", 500, 90**2),
+        (SUMS, "What is 4 + 18?", 200, 28**2),
+    ):
         prompts = [item.prompt for item in task.test + task.train]
-        sums = sorted(tuple(map(int, re.findall("[0-9]+", prompt))) for prompt in prompts)
-        assert sums == [*product(numbers, numbers)]
-        found[prompts[0]] = len(task.test)
-    assert found == {"25+60=": 500, "What is 4 + 18?": 200}
+        assert (prompts[0], len(task.test), len({*prompts})) == (first, test, all_sums)
 
 
 def test_the_toy_pays_for_the_final_answer_and_demonstrates_mostly_wrong_guesses():
