@@ -106,7 +106,7 @@ def to_item(messages, passage, question, more, options, answer) -> Item:
 
 
 def to_text(cell) -> str:
-    if isinstance(cell, dict | list | bytes) or cell is None or not str(cell).strip():
+    if isinstance(cell, dict | list | bytes | None) or not str(cell).strip():
         raise ValueError(f"{cell!r} is no text")
     return str(cell)
 

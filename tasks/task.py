@@ -43,8 +43,8 @@ class BaseTask:
     def rewards(self, texts: list[str], items: list[Item]) -> list[float]:
         """Of many answers at once, with their thoughts. A judge that compares answers takes this
         one's place: those to one prompt are next to each other, group_size of them in training."""
-        answers = map(self.answer, texts)
-        return [self.reward(answer, item) for answer, item in zip(answers, items, strict=True)]
+        pairs = zip(texts, items, strict=True)
+        return [self.reward(self.answer(text), item) for text, item in pairs]
 
     def answer(self, text: str) -> str:
         """What the reward sees of a text. Some chat templates have opened a thought already."""
