@@ -20,11 +20,11 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.masking_utils import eager_mask
 
@@ -44,12 +44,14 @@ def load(path: str) -> tuple[torch.nn.Module, object, list[int]]:
     path: a directory or a hub id. Raises ValueError for weights that the files do not have: they
     would be random, and the model would train all the same.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path)
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True
     )
     if info["missing_keys"]:
         raise ValueError(f"{path} has no weights for {sorted(info['missing_keys'])[:3]}")
+    # AutoTokenizer of transformers 5 builds many a tokenizer anew, by its class, and some of these
+    # split a text otherwise than their tokenizer.json says. This class takes the file as it is.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     was = model.generation_config
     ends = was.eos_token_id  # one id, a list or None
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}

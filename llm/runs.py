@@ -68,8 +68,8 @@ def begin(policy, optimizer, config) -> int:
     flags = asdict(config) | {"resume": "", "out": str(folder.resolve())}
     write_whole(folder / "config.json", json.dumps(flags, indent=1))
     method = re.sub(r"(?<=\.py):\w+$", "", config.method)
-    copies = {config.task: f"task{Path(config.task).suffix}", method: "method.py"}
-    for file, copy in copies.items():  # what yours said when the run began
+    copies = (config.task, f"task{Path(config.task).suffix}"), (method, "method.py")
+    for file, copy in copies:  # what yours said when the run began
         if Path(file).is_file() and not (folder / copy).exists():
             with replacing(folder / copy) as part:
                 shutil.copy(file, part)

@@ -20,8 +20,6 @@ some demonstrations leave the numbers as they were.
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterable
 
 from tasks.task import BaseTask, Item
 
@@ -80,15 +78,6 @@ class Arithmetic(BaseTask):
         if rng.random() < SIBLING_RIGHT:  # in a rollout, too, a right one comes first
             shown[0] = rng.choice(OPENERS) + rng.choice(list(solutions(a, b).values()))
         return self.repair(item, wrong, shown, demo=right if rng.random() < REPAIR_RIGHT else wrong)
-
-    def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
-        """How often answers begin with each opener: what drifts without a reward.
-
-        {"opener so": 0.4, "opener ok": 0.3, "opener hm": 0.2}
-        """
-        first = Counter(text.partition(" ")[0] for text in texts)
-        names = [opener.strip() for opener in OPENERS]
-        return {f"opener {name}": first[name] / first.total() for name in names}
 
 
 Task = Arithmetic  # what train.py looks for

@@ -8,35 +8,37 @@ python train.py --task NAME:CONFIG:SPLIT --model DIR    of the hub; CONFIG and S
 from __future__ import annotations
 
 import csv
-import glob
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
-from tasks.chat import ChatTask, shuffled, unique
+from tasks.chat import ChatTask
 from tasks.gsm8k import extract, is_same_number
 from tasks.task import Item, after_thought
 
-# The usual names of columns, in small letters. Of several, the first counts.
-QUESTIONS = ("question", "prompt", "problem", "query", "instruction", "input")
-ANSWERS = ("answer", "solution", "output", "response", "completion", "target", "label")
-PASSAGES, INPUTS, OPTIONS = ("context", "passage"), ("input",), ("options", "choices")
-COLUMNS = (("messages",), PASSAGES, QUESTIONS, INPUTS, OPTIONS, ANSWERS)
-
+# The usual names of columns, in small letters. Of several in one line, the first counts.
+NAMES = """messages
+passage context
+question prompt problem query instruction input
+input
+options choices
+answer answers solution output response completion target label ground_truth"""
+COLUMNS = [line.split() for line in NAMES.splitlines()]
 NUMBER = re.compile(r"[-+]?[^\w\s.,-]?[0-9][0-9,.]*%?")  # -$1,234.50
+# What ends every message.
+WANTED = (
+    "a table is .csv, .tsv, .txt, .json, .jsonl, .parquet, or --task NAME:CONFIG:SPLIT of the hub; "
+    "its columns are question and answer, or have other names of tasks/table.py"
+)
 
 
 class Table(ChatTask):
     """A row is an item: what a user says, and the answer.
 
-    Its columns have the usual names (above). A user says the passage, the question, its input and
-    its options, a line each. A prompt may be a chat, and `messages` is one that ends with the
-    answer. An answer may be a list, of which any is right. Among options it is the text of one, its
-    letter, or its index from 0.
+    A user says the passage, the question, its input and its options, a line each. A prompt may be a
+    chat, and `messages` is one that ends with the answer. An answer may be a list, of which any is
+    right. Among options it is the text of one, its letter, or its index from 0.
 
     A text earns 1.0 for the same number, read as GSM8K's answers are, or, if the answer is no
     number, for the same text, whatever its case and whatever white space, quotes, brackets and full
@@ -46,48 +48,36 @@ class Table(ChatTask):
     path: str  # a file, or NAME:CONFIG:SPLIT; train.find_task sets it
 
     def __init__(self, held_out: str = ""):
-        self.unread, splits = set(), read(self.path)
-        test = read(held_out)["train"] if held_out else splits.get("test", ())
-        items = self.to_items(splits["train"], self.path)
-        hint = "split test (another one as --task NAME:CONFIG:SPLIT)"
-        self.test = self.to_items(test, held_out or f"{self.path}, {hint}")
-        asked = {(item.before, item.prompt) for item in self.test}
-        self.train = [item for item in items if (item.before, item.prompt) not in asked]
-        both = len(items) - len(self.train)  # what is held out is not trained on
-        if not asked:
-            self.hold_out(items)
-        numbers = sum(is_number(item.answer) for item in self.train + self.test)
-        print(
-            f"{self.path}: {len(self.train)} items, {len(self.test)} held out ({both} of the table)"
-        )
-        unread = ", ".join(sorted(self.unread)) or "none"
-        print(f"1.0 for the same number ({numbers} items) or text; columns not read: {unread}")
+        self.unread = set()
+        items = self.read(self.path)
+        self.hold_out(items, self.read(held_out) if held_out else ())
+        used = f"{len(self.train)} of {len(items)} rows are trained on, {len(self.test)} held out"
+        print(f"{self.path}: {used}; columns not read: {', '.join(sorted(self.unread)) or 'none'}")
 
-    def to_items(self, rows: Iterable[dict], path: str) -> list[Item]:
-        """The different items of rows, in a random order."""
-        pairs, rows = [], iter(rows)
-        for n in count(1):
-            with at(where := f"{path}, row {n}"):
-                row = next(rows, None)
-                if row is None:
-                    break
+    def read(self, path: str) -> list[Item]:
+        """The items of a table's rows."""
+        items, n = [], 1
+        try:
+            for row in READERS.get(Path(path).suffix.lower(), read_others)(path):
                 if row:
                     row = {name.strip().lower(): cell for name, cell in row.items()}
                     names = [next((x for x in usual if x in row), None) for usual in COLUMNS]
-                    pairs.append((where, to_item(row, *names)))
                     self.unread |= row.keys() - {*names}
-        return shuffled(unique(pairs))
+                    items.append(to_item(*map(row.get, names)))
+                n += 1
+            if not items:
+                raise ValueError("there are no rows")
+        except Exception as error:
+            raise ValueError(f"{path}, row {n}: {error} ({WANTED})") from error
+        return items
 
     def reward(self, text, item):
         return float(any(is_right(text, gold) for gold in (item.answer, *item.others)))
 
 
-def is_right(text: str, gold: str) -> bool:
-    return bool(is_same_number(text, gold)) if is_number(gold) else trim(text) == trim(gold)
-
-
-def is_number(answer: str) -> bool:
-    return bool(NUMBER.fullmatch(answer) and extract(f"#### {answer}"))
+def is_right(text: str, gold: str) -> float:
+    is_number = NUMBER.fullmatch(gold) and extract(f"#### {gold}")
+    return is_same_number(text, gold) if is_number else trim(text) == trim(gold)
 
 
 def trim(text: str) -> str:
@@ -97,38 +87,26 @@ def trim(text: str) -> str:
 # ---------------- a row
 
 
-@contextmanager
-def at(where):
-    """A mistake is told with its place."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def to_item(row: dict, messages, passage, asked, more, options, answered) -> Item:
-    """The item of a row. The names are those of its columns, or None."""
+def to_item(messages, passage, question, more, options, answer) -> Item:
+    """The item of a row's cells."""
     if messages:
-        chat = row[messages]
-    elif not asked or not answered:
-        raise ValueError(f"no columns of {QUESTIONS} and of {ANSWERS}, but {[*row]}")
-    else:
-        chat = row[asked]
-        if not isinstance(chat, list):
-            names = [x for x in dict.fromkeys((passage, asked, more)) if x == asked or row.get(x)]
-            chat = [{"role": "user", "content": "\n".join(to_text(row[x]) for x in names)}]
-        chat = [*chat, {"role": "assistant", "content": row[answered]}]
-    *before, (asker, prompt), (speaker, answer) = [(x["role"], x["content"]) for x in chat]
-    if (asker, speaker) != ("user", "assistant"):
-        raise ValueError(f"the chat ends with {asker} and {speaker}; wanted: user and assistant")
+        *question, last = messages
+        answer = last["content"]
     answers = [to_gold(x) for x in (answer if isinstance(answer, list) else [answer])]
-    if row.get(options):
-        prompt, answers = choose(prompt, row[options], answers)
-    return Item(to_text(prompt), answers[0], "", tuple(before), tuple(answers[1:]))
+    if not isinstance(question, list):
+        question = [{"role": "user", "content": question}]
+    *before, (asker, prompt) = [(turn["role"], turn["content"]) for turn in question]
+    if asker != "user":
+        raise ValueError(f"it is not a user who asks {prompt!r}, but: {asker}")
+    if isinstance(options, list):
+        options, answers = choose(options, answers)
+    # The question itself may be called input.
+    lines = dict.fromkeys(to_text(x) for x in (passage, prompt, more, options) if x)
+    return Item(to_text("\n".join(lines)), answers[0], "", tuple(before), tuple(answers[1:]))
 
 
 def to_text(cell) -> str:
-    if isinstance(cell, dict | list | bytes) or cell is None or not str(cell).strip():
+    if isinstance(cell, dict | list | bytes | None) or not str(cell).strip():
         raise ValueError(f"{cell!r} is no text")
     return str(cell)
 
@@ -139,67 +117,54 @@ def to_gold(cell) -> str:
     return to_text(extract(text) if "####" in text or r"\boxed" in text else text)
 
 
-def choose(prompt: str, options, answers: list[str]) -> tuple[str, list[str]]:
-    """A question with its options, and what is right: the letter of one, its text, or both."""
-    if not isinstance(options, list):  # they are asked as they stand
-        return f"{prompt}\n{to_text(options)}", answers
-    rows = [(chr(65 + k), str(text), str(k)) for k, text in enumerate(options)]
-    right = [row for row in rows if {*row} & {*answers}]
+def choose(options: list, answers: list[str]) -> tuple[str, list[str]]:
+    """Options with their letters, and what is right: the letter of one, its text, or both."""
+    rows = [(chr(65 + k), str(text), f"{chr(65 + k)}. {text}") for k, text in enumerate(options)]
+    right = [row for k, row in enumerate(rows) if {*row, str(k)} & {*answers}]
     if len(right) != len(answers):
         raise ValueError(f"{answers} is none, or more than one, of the options {options}")
-    lines = [f"{letter}. {text}" for letter, text, _ in rows]
-    names = [(letter, text, f"{letter}. {text}") for letter, text, _ in right]
-    return "\n".join([prompt, *lines]), sum(names, ())
+    return "\n".join(line for _, _, line in rows), sum(right, ())
 
 
 # ---------------- files
 
 
-def read(path: str) -> dict[str, Iterable[dict]]:
-    """The splits of a data set, each with its rows. A file has one, train."""
-    file = Path(path)
-    if file.suffix.lower() in READERS:
-        with at(path):
-            return {"train": READERS[file.suffix.lower()](file.read_text("utf-8-sig"))}
-    from datasets import load_dataset  # takes a second, and most runs need none
-
-    name, config, split = f"{path}::".split(":")[:3]
-    options = {"path": name, "name": config or None, "split": split or None}
-    if file.is_file():  # for datasets a path is a pattern
-        options = {"path": "parquet", "data_files": glob.escape(path)}
-    with at(f"{path}: not {', '.join(READERS)} or .parquet, so as --task NAME:CONFIG:SPLIT"):
-        splits = load_dataset(**options)
-        splits = {"train": splits} if split else splits
-        splits["train"]
-    return {key: read_arrow(splits[key].with_format("arrow")[:]) for key in splits}
+def read_cells(path: str) -> Iterator[dict]:
+    """Cells between commas, semicolons or tabs, whichever the first line has most of."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        mark = max(",;\t", key=file.readline().count)
+        file.seek(0)
+        table = csv.reader(file, delimiter=mark, strict=True)
+        head = next(table, [])
+        yield {}  # the head is row 1, as in a spreadsheet
+        for cells in table:
+            if any(cells) and len(cells) != len(head):
+                raise ValueError(f"{len(cells)} cells under {len(head)} columns: {cells}")
+            yield dict(zip(head, cells, strict=True)) if any(cells) else {}
 
 
-def read_arrow(table) -> list[dict]:
-    """Rows of pyarrow's table. A float's text is the shortest that gives it, also in float32."""
-    for k, column in enumerate(table.columns):
-        if column.type in ("float", "double"):
-            table = table.set_column(k, table.column_names[k], column.cast("string"))
-    return table.to_pylist()
-
-
-def read_json(text: str) -> Iterable[dict]:
+def read_json(path: str) -> Iterable[dict]:
     """A list of objects, or one object a line. Numbers stay as they are written."""
     decode = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant={}.get).decode
+    text = Path(path).read_text("utf-8-sig")
     if text.lstrip().startswith("["):
         return decode(text)
     return (decode(line) if line.strip() else {} for line in text.split("\n"))
 
 
-def read_cells(text: str) -> Iterator[dict]:
-    """Cells between commas, semicolons or tabs, whichever the first line has most of."""
-    mark = max(",;\t", key=text.partition("\n")[0].count)
-    table = csv.reader(io.StringIO(text, newline=""), delimiter=mark, strict=True)
-    head = next(table, [])
-    yield {}  # the head is row 1, as in a spreadsheet
-    for cells in table:
-        if any(cells) and len(cells) != len(head):
-            raise ValueError(f"{len(cells)} cells under {len(head)} columns: {cells}")
-        yield dict(zip(head, cells, strict=True)) if any(cells) else {}
+def read_others(path: str) -> list[dict]:
+    """Rows of a file of parquet, or of the hub."""
+    from datasets import Dataset, Value, load_dataset  # takes a second, and most runs need none
+
+    if Path(path).is_file():
+        data = Dataset.from_parquet(path)
+    else:
+        name, config, split = f"{path}::".split(":")[:3]
+        data = load_dataset(name, config or None, split=split or "train")
+    for name, kind in data.features.items():
+        if kind == Value("float32"):  # 0.1 would become 0.10000000149011612
+            data = data.cast_column(name, Value("string"))
+    return data.to_list()
 
 
 READERS = {".csv": read_cells, ".tsv": read_cells, ".txt": read_cells}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -24,18 +24,17 @@ def after_thought(text: str) -> str:
 class BaseTask:
     """What train.py asks of a task. Yours is a class Task that extends this one.
 
-    It sets `train` and `test`, lists of Items or of something with the same three fields, and has a
-    reward. An evaluation takes the first items of `test`, so they should be in a random order. For
-    a chat model tasks/chat.py has a shorter way.
+    It sets `train` and `test`, lists of Items, and has a reward. An evaluation takes the first of
+    `test`, so they should be in a random order. For a chat model tasks/chat.py has a shorter way.
     """
 
     train: list[Item]
     test: list[Item]
-    settings: dict = {}  # flags of train.py whose defaults differ for this task
-    symbols: str = "="  # characters that the scratch model knows, beside those of the items
-    wish: str = ""  # what follows every prompt
-    opened: bool = False  # whether the chat template begins the answer with <think>
-    template: dict = {}  # arguments of the chat template, such as {"enable_thinking": False}
+    settings = {}  # flags of train.py whose defaults differ for this task
+    symbols = "="  # characters that the scratch model knows, beside those of the items
+    wish = ""  # what follows every prompt
+    opened = False  # whether the chat template begins the answer with <think>
+    template = {}  # arguments of the chat template, such as {"enable_thinking": False}
 
     def reward(self, text: str, item: Item) -> float:
         """Any finite number; 1 means right. Of the answer without its end-of-text token, and
@@ -44,52 +43,38 @@ class BaseTask:
     def rewards(self, texts: list[str], items: list[Item]) -> list[float]:
         """Of many answers at once, with their thoughts. A judge that compares answers takes this
         one's place: those to one prompt are next to each other, group_size of them in training."""
-        answers = map(self.answer, texts)
-        return [self.reward(answer, item) for answer, item in zip(answers, items, strict=True)]
+        pairs = zip(texts, items, strict=True)
+        return [self.reward(self.answer(text), item) for text, item in pairs]
 
     def answer(self, text: str) -> str:
         """What the reward sees of a text. Some chat templates have opened a thought already."""
         return after_thought("<think>" * self.opened + text)
 
     def encode(self, tokenizer, items: Iterable[Item]) -> list[list[int]]:
-        """Prompt token ids of each item: a user's message, if the model has a chat template."""
-        chats = [[*getattr(x, "before", ()), ("user", x.prompt + self.wish)] for x in items]
-        if tokenizer.chat_template:
-            return self.encode_chats(tokenizer, chats)
-        texts = ["\n".join(text for _, text in chat) for chat in chats]
-        return self.encode_texts(tokenizer, texts)
+        """Prompt token ids of each item: a user's message, if the model has a chat template.
 
-    def encode_chats(self, tokenizer, chats: list[list[tuple[str, str]]]) -> list[list[int]]:
-        """The ids of chats, each some pairs of a role and a text, which the model is to continue.
-
-        Raises ValueError if the chat template loses a text, as one may that wants other turns.
+        Raises ValueError if the template loses a text, as one may that wants other turns.
         """
-
-        def render(content: Callable) -> list[str]:
-            turns = [[{"role": role, "content": content(text)} for role, text in x] for x in chats]
-            options = {"add_generation_prompt": True, "tokenize": False} | self.template
-            return tokenizer.apply_chat_template(turns, **options)
-
-        rendered = render(str)
-        if chats[0][-1][1].strip() not in rendered[0]:  # that of a model which also sees pictures
-            rendered = render(lambda text: [{"type": "text", "text": text}])
-        for chat, shown in zip(chats, rendered, strict=True):
-            for _, text in chat:
-                if text.strip() not in shown:
-                    raise ValueError(f"the chat template loses {text[:60]!r}: {shown[:200]!r}")
+        asked = [[*item.before, ("user", item.prompt + self.wish)] for item in items]
+        if not tokenizer.chat_template:
+            texts = ["\n".join(text for _, text in turns) for turns in asked]
+            return self.encode_texts(tokenizer, texts)
+        chats = [[{"role": role, "content": text} for role, text in turns] for turns in asked]
+        rendered = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=False, **self.template
+        )
+        for turns, chat in zip(asked, rendered, strict=True):
+            for _, text in turns:
+                if text.strip() not in chat:
+                    raise ValueError(f"the chat template loses {text!r}: {chat!r}")
         self.opened = rendered[0].rstrip().endswith("<think>")
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def encode_texts(self, tokenizer, texts: list[str]) -> list[list[int]]:
         """The ids of texts that an answer continues: with what the tokenizer puts before a text,
-        such as BOS, and without what it puts behind."""
-        whole = tokenizer(texts)["input_ids"]
-        bare = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        rows = []
-        for ids, text in zip(whole, bare, strict=True):
-            starts = (i for i in range(len(ids)) if ids[i : i + len(text)] == text)
-            rows.append(ids[: next(starts, 0) + len(text)])
-        return rows
+        such as BOS, and without an EOS behind it."""
+        rows = tokenizer(texts)["input_ids"]
+        return [row[:-1] if row[-1] == tokenizer.eos_token_id else row for row in rows]
 
     def shares(self, items: Iterable[Item], texts: Iterable[str]) -> dict[str, float]:
         """More to log of an evaluation's answers."""
@@ -105,14 +90,14 @@ class BaseTask:
 
     def make_tokenizer(self):
         """Of the scratch model: one token per character, plus padding and the end of the answer."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer, decoders, models
         from transformers import PreTrainedTokenizerFast
 
         said = "".join(item.prompt + item.demo for item in self.train + self.test)
         others = sorted({*said} - {*self.symbols})
         vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *self.symbols, *others])}
-        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token="<pad>"))
         tokenizer.decoder = decoders.Fuse()
-        special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        )

@@ -8,7 +8,6 @@ import os
 import re
 import string
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import pandas
@@ -32,14 +31,11 @@ ITEMS = {item.prompt: item for task in (TOY, SUMS) for item in task.test + task.
 
 @pytest.fixture
 def chat_model(tmp_path) -> str:
-    """A tiny Qwen2 that knows all printable letters, with a chat template that wants parts."""
+    """A tiny Qwen2 that knows all printable letters, with a chat template."""
     letters, path = BaseTask(), build("qwen2", tmp_path / "model", vocab_size=128)
     letters.train, letters.test = [Item(string.printable, "", "")], []
     tokenizer = letters.make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% for part in m.content %}{% if part['type'] == 'text' %}"
-        "<{{ part['text'] }}>{% endif %}{% endfor %}{% endfor %}{{ mood }}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     tokenizer.save_pretrained(path)
     return path
 
@@ -52,15 +48,23 @@ def table(path: Path, text: str, held_out: str = ""):
     return train.find_task(str(path))(held_out)
 
 
-# A file, and what its first row comes to: what is asked, and all right answers.
+def as_file(folder: Path, row: str) -> tuple[Path, str]:
+    """The path and the text of "name|text". In a file of JSON, words get their quotes."""
+    name, _, text = row.partition("|")
+    if "json" in name:
+        text = re.sub(r"[\w<#][\w</># -]*", r'"\g<0>"', text).replace('"12e4"', "12e4")
+    return folder / name, text
+
+
+# A file of two rows, and what the first comes to: what is asked, and all right answers.
 READ = {
     'a[1].CSV|\ufeffQuestion;id;Answer\n"a\n""b""";1;1.10\n;;\nc;2;d\n': ('a\n"b"', "1.10"),
     "a.tsv|prompt\tlabel\ta, b\na\tNone\t\nc\td\t": ("a", "None"),
-    "a.jsonl|{instruction: a, input: b, output: 12e4}\n\n{instruction: a, output: 2021-03-04}": (
+    "a.jsonl|{instruction: a, input: b, output: 12e4}\n\n{input: a, output: 2021-03-04}": (
         "a\nb",
         "12e4",
     ),
-    "a.json|[{passage: p, question: a, answer: [b, c]}, {question: c, answer: d}]": (
+    "a.json|[{context: p, question: a, answer: [b, c]}, {question: c, answer: d}]": (
         "p\na",
         "b",
         "c",
@@ -78,15 +82,9 @@ READ = {
 }
 
 
-def as_json(name: str, text: str) -> str:
-    """Quotes around words, where a file of JSON wants them."""
-    return re.sub(r"[\w<#][\w</># -]*", r'"\g<0>"', text) if "json" in name else text
-
-
 @pytest.mark.parametrize("file", READ)
 def test_a_row_is_read_as_it_is_written(file, tmp_path):
-    name, _, text = file.partition("|")
-    task = table(tmp_path / name, as_json(name, text).replace('"12e4"', "12e4"))
+    task = table(*as_file(tmp_path, file))
     items = {item.prompt: (item.answer, *item.others) for item in task.train + task.test}
     prompt, *right = READ[file]
     assert len(items) == 2 and items[prompt] == (*right,)
@@ -96,23 +94,22 @@ REFUSED = {
     "a.csv|question,answer\na,b\nc, d, e\n": "row 3: 3 cells",
     'a.csv|question,answer\n"a,b\nc,d\n': "row 2: unexpected end",
     "a.csv|question,answer\na,b\nc,\n": "row 3: '' is no text",
-    "a.csv|question,answer\na,b\nc,d\na,e\n": "row 4: 'a' has a second answer, 'e'",
-    "a.csv|question,note\na,b\nc,d\n": "row 2: no columns of",
-    "a.csv|": "two or more",
+    "a.csv|question,note\na,b\nc,d\n": "row 2: None is no text",
+    "a.csv|": "there are no rows",
+    "a.xlsx|": "a table is .csv, .tsv",
     "a.jsonl|{question: a, answer: b}\n{question: c, answer: {d: e}}": "row 2: {'d': 'e'} is no",
     "a.jsonl|{question: a, answer: b}\n\n{question: c": "row 3: Expecting",
-    "a.jsonl|{question: a, answer: NaN}".replace("NaN", "1}{"): "row 1: Extra",
     "a.jsonl|{question: a, choices: [1, 3], answer: 1}": "more than one, of the options",
     "a.jsonl|{problem: a, solution: so #### none}": "None is no text",
     "a.jsonl|{messages: [{role: user, content: a}]}": "row 1: not enough",
+    "b.jsonl|{messages: [{role: system, content: a}, {role: user, content: a}]}": "but: system",
 }
 
 
 @pytest.mark.parametrize("file", REFUSED)
 def test_a_row_that_cannot_be_used_is_named(file, tmp_path):
-    name, _, text = file.partition("|")
     with pytest.raises(ValueError, match=re.escape(REFUSED[file])):
-        table(tmp_path / name, as_json(name, text))
+        table(*as_file(tmp_path, file))
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, capsys):
@@ -122,9 +119,8 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, capsys):
     task = table(tmp_path / "a.csv", "question,answer,level\n" + rows, str(more))
     assert {x.prompt for x in task.train} == {f"{i}+{i}=" for i in range(10)} - {"3+3="}
     assert {x.prompt for x in task.test} == {"3+3=", "x"}
-    assert re.search(
-        "9 items, 2 held out .1 of the table.*not read: level", capsys.readouterr()[0], re.S
-    )
+    wanted = "9 of 10 rows are trained on, 2 held out; columns not read: level"
+    assert wanted in capsys.readouterr()[0]
     backwards = "".join(reversed(rows.splitlines(True)))
     halves = [table(tmp_path / "b.csv", "question,answer,_\n" + x) for x in (rows, backwards)]
     assert len(halves[0].test) == 2 and halves[0].test == halves[1].test
@@ -135,29 +131,28 @@ def test_numbers_of_parquet_and_splits_of_the_hub(tmp_path, monkeypatch):
     frame.to_parquet(tmp_path / "a.parquet")
     task = train.find_task(str(tmp_path / "a.parquet"))()
     assert {(x.prompt, x.answer) for x in task.train + task.test} == {("a", "0.1"), ("b", "72")}
-    seen = {}
-    data = Dataset.from_pandas(frame)
-    monkeypatch.setattr("datasets.load_dataset", lambda **x: seen.update(x) or data)
-    train.find_task("me/mine:main:valid")()
-    assert seen == {"path": "me/mine", "name": "main", "split": "valid"}
+    hub = {("me/mine", "main", "valid"): Dataset.from_pandas(frame)}
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, split: hub[(*names, split)])
+    assert train.find_task("me/mine:main:valid")().test == task.test
 
 
 CHAT = '[{"role": "system", "content": "S"}, {"role": "user", "content": "%s"}%s]'
 
 
 def test_a_table_trains_and_a_chat_is_asked_as_one(tmp_path, chat_model):
+    """By a tokenizer that splits as its file says. transformers' own for this model would not."""
     end = ', {"role": "assistant", "content": "May 3"}'
     rows = [f'{{"messages": {CHAT % (i, end)}}}' for i in range(4)]
-    rows += [f'{{"prompt": {CHAT % (i, "")}, "answer": "12"}}' for i in range(4, 6)]
+    rows += [f'{{"prompt": {CHAT % ("a  b", "")}, "answer": "12"}}']
     task = table(tmp_path / "chats.jsonl", "\n".join(rows))
     flags = f"--task {task.path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0"
     folder = run(tmp_path / "run", *flags.split(), "--minibatches", "1")
     assert len(metrics(folder)) == 2
     assert (folder / "task.jsonl").read_text() == Path(task.path).read_text()
     tokenizer = train.load_policy(train.Config(), task, chat_model).tokenizer
-    assert {tokenizer.decode(x) for x in task.encode(tokenizer, task.train + task.test)} == {
-        f"<S><{i}>" for i in range(6)
-    }
+    own = Tokenizer.from_file(f"{chat_model}/tokenizer.json")
+    asked = [own.encode(f"<S><{x}>").ids for x in (*range(4), "a  b")]
+    assert sorted(task.encode(tokenizer, task.train + task.test)) == sorted(asked)
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match="the chat template loses 'S'"):
         task.encode(tokenizer, task.train)
@@ -193,6 +188,39 @@ def test_a_thought_is_no_answer():
     assert seen == [" 7", "7", "7", "", "", "7", ""]
 
 
+OWN = """
+import torch
+from tasks.arithmetic import Arithmetic
+
+class Task(Arithmetic):
+    def answer(self, text):
+        return text.partition("5")[2]  # a 5 ends a thought
+
+    def reward(self, text, item):
+        return len(text) % 2
+
+def loss(batch):
+    noise = torch.rand_like(batch.logp)
+    return -(noise * batch.adv * batch.logp * batch.mask).sum()
+"""
+
+
+def test_a_run_that_was_moved_resumes_with_its_own_files(tmp_path, monkeypatch, capsys):
+    """And as if it had not been: also the random numbers of a loss are the same. Its last lines say
+    how many answers ended inside a thought."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("mine.py").write_text(OWN)
+    flags = "--task mine.py --method mine.py --schedule constant --steps".split()
+    lines = metrics(run(Path("whole"), *flags, 4))
+    said = f"{lines[4]['unfinished']:.0%} of the sampled answers ended inside a thought"
+    assert 0 < lines[4]["unfinished"] < 1 and said in capsys.readouterr()[0]
+    run(Path("half"), *flags, 2).rename(tmp_path / "half")
+    Path("mine.py").unlink()
+    train.main(["--resume", str(tmp_path / "half"), "--steps", "4"])
+    assert metrics(tmp_path / "half") == lines
+
+
 def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
     """So is tasks/five_words.py; GSM8K trains from local files, whatever sampler a model has."""
     flags = f"--model {chat_model} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
@@ -203,25 +231,21 @@ def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
     said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
     assert {text: task.reward(text, task.train[0]) for text in said} == said
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
-    with pytest.raises(ValueError):  # whose letters would be prompts
-        type("Task", (ChatTask,), {"prompts": "one"})()
 
 
 class Judged(Arithmetic):
-    """The longest of a group wins."""
+    """The longest answers of all win."""
 
     def rewards(self, texts, items):
-        pairs, most = [*zip(map(len, texts), items, strict=True)], {}
-        for length, item in pairs:
-            most[item] = max(length, most.get(item, 0))
-        return [float(length == most[item]) for length, item in pairs]
+        longest = max(map(len, texts))
+        return [float(len(text) == longest) for text in texts]
 
 
-def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
+def test_a_task_from_a_cell_may_judge_answers_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train.main([*TINY, "--warm-steps", "0"], Judged())
     (folder,) = Path("runs").iterdir()
-    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.3
+    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.05
     train.main(["--resume", str(folder), "--steps", "5"], Judged())
     assert len(metrics(folder)) == 6
 
@@ -230,13 +254,12 @@ def test_a_task_from_a_cell_may_judge_whole_groups(tmp_path, monkeypatch):
 
 
 def test_problems_are_all_sums_and_always_the_same_are_held_out():
-    found = {}
-    for task, numbers in ((TOY, range(10, 100)), (SUMS, range(2, 30))):
+    for task, first, test, all_sums in (
+        (TOY, "25+60=", 500, 90**2),
+        (SUMS, "What is 4 + 18?", 200, 28**2),
+    ):
         prompts = [item.prompt for item in task.test + task.train]
-        sums = sorted(tuple(map(int, re.findall("[0-9]+", prompt))) for prompt in prompts)
-        assert sums == [*product(numbers, numbers)]
-        found[prompts[0]] = len(task.test)
-    assert found == {"25+60=": 500, "What is 4 + 18?": 200}
+        assert (prompts[0], len(task.test), len({*prompts})) == (first, test, all_sums)
 
 
 def test_the_toy_pays_for_the_final_answer_and_demonstrates_mostly_wrong_guesses():
@@ -244,8 +267,6 @@ def test_the_toy_pays_for_the_final_answer_and_demonstrates_mostly_wrong_guesses
     assert [TOY.reward(text, ITEMS["37+48="]) for text in texts] == [1] * 3 + [0] * 10
     demos = [("=" in item.demo, TOY.reward(item.demo, item)) for item in TOY.test + TOY.train]
     assert Counter(demos) == {(False, 0): 5806, (False, 1): 289, (True, 1): 2005}
-    texts = "so #85;so #1;ok 7+8=15,30+40=70,#85;hm 30+1=2;hm 7+9=16;oh 37+48;;so".split(";")
-    assert [share * 8 for share in TOY.shares([], texts).values()] == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
