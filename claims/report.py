@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -31,11 +30,11 @@ from claims.formulas import FORMULAS
 from losses import Batch, Method
 from toy import crumb, tax
 from toy.clips import RATIOS as PLOT_RATIOS
-from toy.figure import COLORS, make_figure, save
+from toy.figure import make_figure, save
 from toy.worlds import Row, Toy
 
 LENGTHS = (2, 4, 8, 16)
-RATIOS = (0.1, 0.45, 0.75, 0.95, 1, 1.05, 1.25, 2.1, 9)  # beside the edges that people clip at
+RATIOS = (0.1, 0.45, 0.75, 0.95, 1, 1.05, 1.25, 2.1, 9, 12)  # beside the edges that people clip at
 MOVES = {  # spread and offset of the ratios
     "on-policy": (0, 0),
     "ratios within 16%": (0.15, 0),
@@ -83,10 +82,22 @@ def push(loss: Loss, batch: Batch) -> Tensor:
     return losses.token_pushes(value, batch.logp) + 0 * value.detach()
 
 
+def move(loss: Loss, rows: int | slice, ratio: float) -> Tensor:
+    """The pushes of two winners and two losers of four tokens, if the third token of these rows has
+    another ratio. Rows 0 and 2 win. (4, 4)."""
+    log_ratio = torch.zeros(4, 4, dtype=torch.float64)
+    log_ratio[rows, 2] = math.log(ratio)
+    batch = make_group([1, -1, 1, -1], [4] * 4, log_ratio)
+    batch.tokens[:, 1] //= 2  # pairs share a second one
+    return push(loss, batch)
+
+
 def by_ratio(loss: Loss, ratios: tuple) -> Tensor:
-    """|push| / |A| of a winner and of a loser that share a token of these ratios. (2, ratios)."""
-    batches = [make_group([1, -1], [1, 1], math.log(ratio)) for ratio in ratios]
-    return torch.cat([push(loss, batch) / batch.adv for batch in batches], 1)
+    """The weight of a winner's and of a loser's token that alone moves. (2, ratios)."""
+    usual = move(loss, 0, 1)[:2, 2].abs().max()
+    return torch.tensor(
+        [[A * move(loss, row, r)[row, 2] / usual for r in ratios] for row, A in ((0, 1), (1, -1))]
+    )
 
 
 def by_length(loss: Loss) -> Tensor:
@@ -127,44 +138,38 @@ def cancelling(loss: Loss, found: list[str]) -> Iterator[Line]:
 
 
 def weights(loss: Loss, found: list[str], odd: list[str]) -> Iterator[Line]:
-    (win, lose), A = by_length(loss), [1, -1, 1, -1]
+    win, lose = by_length(loss)
     yield "WEIGHT of a token, by the length of its answer", *LENGTHS
-    yield "  a winner's. 1 1 1 1: one divisor, 8 4 2 1: own length", *win
+    yield "  a winner's. Own length: 8 4 2 1", *win
     yield "  a loser's", *lose
     c = push(loss, make_group([1, 1, -1, -1], [4, 4, 8, 8]))
-    yield "  a loser's of 8 tokens, over a winner's of 4", -c[2, 3] / c[0, 3]
-
-    def move(row: int, ratio: float) -> Tensor:  # of one token, in four answers of four
-        log_ratio = torch.zeros(4, 4, dtype=torch.float64)
-        log_ratio[row, 2] = math.log(ratio)
-        batch = make_group(A, [4] * 4, log_ratio)
-        batch.tokens[:, 1] //= 2  # pairs share a second one
-        return push(loss, batch)
-
-    usual = move(0, 1)
+    yield "  a loser's of 8 tokens over a winner's of 4. One divisor: 1", -c[2, 3] / c[0, 3]
+    usual = move(loss, 0, 1)
     yield "  of a token that 4, that 2 share, over one's own", *usual[0, :2] / usual[0, 2]
     win, lose = by_ratio(loss, RATIOS)
-    yield "WEIGHT of a token that both share, by its ratio", *RATIOS
+    yield "WEIGHT of a token, by its ratio, if it alone moves", *RATIOS
     yield "  a winner's. PPO's clip: 0 from 1.25 on", *win
     yield "  a loser's. PPO's clip: 0 up to 0.75", *lose
     back = torch.tensor(RATIOS).log().sign() * (lose - win)
-    yield "  both. +: back to the old policy, -: further away", *back
+    yield "  the difference. +: back to the old policy, -: further away", *back
     if win[RATIOS.index(1)] < 0:
         odd.append("winners are pushed down")
     yield "PUSHES ARE MULTIPLIED, if a winner's token moves, on", "before", "it", "after", "others"
     moves = []
     for row, ratio in ((0, 3), (0, 1 / 3), (1, 3), (1, 1 / 3)):
-        k = move(row, ratio) / usual
+        k = move(loss, row, ratio) / usual
         moves.append(torch.stack([*k[row, 1:], k[1 - row, 0]]))
         if row == 0:
             yield f"  to the ratio {ratio:.2g}", *("-" if x.isnan() else x for x in moves[-1])
     seen = (torch.stack(moves) - 1).abs().nan_to_num().amax(0) > 1e-6
     names = ("later tokens", "itself", "earlier tokens", "other answers")
     looks = [name for name, x in zip(names, seen, strict=True) if x]
-    if not looks and torch.stack([win, lose]).std(1).any():
+    if not looks and not torch.allclose(move(loss, slice(4), 3), usual):
         looks = ["the group together"]
-    stops = [[f"{r:g}" for r, x in zip(RATIOS, w, strict=True) if not x] for w in (win, lose)]
-    winners, losers = (" ".join(x) or "none" for x in stops)
+    winners, losers = (
+        " ".join(f"{r:g}" for r, x in zip(RATIOS, w, strict=True) if not x) or "none"
+        for w in (win, lose)
+    )
     found.append(
         f"A token's weight depends on the ratio of: {', '.join(looks) or 'none'}. Ratios at which"
         f" winners push nothing: {winners}; losers: {losers}."
@@ -222,94 +227,73 @@ def changes(loss: Loss, odd: list[str]) -> Iterator[Line]:
 
 
 def twins(loss: Loss, hyper: dict) -> Iterator[Line]:
-    trees = [Tree(1, k) for k in range(25)]
-    batches = [x.batch(spread, garbage=0.5) for spread in (0, 0.2, 0.8, 2.4) for x in trees]
-    own = [push(loss, batch) for batch in batches]
-    if "eps" in hyper:
-        hyper = {"eps_low": hyper["eps"], "eps_high": hyper["eps"]} | hyper
-    found, on_policy = [], []
-    for name in FORMULAS:
-        twin = getattr(losses, name)
-        twin = partial(twin, **{k: x for k, x in hyper.items() if k in losses.defaults(twin)})
-        factors = (factor(push(twin, x), c) for x, c in zip(batches, own, strict=True))
-        agree = sum(1 for _ in takewhile(math.isfinite, factors))
-        if agree == len(batches):
-            found.append(name)
-        elif agree >= len(trees):  # the first are on-policy
-            on_policy.append(name)
-    yield ("THE SAME PUSHES on 100 batches, but for a factor in each, as",)
-    yield (f"  always: {', '.join(found) or 'none'}",)
-    yield (f"  on-policy only: {', '.join(on_policy) or 'none'}",)
+    yield ("THE SAME PUSHES on random batches, but for a factor in each, as",)
+    for label, spreads in (("on-policy", [0]), ("off-policy", [0.2, 0.8, 2.4])):
+        trees = [Tree(1, k) for k in range(25)]
+        batches = [x.batch(spread, garbage=0.5) for spread in spreads for x in trees]
+        own, found = [push(loss, batch) for batch in batches], []
+        for name in FORMULAS:
+            known = losses.defaults(getattr(losses, name))
+            twin = partial(getattr(losses, name), **{k: hyper[k] for k in hyper if k in known})
+            pairs = zip(batches, own, strict=True)
+            if all(math.isfinite(factor(push(twin, batch), c)) for batch, c in pairs):
+                found.append(name)
+        yield (f"  {label}: {', '.join(found) or 'none'}",)
 
 
-def bias(row: Row, mixes: bool) -> Iterator[Line]:
+def bias(row: Row) -> Iterator[Line]:
     yield "EXPECTED UPDATE, cosine with the gradient. Unbiased: 1", "on-pol.", "off"
-    for label in ("rewards of 0 and 1", "any rewards"):
+    for label, low in (("0 and 1", 0.0), ("0, 0.1 and 1", 0.1)):
         cosines = []
         for toy in (Toy(Tree(0, k).seed) for k in range(0, 24, 4)):
-            if "0" in label:
-                toy.groups.rewards = (toy.groups.rewards > 0).double()
+            R = toy.groups.rewards
+            toy.groups.rewards = torch.where(R > 0, 1.0, low * (R > -0.7)).double()
             reward = dict(zip(toy.rows, toy.groups.rewards.tolist(), strict=True))
             exact = toy.policy.grad_expected_reward((), reward.__getitem__).flatten()
             for off_policy in (False, True):
                 g = toy.expected_update(at_reference(row.loss), off_policy, row.scale)
                 cosines.append(float(cosine_similarity(g.flatten(), exact, 0)))
-        yield f"  {label}", *("mixed" if mixes else fmean(x) for x in (cosines[::2], cosines[1::2]))
+        yield f"  rewards of {label}", fmean(cosines[::2]), fmean(cosines[1::2])
 
 
-@cache
-def curves(row: Row) -> list[Tensor]:
-    """The expected reward in the worlds of toy/tax.py and in the crumb."""
-    return [*tax.find_rewards(tax.climb(row)), crumb.train_rare(row, crumb.STARTS[1:2])[:, 0]]
-
-
-def worlds(row: Row, mixes: bool) -> Iterator[Line]:
+def worlds(row: Row) -> Iterator[Line]:
     yield "EXPECTED REWARD at the end, if", "this", "grpo", "dr-grpo", "best"
-    for k, (name, others) in enumerate(WORLDS.items(), 1):  # in the first world all end alike
-        yield name, "mixed" if mixes else curves(row)[k][-1], *others
+    _, *curves = tax.find_rewards(tax.climb(row))  # in the first world all end alike
+    curves.append(crumb.train_rare(row, crumb.STARTS[1:2])[:, 0])
+    for (name, others), curve in zip(WORLDS.items(), curves, strict=True):
+        yield name, curve[-1], *others
 
 
 def report(name: str, method: Method) -> Iterator[Line]:
-    loss, row = method.passes[0], Row(method.passes[0], method.scale)
-    found, odd = [], []
+    loss, found, odd = method.passes[0], [], []
     lines = [*cancelling(loss, found), *weights(loss, found, odd), *pull(loss, odd)]
-    lines += changes(loss, odd)
+    lines += [*changes(loss, odd), *twins(loss, method.hyper)]
     found.append(f"What stands out: {', '.join(odd) or 'nothing'}.")
     for part in losses.functions(method)[1:]:
         found.append(f"{name} also has {part.func.__name__}, which this page does not show.")
     if ALONE in odd:
-        found.append("It mixes groups, so no update and no end is computed.")
-    yield head(name, method)
+        found.append("It mixes groups, so no expected update and no end is computed.")
+    else:
+        row = Row(loss, method.scale)
+        lines += [*bias(row), *worlds(row)]
+    yield f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())
     yield from ((sentence,) for sentence in found)
     yield from lines
-    yield from twins(loss, method.hyper)
-    yield from bias(row, ALONE in odd)
-    yield from worlds(row, ALONE in odd)
 
 
-def head(name: str, method: Method) -> Line:
-    """What the page is about: the loss, its scale and its hyperparameters."""
-    return f"{name}, scale {method.scale}", *(f"{key}={x}" for key, x in method.hyper.items())
-
-
-def draw(title: str, row: Row):
-    """Weights by ratio and by length; the reward in four worlds, beside grpo's and dr-grpo's."""
-    figure = make_figure(title, 5.2)
-    axes = figure.subplots(2, 3).flatten()
-    ratios, lengths = by_ratio(row.loss, PLOT_RATIOS), by_length(row.loss)
-    panels = (("its ratio", PLOT_RATIOS, ratios), ("length of its answer", LENGTHS, lengths))
-    for axis, (label, x, (win, lose)) in zip(axes, panels, strict=False):
+def draw(title: str, loss: Loss):
+    """Weights by ratio and by length."""
+    figure = make_figure(f"{title}: the weight of a token", 3)
+    panels = {
+        "its ratio": (PLOT_RATIOS, by_ratio(loss, PLOT_RATIOS)),
+        "length of its answer": (LENGTHS, by_length(loss)),
+    }
+    axes = figure.subplots(1, 2)
+    for axis, (label, (x, (win, lose))) in zip(axes, panels.items(), strict=True):
         axis.plot(x, win, linewidth=4, alpha=0.5, label="winner")
         axis.plot(x, lose, "--", label="loser")
-        axis.set(title="weight of a token", xlabel=label)
-    rows = {"grpo": Row(losses.grpo), "dr-grpo": Row(losses.dr_grpo, "mean"), "this": row}
-    for k, world in enumerate((*tax.SETTINGS, "the crumb")):
-        for label, other in rows.items():
-            color = COLORS.get(label, "#0072B2")
-            axes[2 + k].plot(curves(other)[k], color=color, label=label)
-        axes[2 + k].set(title=world, xlabel="batches", ylabel="expected reward", ylim=(0, 0.65))
+        axis.set(xlabel=label)
     axes[0].legend()
-    axes[2].legend()
     return figure
 
 
@@ -320,4 +304,4 @@ def print_page(name: str, hyper: dict[str, str], plot: Path | None = None):
         cells = [x if isinstance(x, str) else f"{round(float(x), 9) + 0:.3g}" for x in cells]
         print(f"{label:60}" if cells else label, *(f"{x:>6}" for x in cells))
     if plot:
-        save(draw(" ".join(head(name, method)), Row(method.passes[0], method.scale)), plot)
+        save(draw(name, method.passes[0]), plot)

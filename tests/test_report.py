@@ -36,11 +36,12 @@ def lines(part) -> dict[str, list]:
 
 
 S = 3**0.25  # of an answer with one ratio of 3 and three of 1
-HAND = {  # beyond 1, below 1; by length; over a winner's of 4; a ratio of 3, of 1/3; pull
-    "grpo": ([1.05, 0, 0, 0], [0, 0, 0, 0.95], [8, 4, 2, 1], [0.5], [1, 0, 1, 1], [1, 1 / 3, 1, 1]),
-    "cispo": ([1.05, 1.25, 2.1, 5], [0.1, 0.45, 0.75, 0.95], [1] * 4, [1], [1, 3, 1, 1], None),
-    "gspo": ([0] * 4, [0] * 4, [8, 4, 2, 1], [0.5], [0, 0, 0, 1], [1 / S] * 3 + [1]),
-    "dfpo-min": ([1.05, 1.25, 2.1, 9], [0.1, 0.45, 0.75, 0.95], [1] * 4, [1], None, [1 / S] * 4),
+LOW = [0.1, 0.45, 0.75, 0.95]
+HAND = {  # beyond 1, below 1; by length; over a winner's of 4; a ratio of 3, of 1/3
+    "grpo": ([1.05] + [0] * 4, [0, 0, 0, 0.95], [8, 4, 2, 1], [0.5], [1, 0, 1, 1], None),
+    "cispo": ([1.05, 1.25, 2.1, 5, 5], LOW, [1] * 4, [1], [1, 3, 1, 1], None),
+    "gspo": ([0] * 5, [0] * 4, [8, 4, 2, 1], [0.5], [0, 0, 0, 1], [1 / S] * 3 + [1]),
+    "dfpo-min": ([1] * 5, [r**0.25 for r in LOW], [1] * 4, [1], None, [1 / S] * 4),
 }
 
 
@@ -50,10 +51,10 @@ def test_weights_are_those_of_a_hand(name):
     shown = lines(report.weights(losses.bind(name, {}).passes[0], found, []))
     assert shown["a winner's. PPO's clip: 0 from 1.25 on"][5:] == near(beyond)
     assert shown["a loser's. PPO's clip: 0 up to 0.75"][:4] == near(below)
-    assert shown["a winner's. 1 1 1 1: one divisor, 8 4 2 1: own length"] == near(by_length)
+    assert shown["a winner's. Own length: 8 4 2 1"] == near(by_length)
     assert shown["a loser's"] == near(by_length)
-    assert shown["a loser's of 8 tokens, over a winner's of 4"] == near(other)
-    assert ("winners push nothing: 1.25 2.1 9; losers: 0.1 0.45 0.75." in found[0]) == (
+    assert shown["a loser's of 8 tokens over a winner's of 4. One divisor: 1"] == near(other)
+    assert ("winners push nothing: 1.25 2.1 9 12; losers: 0.1 0.45 0.75." in found[0]) == (
         name == "grpo"
     )
     assert shown["to the ratio 3"] == near(tripled or [1, 1, 1, 1])
@@ -90,18 +91,18 @@ def test_cancelling_is_that_of_the_head_of_losses_and_of_the_claims():
     assert found == [f"Pushes on a shared token cancel: {sentence}."]
 
 
-@pytest.mark.parametrize("scale, any_rewards", [("mean", 1), ("std", 0.943)])
-def test_the_expected_update_is_that_of_the_scale(scale, any_rewards):
+@pytest.mark.parametrize("scale, three_levels", [("mean", 1), ("std", 0.949)])
+def test_the_expected_update_is_that_of_the_scale(scale, three_levels):
     """C29: the std keeps the direction with rewards of 0 and 1, and only with these."""
-    page = lines(report.bias(Row(losses.reinforce, scale), False))
+    page = lines(report.bias(Row(losses.reinforce, scale)))
     assert page["rewards of 0 and 1"][0] == near(1)
-    assert page["any rewards"][0] == near(any_rewards, abs=1e-3)
+    assert page["rewards of 0, 0.1 and 1"][0] == near(three_levels, abs=1e-3)
 
 
 @pytest.mark.parametrize("name, column", [("grpo", 0), ("dr-grpo", 1)])
 def test_the_worlds_end_where_the_page_says(name, column):
     method = losses.bind(name, {})
-    _, *page = report.worlds(Row(*method.passes, method.scale), False)
+    _, *page = report.worlds(Row(*method.passes, method.scale))
     assert [float(end) for _, end, *_ in page] == near([x[2 + column] for x in page], abs=6e-4)
 
 
@@ -112,11 +113,12 @@ def test_a_loss_written_anew_is_recognised_and_one_that_is_nearly_another_is_not
         J = torch.minimum(r * A, r.clamp(1 - eps, 1 + eps) * A) * batch.mask
         return -3 * J.sum() / len(r) / batch.max_tokens
 
-    _, [always], [on_policy] = report.twins(lambda batch: anew(batch, 0.3), {"eps": 0.3})
-    assert always == "  always: dr_grpo, dapo, nthr_grpo, token_grpo"
+    hyper = {"eps_low": 0.3, "eps_high": 0.3}
+    _, [on_policy], [off_policy] = report.twins(lambda batch: anew(batch, 0.3), hyper)
+    assert off_policy == "  off-policy: dr_grpo, dapo, nthr_grpo, token_grpo"
     assert "reinforce" in on_policy and "gspo" not in on_policy
-    _, [always], _ = report.twins(lambda batch: anew(batch, 0.3, 1.01), {"eps": 0.3})
-    assert always == "  always: none"
+    _, _, [off_policy] = report.twins(lambda batch: anew(batch, 0.3, 1.01), hyper)
+    assert off_policy == "  off-policy: none"
 
 
 # ---------------- planted mistakes
@@ -159,8 +161,8 @@ def test_nothing_of_ours_stands_out():
 # ---------------- the door
 
 KL = """
-def other(batch, eps=0.2, kl=0.04):
-    J = clipped_surrogate(batch, eps, eps) - (kl * k3(batch) if kl else 0)
+def other(batch, eps_low=0.2, kl=0.04):
+    J = clipped_surrogate(batch, eps_low, 0.2) - (kl * k3(batch) if kl else 0)
     return -divide_by_length(J, batch)
 scale = "mean"
 """
@@ -169,17 +171,17 @@ scale = "mean"
 def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy):
     """On the page, and in a run, which keeps a copy of the file."""
     path = write(tmp_path, KL) + ":other"
-    monkeypatch.setattr(report, "worlds", lambda row, mixes: [])
-    assert verify.main([path, "eps=0.3"]) == 0
+    monkeypatch.setattr(report, "worlds", lambda row: [])
+    assert verify.main([path, "eps_low=0.3"]) == 0
     page = capsys.readouterr().out
-    assert page.startswith(f"{path}, scale mean") and "eps=0.3 kl=0.04\n" in page
-    assert "  always: grpo\n" in page  # with kl=0.04, too
+    assert page.startswith(f"{path}, scale mean") and "eps_low=0.3 kl=0.04\n" in page
+    assert "  off-policy: grpo\n" in page  # with kl=0.04, too
     train.main([*TINY, "--out", str(tmp_path / "run"), "--method", path, "--hyper", "kl=0"])
     assert (tmp_path / "run" / "method.py").read_text() == (tmp_path / "mine.py").read_text()
 
 
 def test_a_method_of_several_parts_has_the_page_of_its_first_loss(monkeypatch):
-    monkeypatch.setattr(report, "worlds", lambda row, mixes: [])
+    monkeypatch.setattr(report, "worlds", lambda row: [])
     page = lines(report.report("ar-lopti", losses.bind("ar-lopti", {})))
     for part in ("lopti_high", "advantage_reweighting"):
         assert f"ar-lopti also has {part}, which this page does not show." in page
