@@ -8,10 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import metrics, run
 
 import losses
-import train
 import verify
 from claims import report
 from toy.worlds import Row
@@ -164,19 +163,24 @@ KL = """
 def other(batch, eps_low=0.2, kl=0.04):
     J = clipped_surrogate(batch, eps_low, 0.2) - (kl * k3(batch) if kl else 0)
     return -divide_by_length(J, batch)
+def named(batch, beta=0.1):
+    return other(batch, kl=beta)
 scale = "mean"
 """
 
 
 def test_a_file_is_bound_wherever_a_name_is(tmp_path, monkeypatch, capsys, easy):
-    """On the page, and in a run, which keeps a copy of the file."""
-    path = write(tmp_path, KL) + ":other"
+    """On the page, and in a run, which keeps a copy of the file and has a reference for a KL term,
+    whatever its weight is called."""
+    file = write(tmp_path, KL)
+    path = file + ":other"
     monkeypatch.setattr(report, "worlds", lambda row: [])
     assert verify.main([path, "eps_low=0.3"]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"{path}, scale mean") and "eps_low=0.3 kl=0.04\n" in page
     assert "  off-policy: grpo\n" in page  # with kl=0.04, too
-    train.main([*TINY, "--out", str(tmp_path / "run"), "--method", path, "--hyper", "kl=0"])
+    out = run(tmp_path / "run", "--method", file + ":named")
+    assert metrics(out)[-1]["kl"] > 0
     assert (tmp_path / "run" / "method.py").read_text() == (tmp_path / "mine.py").read_text()
 
 
