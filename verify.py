@@ -26,7 +26,7 @@ import torch
 
 import losses
 from claims import CLAIMS, evidence, report
-from claims.cancellation import AUDIT, REGIMES, net_share, shared_pushes
+from claims.cancellation import AUDIT, REGIMES, net_push
 from claims.control_variate import noise_table
 from claims.evidence import Tree, random_trees
 from claims.formulas import fitting
@@ -79,14 +79,7 @@ def print_table(head: list[str], rows: list[list]) -> None:
 
 
 def print_tables(trees: list[Tree]) -> None:
-    rows = []
-    for name in AUDIT:
-        rows.append([name])
-        for spread, offset, equal_lengths in REGIMES.values():
-            some = [x for x in trees if x.equal_lengths == equal_lengths and not x.kind]
-            loss = fitting(name)
-            net = torch.cat([net_share(shared_pushes(loss, x, spread, offset)) for x in some])
-            rows[-1].append(float(net.sum() / max(1, len(net))))  # 0 if nobody is pushed
+    rows = [[x, *(net_push(fitting(x), trees, *y) for y in REGIMES.values())] for x in AUDIT]
     print(
         "\nNet push at a fully shared token, |sum c| / sum |c|. 0: cancels, 1: all push one way\n"
     )
@@ -101,13 +94,12 @@ def main(argv: list[str] | None = None) -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("words", nargs="*", help="claims, or a loss and its hyperparameters")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the page, as .svg or .png")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     known = {id_.lower(): id_ for id_ in (*CLAIMS, *proofs())}
     if given.words and given.words[0].lower() not in known:
         name, *hyper = given.words
-        report.print_page(name, dict(x.partition("=")[::2] for x in hyper), given.plot)
+        report.print_page(name, dict(x.partition("=")[::2] for x in hyper))
         return 0
     trees, verdicts = random_trees(), {}
     for id_ in [known[word.lower()] for word in given.words] or CLAIMS:

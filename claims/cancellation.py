@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import Tree, claim, equal, not_zero, pushes_of
+from claims.evidence import Tree, claim, equal, not_zero
 from claims.formulas import FORMULAS, fitting, shares
 
 
@@ -35,7 +36,7 @@ def at_shared(name: str, tree: Tree, spread=0.0, offset=0.0) -> tuple[Tensor, Te
 def shared_pushes(loss: Callable, tree: Tree, spread=0.0, offset=0.0) -> Tensor:
     """(K, G)."""
     batch = tree.batch(spread, offset)
-    return tree.at_shared(pushes_of(loss(batch), batch))
+    return tree.at_shared(losses.token_pushes(loss(batch), batch.logp))
 
 
 @claim("C6", "grpo", "dr_grpo", "dapo")
@@ -163,6 +164,13 @@ def net_share(c: Tensor) -> Tensor:
     """|sum_i c_i| / sum_i |c_i| at the shared tokens that are pushed at all. (K, G) -> (<= K,)."""
     size = c.abs().sum(1)
     return (c.sum(1).abs() / size)[size != 0]  # a nan is not left out
+
+
+def net_push(loss: Callable, trees: list[Tree], spread, offset, equal_lengths) -> float:
+    """The mean of net_share in a regime."""
+    some = [x for x in trees if x.equal_lengths == equal_lengths and not x.kind]
+    net = torch.cat([net_share(shared_pushes(loss, x, spread, offset)) for x in some])
+    return float(net.sum() / max(1, len(net)))  # 0 if nobody is pushed
 
 
 @claim("AUDIT", *FORMULAS)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.evidence import claim, equal, not_zero, pushes_of
+from claims.evidence import claim, equal, not_zero
 from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy
 
@@ -43,7 +43,7 @@ def c22(name, tree):
     loss = -(k * batch.logp)[tree.mask].sum() / tree.N
     compared = losses.prefix_baseline(loss, batch, tree.nodes)
     equal(loss, compared, "the loss's value")
-    c, r = pushes_of(compared, batch), tree.log_ratio(0.6).exp()
+    c, r = losses.token_pushes(compared, batch.logp), tree.log_ratio(0.6).exp()
     visitors = defaultdict(list)  # of each prefix
     for (p, y), at in tree.visits.items():
         visitors[p, y[:-1]] += at
@@ -95,7 +95,9 @@ def compare_noise(outcomes: list[Outcome], n: int, logits: Tensor, logits_old: T
     scores = one_hot(groups.way) - logits.softmax(0)  # grad log pi of the strategy, in its logits
     odds, noise = groups.probabilities(logp_old), []
     for x in (loss, losses.prefix_baseline(loss, batch, groups.nodes)):
-        updates = (pushes_of(x, batch)[:, :1] * scores).view(-1, n, len(logits)).sum(1)
+        updates = (
+            (losses.token_pushes(x, batch.logp)[:, :1] * scores).view(-1, n, len(logits)).sum(1)
+        )
         noise.append(odds @ updates.square().sum(1) - (odds @ updates).square().sum())
     return noise[1] / noise[0]
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 import losses
-from claims.evidence import claim, equal, not_zero, pushes_of
+from claims.evidence import claim, equal, not_zero
 from toy.worlds import Toy, carry
 
 
@@ -55,7 +55,7 @@ def c14(name, tree):
     toy = Toy(tree.seed)
     batch, _ = toy.groups.batch(toy.logp_old, "mean")
     batch = replace(batch, logp=toy.logp.clone())
-    c = pushes_of(getattr(losses, name)(batch), batch)  # off-policy
+    c = losses.token_pushes(getattr(losses, name)(batch), batch.logp)  # off-policy
     update = carry(c, batch.logp, toy.policy.W)
     for h in ((), (1,), (2,)):
         C = torch.zeros(3, dtype=torch.float64)  # the sum of the pushes, for each token after h

@@ -52,11 +52,6 @@ def not_zero(x: Tensor, what: str = "a number that must not be 0"):
     assert x.detach().abs().mean() > 1e-6, f"{what} is 0"
 
 
-def pushes_of(loss: Tensor, batch: Batch) -> Tensor:
-    """c = -N dLoss/dlogp. (N, T)."""
-    return -len(batch.logp) * torch.autograd.grad(loss, batch.logp, retain_graph=True)[0]
-
-
 # ---------------- random prefix trees
 
 GARBAGE = 1e4  # sits in every padded position; exp(2e4) overflows

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 import losses
-from claims.evidence import claim, equal, pushes_of
+from claims.evidence import claim, equal
 
 UNCLIPPED = {"eps_low": math.inf, "eps_high": math.inf}
 DFPO = ("dfpo_min", "dfpo_orthogonal")
@@ -215,7 +215,7 @@ def m1(name, tree):
         if hyper.keys() <= known.keys():
             batch = tree.batch(spread, adv=adv)
             loss, (value, c) = loss_fn(batch, **hyper), formula(name, batch, **hyper)
-            equal(c, pushes_of(loss, batch), f"the pushes of {name}, {hyper}")
+            equal(c, losses.token_pushes(loss, batch.logp), f"the pushes of {name}, {hyper}")
             equal(value, loss, f"the value of {name}, {hyper}")
 
 
@@ -233,7 +233,7 @@ def m2(name, tree):
     empty = replace(tree.batch(0.6), mask=tree.mask & False)
     for batch in (empty, tree.batch(0.6, adv=0 * tree.adv)):
         loss = getattr(losses, name)(batch)
-        equal(torch.zeros(tree.mask.shape), pushes_of(loss, batch), name)
+        equal(torch.zeros(tree.mask.shape), losses.token_pushes(loss, batch.logp), name)
         equal(0, loss, name)
 
 
