@@ -16,7 +16,6 @@ of them checks each function of METHODS.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
@@ -52,69 +51,58 @@ def check(id_: str, trees: list[Tree]) -> str:
     return f"HOLDS, {len(errors):,} numbers, largest error {max(errors):.0e}"
 
 
-def unchecked() -> list[str]:
+def unchecked() -> set[str]:
     """The functions of METHODS that no claim checks."""
-    checked = {name for _, names in CLAIMS.values() for name in names}
     parts = {x.__name__ for m in losses.METHODS.values() for x in losses.functions(m)}
-    return sorted(parts - checked)
+    return parts.difference(*(names for _, names in CLAIMS.values()))
 
 
-def proofs() -> dict[str, str]:
-    """The sections of PROOFS.md by their titles."""
+def explanations() -> dict[str, str]:
+    """What each claim says, where it is from, and its proof; and the symbols."""
     _, *sections = PROOFS.read_text("utf-8").split("\n## ")
-    return {title: text.strip() for title, _, text in (x.partition("\n") for x in sections)}
+    texts = {title: text.strip() for title, _, text in (x.partition("\n") for x in sections)}
+    for id_, (claim, _) in CLAIMS.items():  # its docstring has more than the short claim (>)
+        proof = re.sub("^>.*\n", "", texts.get(id_, ""), flags=re.M)
+        texts[id_] = f"{inspect.getdoc(claim)}\n\n{proof}"
+    return texts
 
 
-def explain(id_: str) -> str:
-    """What a claim says, where it is from, and its proof."""
-    text = proofs().get(id_, "")
-    if id_ in CLAIMS:  # the docstring has more than the short claim (>) of PROOFS.md
-        text = inspect.getdoc(CLAIMS[id_][0]) + re.sub("^>.*\n", "", "\n\n" + text, flags=re.M)
-    return text.strip()
-
-
-def print_table(head: list[str], rows: list[list]) -> None:
+def print_table(title: str, head: list[str], rows: list[list]):
+    print(f"\n{title}\n")
     for row in (head, ["---"] * len(head), *rows):
         print("|", *(f"{x if isinstance(x, str) else format(x + 1e-9, '.3f')} |" for x in row))
 
 
-def print_tables(trees: list[Tree]) -> None:
+def print_tables(trees: list[Tree]):
     rows = [[x, *(net_push(fitting(x), trees, *y) for y in REGIMES.values())] for x in AUDIT]
-    print(
-        "\nNet push at a fully shared token, |sum c| / sum |c|. 0: cancels, 1: all push one way\n"
-    )
-    print_table(["loss", *REGIMES], rows)
-    print(
-        "\nC27: the noise with a prefix baseline over the noise without it, 4 visitors, b = 0.5\n"
-    )
-    print_table(["the token", "t", "(1 - t) n/(n - 1)", "measured"], noise_table())
+    title = "Net push at a fully shared token, |sum c| / sum |c|. 0: cancels, 1: all push one way"
+    print_table(title, ["loss", *REGIMES], rows)
+    title = "C27: the noise with a prefix baseline over the noise without it, 4 visitors, b = 0.5"
+    print_table(title, ["the token", "t", "(1 - t) n/(n - 1)", "measured"], noise_table())
 
 
-def main(argv: list[str] | None = None) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("words", nargs="*", help="claims, or a loss and its hyperparameters")
-    given = parser.parse_args(argv)
+def main(words: list[str]) -> int | None:
+    if words and words[0] in ("-h", "--help"):
+        return print(__doc__)
     torch.set_num_threads(1)
-    known = {id_.lower(): id_ for id_ in (*CLAIMS, *proofs())}
-    if given.words and given.words[0].lower() not in known:
-        name, *hyper = given.words
+    texts = explanations()
+    known = {id_.lower(): id_ for id_ in texts}
+    if words and words[0].lower() not in known:
+        name, *hyper = words
         report.print_page(name, dict(x.partition("=")[::2] for x in hyper))
         return 0
-    trees, verdicts = random_trees(), {}
-    for id_ in [known[word.lower()] for word in given.words] or CLAIMS:
-        verdicts[id_] = check(id_, trees) if id_ in CLAIMS else "proved, not measured"
-        statement, _, rest = explain(id_).partition("\n\n")
-        print(f"\n{id_}  {verdicts[id_]}\n{statement}")
-        if given.words:
-            print(f"\n{rest}")
-    if not given.words:
+    trees, missed = random_trees(), [f"no claim checks {name}" for name in unchecked()]
+    for id_ in [known[word.lower()] for word in words] or CLAIMS:
+        verdict = check(id_, trees) if id_ in CLAIMS else "proved, not measured"
+        if "WRONG" in verdict:
+            missed.append(f"{id_}  {verdict}")
+        statement, _, rest = texts[id_].partition("\n\n")
+        print(f"\n{id_}  {verdict}\n{statement}" + f"\n\n{rest}" * bool(words))
+    if not words:
         print_tables(trees)
-    missed = [f"no claim checks {name}" for name in unchecked()]
-    missed += [f"{id_}  {verdict}" for id_, verdict in verdicts.items() if "WRONG" in verdict]
-    print("", *missed, f"{len(verdicts)} claims, {len(missed)} failures", sep="\n")
+    print("", *missed, f"{len(missed)} failures", sep="\n")
     return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,8 +16,5 @@ which nothing is sampled. report.py prints the page on a loss of your own.
 """
 
 # In the order of this table, which is also that of verify.py.
-from claims import formulas, cancellation, drift, tax, choice, control_variate, neighbours  # noqa: I001
-from claims.evidence import CLAIMS
-
-__all__ = ["CLAIMS", "cancellation", "choice", "control_variate", "drift", "formulas"]
-__all__ += ["neighbours", "tax"]
+from claims import formulas, cancellation, drift, tax, choice, control_variate, neighbours  # noqa: F401, I001
+from claims.evidence import CLAIMS as CLAIMS

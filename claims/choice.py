@@ -18,62 +18,46 @@ import torch
 
 import losses
 from claims.evidence import Tree, claim, equal
-from claims.formulas import DFPO, average_of
+from claims.formulas import DFPO, FORMULAS
 from toy.worlds import Outcome, World
 
 
-def random_world(tree: Tree, G: int, binary: bool) -> World:
-    """Three strategies with four kinds of answers each; rewards are 0 and 1, or random."""
+def random_world(tree: Tree) -> World:
+    """Groups of two to four; three strategies with four kinds of answers each."""
     outcomes = []
     for way in range(3):
         chances, rewards = tree.randn(4).softmax(0).tolist(), tree.randn(4).tolist()
         lengths = torch.randint(1, 9, (4,), generator=tree.generator).tolist()
-        kinds = zip(chances, [0.0, 1.0, 0.0, 1.0] if binary else rewards, lengths, strict=True)
-        outcomes += [Outcome(way, *kind) for kind in kinds]
-    return World(G, outcomes, tree.randn(3).softmax(0).tolist())
+        outcomes += [Outcome(way, *kind) for kind in zip(chances, rewards, lengths, strict=True)]
+    return World(2 + tree.N % 3, outcomes, tree.randn(3).softmax(0).tolist())
 
 
-def predict_push(name: str, world: World, scale: str) -> list[float]:
-    """pi_a (f_a - fbar), with f_a = K E[w_i (R_i - E[R]) | a] and fbar = sum pi_a f_a.
-
-    With the scale "std" rewards must be 0 and 1: then E[R] is the probability of a right answer.
-    """
+def predict_push(name: str, world: World) -> list[float]:
+    """pi_a (f_a - fbar), with f_a = (1 - 1/G) E[w_i (R_i - E[R]) | a] and fbar = sum pi_a f_a."""
     longest = max(o.length for o in world.outcomes)
-    per_answer = average_of(name) == "answer"
+    own_length = FORMULAS[name][1] == "answer"
     ways = range(len(world.shares))
     expected = world.mean(lambda o: o.reward, *ways)
-    K = factor(world.G, expected, scale)
 
     def earn(o: Outcome) -> float:
-        return K * (o.reward - expected) / (o.length if per_answer else longest)
+        return (1 - 1 / world.G) * (o.reward - expected) / (o.length if own_length else longest)
 
     fbar = world.mean(earn, *ways)
     return [p * (world.mean(earn, way) - fbar) for way, p in enumerate(world.shares)]
-
-
-def factor(G: int, p: float, scale: str) -> float:
-    """K(p) of C29a: what being right is worth if answers are right with probability p."""
-    if scale == "mean":
-        return 1 - 1 / G
-    K = 0.0
-    for m in range(1, G):  # right answers in the group
-        divisor = math.sqrt(m * (G - m) / G / (G - 1)) + 1e-4
-        K += math.comb(G, m) * p ** (m - 1) * (1 - p) ** (G - m - 1) * m * (G - m) / G**2 / divisor
-    return K
 
 
 @claim("C18", "grpo", "gspo", "reinforce", "grpo_symmetric", "dr_grpo", *DFPO)
 def c18(name, tree):
     """On-policy, the expected push on logit a is pi_a (f_a - fbar) with f_a = K (wbar_a (Q_a -
     E[R]) + Cov(w, R | a)). So a tax costs reward where it gives a worse strategy the larger f. It
-    holds if w depends on its own answer only, and A is R minus the group's mean, or R is 0 or 1.
+    holds if w depends on its own answer only, and A is R minus the group's mean, or R is 0 or 1
+    (the latter is proved, not measured).
 
     Source: what a tax costs (D)
     """
-    for scale, G in (("std", 3), ("mean", 2 + tree.N % 3)):
-        world = random_world(tree, G, binary=scale == "std")
-        push = world.expected_push(getattr(losses, name), scale)
-        equal(predict_push(name, world, scale), push, f"scale {scale}, G = {G}")
+    world = random_world(tree)
+    push = world.expected_push(getattr(losses, name), "mean")
+    equal(predict_push(name, world), push, f"G = {world.G}")
 
 
 def curl(loss: Callable, world: World, scale: str) -> float:

@@ -41,11 +41,9 @@ def claim(id_: str, *names: str):
 def equal(predicted, measured, what: str = ""):
     """Tensors or numbers, of one shape, agree to the last digits."""
     p, m = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (predicted, measured))
-    assert p.shape == m.shape, f"{what}: shape {tuple(m.shape)} instead of {tuple(p.shape)}"
-    off = (m - p).abs() / p.abs().clamp(min=1)
-    wrong = ~(off <= TOLERANCE)  # a nan is wrong
-    assert not wrong.any(), f"{what}: {m[wrong][0]:.12g} instead of {p[wrong][0]:.12g}"
-    errors.extend(off.flatten().tolist())
+    near = dict(rtol=TOLERANCE, atol=TOLERANCE, msg=lambda said: f"{what}: {said}")
+    torch.testing.assert_close(m, p, **near)  # of one shape, and no nan
+    errors.extend(((m - p).abs() / p.abs().clamp(min=1)).flatten().tolist())
 
 
 def not_zero(x: Tensor, what: str = "a number that must not be 0"):
@@ -144,10 +142,6 @@ class Tree:
             tokens=self.tokens,
             rewards=(self.adv > 0).double(),
         )
-
-    def group(self, i: int) -> range:
-        """The rows of answer i's group."""
-        return range(i - i % self.G, i - i % self.G + self.G)
 
     def at_shared(self, x: Tensor) -> Tensor:
         """x at the K tokens that a whole group shares. (N,) or (N, T) -> (K, G)."""

@@ -158,13 +158,9 @@ FORMULAS = {
 }
 
 
-def average_of(name: str) -> str:
-    return FORMULAS[name][1]
-
-
 def shares(name: str, batch: losses.Batch) -> Tensor:
     """N times the weight that the method's divisor gives to one token of each answer. (N,)."""
-    average, T = average_of(name), batch.mask.sum(1).double()
+    average, T = FORMULAS[name][1], batch.mask.sum(1).double()
     if average == "answer":
         return 1 / T.clamp(min=1)
     if average == "budget":

@@ -39,7 +39,8 @@ def m6(name, tree):
         counted = scores if "self_term" in hyper else scores - own
         predicted = adv.clone()
         for i in range(tree.N):
-            right = [j for j in tree.group(i) if correct[j]]
+            start = i - i % tree.G
+            right = [j for j in range(start, start + tree.G) if correct[j]]
             if right and i not in right:
                 tau = hyper.get("beta", 1) * min(counted[j, : tree.T[j]].mean() for j in right)
                 softened = tree.mask[i] & (scores[i] > tau) & (adv[i] < 0)
