@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import losses
-from claims.evidence import claim, equal, not_zero
+from claims.evidence import claim, equal
 from claims.formulas import UNCLIPPED, fitting
 from toy.worlds import Groups, Outcome, Toy, way_log_probs
 
@@ -61,7 +61,7 @@ def c22(name, tree):
 def c22b(name, tree):
     """`prefix_baseline` does not move the expected update of a loss that judges each answer alone,
     if A_i = R_i - b with a fixed b and the old policy can draw every token. Off-policy it moves the
-    update of dfpo-min, whose weights depend on the group.
+    update of dfpo-min, whose weights depend on the group (not measured).
 
     Source: E_old[r grad log pi(a|h)] = 0, as for every baseline (Williams 1992); D for c after the
     clip; setting: C22
@@ -74,8 +74,6 @@ def c22b(name, tree):
         )
         if name in OWN or not off_policy:
             equal(before, after, "the expected update")
-        else:
-            not_zero((after - before) / before.norm(), "the move of dfpo-min's update")
 
 
 # ---------------- C27: what a prefix baseline does to the noise
@@ -124,14 +122,14 @@ def noise_table() -> list[list]:
     and the noise. Below 1 the baseline helps.
     """
     rows = []
-    for title, share, *right in (
+    for title, share, q1, q2 in (
         ("earns nothing; right 0.9", 0.5, 0.9, 0.9),
         ("earns nothing; right 0.7", 0.5, 0.7, 0.7),
         ("good strategy, taken with 0.1; right 0.9, other 0.1", 0.1, 0.9, 0.1),
     ):
-        ends = [Outcome(way, q, 0.5, 1) for way, q in enumerate(right)]
-        ends += [Outcome(way, 1 - q, -0.5, 1) for way, q in enumerate(right)]
+        kinds = (0, q1, 0.5), (0, 1 - q1, -0.5), (1, q2, 0.5), (1, 1 - q2, -0.5)
+        ends = [Outcome(*kind, 1) for kind in kinds]
         logits = torch.tensor([share, 1 - share], dtype=torch.float64).log()
-        t = 4 * (share * right[0] + (1 - share) * right[1] - 0.5) ** 2
+        t = 4 * (share * q1 + (1 - share) * q2 - 0.5) ** 2
         rows.append([title, t, (1 - t) * 4 / 3, float(compare_noise(ends, 4, logits, logits))])
     return rows
