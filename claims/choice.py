@@ -11,6 +11,7 @@ losses, over all groups of G answers, each with its probability (toy/worlds.py).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -88,3 +89,7 @@ def c29c(name, tree):
         equal(0, curl(loss, world, "mean"), "the curl of R minus the mean")
         turned = curl(loss, world, "std")
         assert turned < 0, f"the curl with the std is {turned:.3g}, but must be negative"
+        if G == 2:  # the std of a pair is its difference over the root of 2
+            x, y, z = levels
+            predicted = sum(d / (abs(d) / math.sqrt(2) + 1e-4) for d in (x - y, y - z, z - x))
+            equal(math.prod(pi) * predicted, turned, "the curl with the std")
