@@ -148,6 +148,6 @@ class Tree:
         return (x if x.dim() == 2 else self.rows(x))[self.shared_at]
 
 
-def random_trees(seed: int = 0, count: int = 24) -> list[Tree]:
-    """Ordinary random trees, then one of each extreme kind."""
-    return [*(Tree(seed, k) for k in range(count)), *(Tree(seed, 0, kind) for kind in EXTREMES)]
+def random_trees() -> list[Tree]:
+    """24 ordinary random trees, then one of each extreme kind."""
+    return [*(Tree(0, k) for k in range(24)), *(Tree(0, 0, kind) for kind in EXTREMES)]

@@ -23,7 +23,7 @@ from torch.nn.functional import cosine_similarity
 
 import losses
 from claims.cancellation import REGIMES, net_push
-from claims.evidence import Tree
+from claims.evidence import Tree, random_trees
 from claims.formulas import FORMULAS
 from losses import Batch, Method
 from toy import crumb, tax
@@ -90,8 +90,7 @@ def factor(c: Tensor, d: Tensor) -> float:
 
 def cancelling(loss: Loss) -> Iterator[Line]:
     yield ("NET PUSH on a shared token. 0: pushes cancel, 1: all push one way",)
-    trees = [Tree(0, k) for k in range(24)]
-    nets = {name: net_push(loss, trees, *regime) for name, regime in REGIMES.items()}
+    nets = {name: net_push(loss, random_trees(), *regime) for name, regime in REGIMES.items()}
     yield from ((f"  {name}", net) for name, net in nets.items())
     cancels = "; ".join(name for name, net in nets.items() if net < 1e-6)
     yield (f"Pushes on a shared token cancel: {cancels or 'never'}.",)
