@@ -3,7 +3,6 @@
 Students fill the files in exercises/ in place, so no test expects a blank in them.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -31,13 +30,8 @@ def judge(key: str, path: Path) -> dict:
 
 
 @pytest.mark.parametrize("key", grader.LESSONS)
-def test_solutions_pass_and_blanks_do_not(key, tmp_path):
-    asked = grader.FILES[key].read_text()
-    assert all(state in grader.DONE for state, _ in judge(key, SOLUTIONS).values())
-    names, blanks = grader.LESSONS[key]["functions"], tmp_path / "blanks.py"
-    assert all(f"def {name}(" in asked for name in names)
-    blanks.write_text("".join(f"def {x}(*_):\n    raise NotImplementedError\n" for x in names))
-    assert {state for state, _ in judge(key, blanks).values()} == {"NOT YET (blank)"}
+def test_solutions_pass(key):
+    assert {state for state, _ in judge(key, SOLUTIONS).values()} <= {*grader.DONE}
 
 
 @pytest.mark.parametrize("name", teacher.FUNCTIONS)
@@ -53,16 +47,8 @@ def test_every_known_mistake_gets_its_hint(name):
     assert teacher.find_problems(name, lesson) == []
 
 
-def net_push(rho, A, low=9.0, high=9.0):
-    batch = call.make_batch([[rho]] * len(A), A, 1)
-    return losses.token_pushes(losses.dr_grpo(batch, low, high), batch.logp).sum()
-
-
 SAME = {  # what losses.py says to the cases of a solution; the others' mistakes tell more
     "group_advantages": losses.group_advantages,
-    "net_push": net_push,
-    "still_pushes": lambda r, A, *eps: bool(net_push(r, [A, 0.0], *eps)),
-    "net_push_with_clip": net_push,
     "grpo_symmetric": losses.grpo_symmetric,
     "dr_grpo": lambda batch, eps: losses.dr_grpo(batch, eps, eps),
     "kl_penalty": lambda batch, beta: beta * losses.divide_by_constant(losses.k3(batch), batch),
@@ -82,7 +68,6 @@ def test_solutions_are_those_of_losses(name):
 # Written as a student writes, not as edits of a solution: the body, and what the grader says.
 ANSWERS = [
     ("still_pushes(r, A, a=0.2, b=0.2)", "r * A <= min(max(r, 1 - a), 1 + b) * A", "PASS"),
-    ("net_push_by_length(T, A)", "(torch.tensor(A) / torch.tensor(T)).sum()", "PASS"),
     # A known mistake, and another one where the reward is the bonus.
     ("lone_advantage(R, c, G)", "(G - 1) / G**0.5", "The sign is lost"),
     # No known mistake: no hint is better than a wrong one.
@@ -92,7 +77,7 @@ ANSWERS = [
         r"expected  [\d.-]+ \(If it calls your net_push, fix that one first.\)$",
     ),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
-    ("net_push(r, A)", "__import__('sys').exit()", "SystemExit"),
+    ("net_push(r, A)", "__import__('sys').exit()", r"SystemExit:  \(line 3, in net_push\)"),
     ("prefix_baseline(c)", "c.clear() or c", r"with      c = \[3, 1\] .* expected  \[2, -2\]"),
     (
         "grpo_symmetric(batch, a, b)",
@@ -101,7 +86,6 @@ ANSWERS = [
     ),
     ("blind_spot()", "[1, 3, 0]", "4 numbers"),
     ("blind_spot()", "[1, 3, 0, 2]", "is not above 0.1"),
-    ("opposite_signs()", "(0.02, 0.6)", "not below 0"),
 ]
 
 
@@ -126,37 +110,29 @@ def test_exercise_4_trains_after_a_pass(tmp_path, capfd):
     assert [*map(float, ends)] == pytest.approx([0.2, 0.6], abs=0.015)
 
 
-def test_a_file_leaves_no_traces(tmp_path, capfd):
-    """Whatever it does to torch, and even if it ends Python."""
+def test_one_function_of_two_is_no_pass_and_a_file_may_end_python(tmp_path, monkeypatch):
     path = tmp_path / "mine.py"
-    path.write_text(f"import torch\ntorch.set_grad_enabled(False)\n{SOLUTIONS.read_text()}")
-    assert grader.main(["7", str(path)]) == 0
-    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
-    path.write_text(f"{SOLUTIONS.read_text()}\ndel net_push")
-    assert grader.main(["2", str(path)]) == 1  # its other function passes
     path.write_text("import os\nos._exit(0)")
-    assert grader.main(["7", str(path)]) == 1
-    assert "Python ended" in capfd.readouterr().out
+    [(state, lines), _] = grader.grade("ex02", path).values()
+    assert state == "NOT YET" and "Python ended" in lines[0]
+    half = {"net_push": ("PASS", []), "net_push_by_length": ("NOT YET", [])}
+    monkeypatch.setattr(grader, "grade", lambda *_: half)
+    assert grader.main(["2"]) == 1
 
 
 def test_the_students_copy_grades_by_exit_code(tmp_path):
+    """By what is stored. At first one function has a known mistake, and the other is blank."""
     teacher.write_copy(tmp_path / "class")
     assert b"sum(A / T for" not in b"".join(x.read_bytes() for x in tmp_path.rglob("*.*"))
     file = tmp_path / "class/exercises/02_the_net_push.py"
-    mistaken = file.read_text().replace(
-        "raise NotImplementedError", "return -rho * sum(advantages)", 1
-    )
+    mistaken = """
+def net_push(rho, A): return -rho * sum(A)
+def net_push_by_length(T, A): raise NotImplementedError
+"""
     for source, code in (mistaken, 1), (SOLUTIONS.read_text(), 0):
         file.write_text(source)
         command = [sys.executable, "-m", "pytest", "exercises", "-k", "ex02"]
         done = subprocess.run(command, cwd=tmp_path / "class", capture_output=True)
         assert done.returncode == code
-        assert (b"The sign: J is what is maximised" in done.stdout) == code
-
-
-def test_the_notebook_asks_for_every_function():
-    cells = json.loads((grader.FOLDER / "lab.ipynb").read_text())["cells"]
-    cells = ["".join(cell["source"]) for cell in cells]
-    for key, exercise in grader.LESSONS.items():
-        [cell] = [x for x in cells if x.startswith(f"%%grade {int(key[2:])}\n")]
-        assert all(f"def {name}(" in cell for name in exercise["functions"])
+        for said in (b"The sign: J is what is maximised", b"net_push_by_length  NOT YET (blank)"):
+            assert (said in done.stdout) == code

@@ -15,15 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import naive
 import pytest
 import torch
 from conftest import build
 from datasets import Dataset
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import losses
+from claims.evidence import Tree
 from losses import METHODS, Batch, OldPolicy, bind
 from toy.policy import pad
 
@@ -58,7 +59,8 @@ class Record(TrainerCallback):
     def note(self, model, inputs):
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         for x, seen, y, taken in zip(*(inputs[name] for name in names), strict=True):
-            self.rows.append((x[seen > 0].tolist(), y[taken > 0].tolist()))
+            prompt, answer = x[seen > 0].tolist(), y[taken > 0].tolist()
+            self.rows.append(SimpleNamespace(prompt=prompt, answer=answer))
         return self.take_loss(model, inputs)
 
     def on_pre_optimizer_step(self, args, state, control, model, **_):
@@ -105,19 +107,16 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
     pieces = config.steps_per_generation // config.gradient_accumulation_steps  # steps of one
 
     def read(weights, rows):
-        """log pi of the taken tokens (N, T)."""
         vector_to_parameters(weights, model.parameters())
-        full = [model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1] for x, y in rows]
-        full = [(logits / TEMPERATURE).log_softmax(-1) for logits in full]  # each (T_i, V)
-        taken = [logp[range(len(y)), y] for logp, (_, y) in zip(full, rows, strict=True)]
-        return pad_sequence(taken, batch_first=True)
+        return naive.log_probs(SimpleNamespace(model=model), rows, TEMPERATURE)
 
     for k, (weights, grad, rows) in enumerate(steps):
         first = k - k % (pieces * config.num_iterations)  # the generation's first step
-        tokens, mask = pad([y for _, y in rows])
+        answers = [x.answer for x in rows]
+        tokens, mask = pad(answers)
         ref, old = (read(steps[at][0], rows).detach() for at in (0, first))
         logp = read(weights, rows)
-        rewards = sum(w * torch.tensor(by_sum([y for _, y in rows])) for w in WEIGHTS)
+        rewards = sum(w * torch.tensor(by_sum(answers)) for w in WEIGHTS)
         adv = losses.group_advantages(rewards, G, rule.scale)[:, None].expand_as(logp)
         if rule.credit:
             adv = rule.credit(adv, OldPolicy(tokens, mask, old, rewards, G))
@@ -128,9 +127,8 @@ def check_run(path, method, hyper=None, prefix_baseline=False, **options):
         model.zero_grad()
         loss.backward()
 
-        assert trainer.state.log_history[k]["loss"] == pytest.approx(
-            loss.item(), rel=1e-4, abs=1e-6
-        )
+        logged = trainer.state.log_history[k]["loss"]
+        assert logged == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
         expected = gradient(model)
         assert expected.norm() > 1e-5
         assert (grad - expected).norm() <= 5e-5 * expected.norm()
@@ -189,12 +187,6 @@ def test_a_wrong_setting_is_refused(qwen_path, options, said):
         make(qwen_path, **options).train()
 
 
-def test_a_model_that_is_scored_as_another_is_refused(tmp_path):
-    """In TRL, GPT-2's learned positions count padding."""
-    with pytest.raises(ValueError, match="nats"):
-        make(build("gpt2", tmp_path)).train()
-
-
 # ---------------- the example
 
 
@@ -206,7 +198,6 @@ def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
     steps, rewards = zip(*printed, strict=True)
     assert steps == ("5", "10", "15", "20", "20")
     assert float(rewards[3]) > float(rewards[0]) + 0.05
-    assert example.reward(["3", "34", "13"], ["3"] * 3) == [1, 0.5, 0]
     with pytest.raises(SystemExit):  # more prompts in a batch than ROWS; TRL would only warn
         example.main(["--num_generations", "4"])
 
@@ -214,10 +205,9 @@ def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
 def test_the_examples_flags_reach_the_trainer(qwen_path):
     flags = "--hyper eps_low=.1 --prefix_baseline --scale_rewards False --beta .04".split()
     flags += ["--model_name_or_path", qwen_path]
-    trainer = example.make_trainer(*example.parse([*flags, "--dtype", "bfloat16"]))
+    trainer = example.make_trainer(*example.parse(flags))
     assert trainer.method.hyper == dict(eps_low=0.1, eps_high=0.2, kl=0.04, kl_ratio=True)
     assert trainer.prefix_baseline and trainer.method.scale == "mean"
-    assert trainer.model.dtype == torch.bfloat16
     assert trainer.args.max_steps == -1  # that of the tiny model is 60
 
 
@@ -226,7 +216,6 @@ def test_the_examples_flags_reach_the_trainer(qwen_path):
 CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default, and verl's
 TWINS = [  # a setting of theirs, and its twin in losses.py with its hyperparameters
     ("trl", {}, losses.token_grpo, CLIP),
-    ("trl", {"loss_type": "grpo"}, losses.grpo, {}),
     ("trl", {"loss_type": "grpo", "kl": 0.04}, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
     ("trl", {"loss_type": "grpo", "kl": 0.04, "kl_ratio": False}, losses.grpo, {"kl": 0.04}),
     ("trl", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, losses.gspo, CLIP),
@@ -239,27 +228,22 @@ TWINS = [  # a setting of theirs, and its twin in losses.py with its hyperparame
 def verls_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
     """In place of verl, which is too large to install here. Its losses have these arguments."""
     assert loss_agg_mode == config.loss_agg_mode == "own length"
-    return losses.grpo(Batch(log_prob, old_log_prob, advantages, response_mask > 0, 4, 7)), {}
+    G, L = config.rollout_n, response_mask.shape[1]
+    return losses.grpo(Batch(log_prob, old_log_prob, advantages, response_mask > 0, G, L)), {}
 
 
 @pytest.mark.parametrize("engine, settings, ours, hyper", TWINS, ids=[str(x[1]) for x in TWINS])
 def test_value_and_gradient_are_those_of_losses(engine, settings, ours, hyper, monkeypatch):
-    """Of 64 answers of one to five tokens. One ratio in twenty is above 5, where cispo clips."""
+    """Of answers of unequal lengths, with ratios on both sides of 5, where cispo clips."""
     core = SimpleNamespace(get_policy_loss_fn={"grpo": verls_loss}.get)
     config = SimpleNamespace(ActorConfig=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
     monkeypatch.setitem(sys.modules, "verl.workers.config", config)
-    gen = torch.Generator().manual_seed(0)
-    policy, change, ref, adv = torch.randn(4, 64, 5, generator=gen, dtype=torch.float64)
-    mask = torch.arange(5) < torch.randint(1, 6, (64, 1), generator=gen)
-    logp = (policy - 3).requires_grad_()
-    old, adv = logp.detach() - change, adv[:, :1].expand(64, 5)
-    batch = Batch(logp, old, adv, mask, group_size=4, max_tokens=7, logp_ref=ref - 3)
+    batch = Tree(0, 5).batch(2.0, garbage=0.0)
     [theirs] = bind(str(ROOT / "engines" / f"{engine}_loss.py"), settings).passes
     pair = ours(batch, **hyper), theirs(batch)
-    pushes = [losses.token_pushes(loss, logp) for loss in pair]
-    torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(*pushes, rtol=1e-6, atol=1e-8)
+    pushes = [losses.token_pushes(loss, batch.logp) for loss in pair]
+    torch.testing.assert_close((pair[1], pushes[1]), (pair[0], pushes[0]), rtol=1e-6, atol=1e-8)
 
 
 # ---------------- two processes
