@@ -12,7 +12,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from torch.nn.utils import parameters_to_vector  # noqa: E402
 
 torch.set_num_threads(1)  # the models are tiny; threads only wait for each other
 
@@ -112,11 +111,6 @@ def build(kind: str, folder, dtype=torch.float32, **options) -> str:
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def weights_of(policy: train.Policy) -> torch.Tensor:
-    """All of them, one behind the other."""
-    return parameters_to_vector(policy.model.parameters()).detach()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """train.py a second time: one answer at a time, without cache, padding, minibatch tricks or pushes.
 
-`train` makes a whole run and returns what its rollouts, metrics.jsonl and weights must be.
+`train` makes a whole run and returns what its metrics.jsonl must be; the policy has the weights.
 """
 
 import copy
@@ -99,22 +99,6 @@ def update(policy, optimizer, loss, lr, longest) -> float:
     return norm
 
 
-def kept_tokens(a, b):
-    """Which tokens of a stay on the way to b: the longest common run, and so on beside it."""
-    at = [(i, j) for i in range(len(a)) for j in range(len(b)) if a[i] == b[j]]
-    runs = []
-    for i, j in at:
-        n = 1
-        while (i + n, j + n) in at:
-            n += 1
-        runs.append((n, -i, -j))
-    if not runs:
-        return [False] * len(a)
-    n, i, j = max(runs)
-    after = kept_tokens(a[n - i :], b[n - j :])
-    return [*kept_tokens(a[:-i], b[:-j]), *[True] * n, *after]
-
-
 def credit(policy, task, rows, R, old, mask, method, step, config):
     """The advantages under a rule of NTHR, AR or IBPO, and what is logged of it."""
     G, facts, more, earned = config.group_size, {}, {}, R
@@ -137,7 +121,7 @@ def credit(policy, task, rows, R, old, mask, method, step, config):
         for i, x in zip(wrong, fixed, strict=True):
             facts["repaired"][i] = x.reward == 1
             ids = ([-1 if t in policy.eos else t for t in y.answer] for y in (rows[i], x))
-            kept[i] = kept_tokens(*ids)
+            kept[i] = rules.kept_tokens(*ids)
         facts["kept_mask"] = padded(
             [k + [False] * (len(x.answer) - len(k)) for k, x in zip(kept, rows, strict=True)]
         )
@@ -157,15 +141,16 @@ def credit(policy, task, rows, R, old, mask, method, step, config):
 
 
 def train(policy, task, method, config):
-    """A whole run, which changes the policy. Returns the rollout and the updates of every step, and
-    the lines of metrics.jsonl."""
+    """A whole run, which changes the policy. Returns the lines of metrics.jsonl."""
     G, tau = config.group_size, config.temperature
     if config.warm_steps:
         warm_start(policy, task, method, config)
     reference, lines = copy.deepcopy(policy), [{"step": 0} | evaluate(policy, task, config)]
-    steps = []
     optimizer = torch.optim.Adam(policy.model.parameters(), betas=(0.9, 0.95))
-    order = torch.randperm(len(task.train), generator=rng(config.seed, "order", 0)).tolist()
+    order = []
+    for k in range(config.steps):  # more than enough passes over the split
+        gen = rng(config.seed, "order", k)
+        order += torch.randperm(len(task.train), generator=gen).tolist()
     for step in range(1, config.steps + 1):
         items = [task.train[i] for i in order[(step - 1) * config.prompts :][: config.prompts]]
         copies = [item for item in items for _ in range(G)]
@@ -201,9 +186,6 @@ def train(policy, task, method, config):
                     far.append(((ratio - 1).abs() > 0.2).double().mean().item())
                     values.append(loss.item())
                     norms.append(update(policy, optimizer, loss, lr, config.grad_clip))
-        rollout = {"answers": [x.answer for x in rows], "texts": [x.text for x in rows]}
-        rollout |= {"rewards": R, "logp_old": old, "adv": adv, "losses": values, "norms": norms}
-        steps.append(rollout)
         tokens = sum(len(x.answer) for x in rows)
         line = {
             "step": step,
@@ -225,4 +207,4 @@ def train(policy, task, method, config):
         if step % config.eval_every == 0 or step == config.steps:
             line |= evaluate(policy, task, config)
         lines.append(line)
-    return steps, lines
+    return lines

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TINY, metrics
+from conftest import TINY
 
 import train
 from experiments import compare
@@ -33,9 +33,10 @@ def test_what_runs_come_to_by_hand(tmp_path):
 def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, capsys):
     """Of 2 seeds: the 97.5 % quantile with 1 degree of freedom is 12.706, with 23 it is 2.0687."""
     assert interval(range(24))[1] == pytest.approx(2.0687 * 50**0.5 / 24**0.5, rel=1e-4)
-    folders = [make_run(tmp_path / f"a{seed}", [seed / 2] * 6, seed=seed) for seed in range(2)]
+    for seed in range(2):
+        make_run(tmp_path / f"a{seed}", [seed / 2] * 6, seed=seed)
     for seed, reward in enumerate([0.1, 0.62, 9.0]):  # the last run has no pair
-        folders.append(make_run(tmp_path / f"b{seed}", [reward] * 6, seed=seed, lr=0.1))
+        last = make_run(tmp_path / f"b{seed}", [reward] * 6, seed=seed, lr=0.1)
     (make_run(tmp_path / "cut-off", [0.1] * 2, lr=0.5) / "model").rmdir()
     compare.main(["--runs", *map(str, sorted(tmp_path.iterdir()))])
     _, *rows = (" ".join(row.split()) for row in capsys.readouterr().out.splitlines())
@@ -44,10 +45,8 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
     assert other.startswith("grpo, lr 0.1 3 ") and "none in 2 of 2" in base
     assert cut.startswith("grpo, lr 0.5, 2 of 6 steps 1 0.100 ")
     assert gap.startswith(f"grpo, lr 0.1 minus grpo, lr 0.001 2 0.110 +- {12.706 * 0.01:.3f} ")
-    (picture,) = compare.draw(compare.read_runs(folders[:2]), ["reward"]).axes
-    assert picture.get_lines()[0].get_ydata()[-1] == 0.25  # the mean of 0 and 0.5
     with pytest.raises(ValueError):  # two runs of one seed
-        compare.read_runs([folders[1], folders[1]])
+        compare.read_runs([last, last])
 
 
 def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, monkeypatch, capsys):
@@ -63,12 +62,9 @@ def test_a_comparison_trains_what_is_missing_and_nothing_twice(tmp_path, easy, m
     argv = [*TINY, *sizes, "--method", "grpo", "gspo --minibatches 1", "--out", str(tmp_path)]
     compare.main(argv)
     assert len(trained) == 2 and "gspo, minibatches 1 minus grpo" in capsys.readouterr().out
-
     folder = next(tmp_path.glob("grpo*s1"))
-    before = metrics(folder)
-    (folder / "checkpoint.pt").unlink()  # a kill in the first steps
-    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "model")  # a kill right before the end
     compare.main(argv)
-    assert len(trained) == 3 and metrics(folder) == before
+    assert trained[2:] == [["--resume", str(folder)]]
     compare.main([*argv, "--group-size", "4"])  # other runs
     assert len(trained) == 5

@@ -1,11 +1,13 @@
 """To whoever presses the article's buttons, on its own or in the notebook's frame: it draws what
 losses.py says, and its words and sentences fit its numbers."""
 
+import base64
 import html
 import json
 import re
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,6 @@ from conftest import run
 from toy import tree
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium, in which to press the page")
 # Presses one element after the other, and notes what is drawn after each. An element is the start
 # of a button's text, or "name→what" for a control and what is chosen there; "+" is an arrow key.
 PRESS = """<script type="module">
@@ -84,15 +85,6 @@ def press(page: str, presses: list[str], folder: Path, width: int) -> dict[str, 
         if found := re.search(r'data-seen="([^"]*)"', done.stdout):
             break
     return dict(zip(presses, json.loads(html.unescape(found[1])), strict=True))
-
-
-def check(page: str, table: str, folder: Path, width: int) -> dict[str, dict]:
-    """The page shows what the table says. A line is "press", or "press | part | what it shows"."""
-    rows = [line.split(" | ") for line in table.splitlines()]
-    seen = press(page, list(dict.fromkeys(row[0] for row in rows)), folder, width)
-    for key, part, text in (row for row in rows if len(row) == 3):
-        assert seen[key][part] == text, (key, part)
-    return seen
 
 
 # ---------------- the article
@@ -195,54 +187,39 @@ crumb-p→99 | guesses | Yes 0.150, Yes, Yes 1.61, No 0.411 0.597, Yes 0.84 1.12
 0.45"""
 
 
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium, in which to press the page")
 def test_the_article_says_and_draws_what_losses_say_and_fits_a_phone(tmp_path):
+    """A line is "press", or "press | part | what it shows"."""
     page = tree.toy_page()
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)  # it needs no network
-    seen = check(page, f"{STORY}\n{FIGURES}", tmp_path, 390)
+    rows = [line.split(" | ") for line in f"{STORY}\n{FIGURES}".splitlines()]
+    seen = press(page, list(dict.fromkeys(row[0] for row in rows)), tmp_path, 390)
+    for key, part, text in (row for row in rows if len(row) == 3):
+        assert seen[key][part] == text, (key, part)
     assert max(shown["beyond"] for shown in seen.values()) <= 0
 
 
 # ---------------- a run
 
-# A group with --scale mean, and eps_low 0.5. Its policy has moved by 0.6 where answers share a
-# token; two answers have A = 0. Under cispo, 3.75 divides every push, the mean length.
-NASTY = "<img src=x onerror=\"document.title='hacked'\">"
-RUN = f"""\
-policy→after it | tree | so {NASTY} cancels ▲1 0.1500 − (−0.0500) [0.59] +0.2000 ●2 0.0000 − \
-0.0000 [0] 0.0000 ●3 0.0000 − 0.0000 [0] 0.0000 ▼4 −0.1500 − 0.0500 [−0.59] −0.2000 net push [0] \
-0.0000 credit [0] 0.0000 tax [0] 0.0000 / 70+15=85 [1] +0.3375 / {NASTY} [0.67] +0.2250 / ▲1 \
-reward 2 A = +1.0000 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 \
-/ ●2 reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 \
-[−0.67] −0.2250 / #84 [−0.44] −0.1500 / ▼4 reward 0 A = −1.0000 T = 4 s = 0.6000
-policy→after it | prompt | {NASTY}
-policy→after it | images | 0
-method→cispo | tree | so {NASTY} cancels ▲1 0.1600 − (−0.0533) [0.59] +0.2133 ●2 0.0000 − 0.0000 \
-[0] 0.0000 ●3 0.0000 − 0.0000 [0] 0.0000 ▼4 −0.1600 − 0.0533 [−0.59] −0.2133 net push [0] 0.0000 \
-credit [0] 0.0000 tax [0] 0.0000 / 70+15=85 [1] +0.3600 / {NASTY} [0.67] +0.2400 / ▲1 reward 2 A \
-= +1.0000 T = 4 s = 0.7348 / carry 1 [0] 0.0000 / 30+40=70 [0] 0.0000 / #85 [0] 0.0000 / ●2 \
-reward 1 A = 0.0000 T = 5 s = 0.4844 / ●3 reward 1 A = 0.0000 T = 2 s = 0.5532 / 88-3=85 [−0.67] \
-−0.2400 / #84 [−0.44] −0.1600 / ▼4 reward 0 A = −1.0000 T = 4 s = 0.6000"""
 
-
-def test_a_run_shows_its_last_batch_and_runs_no_text_of_a_model(tmp_path):
-    flags = ["--steps", 1, "--prefix-baseline", "--hyper", "eps_low=0.5 kl=0.04", "--scale", "mean"]
-    folder = run(tmp_path / "run", *flags)
-    tree.main([str(folder)])  # from what train.py saved
-    # Two groups, as if they were a later batch of the run; the first has equal rewards.
-    groups = [tree.toy_group("unequal", won) for won in ("1111", "1100")]
-    groups[1].tokens[:, 1] = 99  # all share two tokens
-    for row in groups[1].texts:
-        row[1] = NASTY
-    groups[1].texts[0][-1] = NASTY
-    batch = dict(step=10, group_size=4, prompts=["dull", NASTY], max_tokens=5)
-    for key in ("tokens", "mask", "rewards"):
-        batch[key] = torch.cat([getattr(group, key) for group in groups])
-    batch["rewards"][4:] = torch.tensor([2.0, 1.0, 1.0, 0.0])  # two have A = 0
-    batch["logp_old"] = torch.cat([group.old for group in groups])
-    batch["logp"] = torch.cat([group.logp[1] for group in groups])  # 0.6 where they share
-    batch["pieces"] = [row for group in groups for row in group.texts]
-    torch.save(batch, folder / "batches" / "step-000010.pt")
+def test_a_run_shows_its_last_batch_and_runs_no_text_of_a_model(tmp_path, easy):
+    """Groups whose rewards differ come first. A is the run's, R - mean(R)."""
+    flags = "--steps 3 --eval-every 2 --prefix-baseline --scale mean --max-tokens 8"
+    folder = run(tmp_path / "run", *flags.split(), "--hyper", "eps_low=0.5 kl=0.04")
     tree.main([str(folder)])
-    seen = check((folder / "tree.html").read_text(), RUN, tmp_path, 1200)
-    lead = seen["policy→after it"]["lead"]
-    assert lead.startswith(f"Groups of {folder}, a run of grpo, at step 10.")
+    page = (folder / "tree.html").read_text()
+    packed = re.search(r'<script[^>]* id="data"[^>]*>(.*?)</script>', page, re.S)[1]
+    data = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert data["start"] | {"method": "grpo", "baseline": "on"} == data["start"]
+    saved = torch.load(folder / "batches" / "step-000003.pt", weights_only=True)
+    scene = json.loads(data["scenes"][data["start"]["group"]])
+    k = saved["prompts"].index(scene["prompt"])
+    R, mask, old, new = (
+        saved[key][3 * k : 3 * k + 3] for key in ("rewards", "mask", "logp_old", "logp")
+    )
+    assert R.std() > 0 and scene["rewards"] == R.tolist()
+    assert scene["texts"][1] == saved["pieces"][3 * k + 1][: mask[1].sum()]
+    change = ((new - old).sum(1) / mask.sum(1)).exp()
+    assert scene["s"] == [[1.0] * 3, pytest.approx(change.tolist())]
+    assert scene["losses"]["grpo"]["A"] == pytest.approx((R - R.mean()).tolist())
+    assert "innerHTML" not in page  # a text is never markup

@@ -4,7 +4,6 @@ LONG=1 adds the default run.
 """
 
 import copy
-import json
 import os
 import shutil
 import subprocess
@@ -21,8 +20,7 @@ from transformers import AutoModel
 import train
 from llm import runs
 from llm.credit import add_scores
-from tasks.gsm8k import GSM8K, Item
-from toy import plain
+from tasks.task import Item
 
 # ---------------- what a run does and leaves
 
@@ -65,13 +63,12 @@ def test_a_run_leaves_what_it_promises(whole):
     # sampled answers, and of the fourth only sampled answers have more.
     scores = [(line["greedy"], line["sampled"]) for line in lines]
     assert max(scores) == scores[3] and scores[2][0] == scores[3][0] and scores[4][1] > scores[3][1]
-    said = (whole.parent / "said").read_text()
-    assert f"greedy {lines[0]['greedy']:.3f} -> {lines[4]['greedy']:.3f}" in said
     first, last = (torch.tensor(lines[i]["greedy_by_item"]) for i in (0, 4))
     change, noise = (last - first).mean(), (last - first).std(correction=0) / len(first) ** 0.5
     wanted = f"greedy changed by {change:+.3f} (standard error {noise:.3f}): "
     wanted += f"{(last > first).sum()} items rose, {(last < first).sum()} fell; best at step 3: "
-    assert wanted in said and (whole / "task.py").read_text() == OWN_TASK
+    assert wanted in (whole.parent / "said").read_text()
+    assert (whole / "task.py").read_text() == OWN_TASK
 
     batches, samples = train.prompt_batches(task, config), (whole / "samples.txt").read_text()
     kept = (1, "start", "logp_old"), (3, "model-best", "logp"), (4, "model", "logp")
@@ -80,18 +77,15 @@ def test_a_run_leaves_what_it_promises(whole):
         line = lines[0 if name == "start" else step]
         assert line == line | timeless(train.evaluate(policy, task, config))
         saved = torch.load(whole / f"batches/step-{step:06}.pt", weights_only=True)
-        items = batches[step - 1]
-        assert saved["prompts"] == [item.prompt for item in items]
-        prompts = [row for row in task.encode(policy.tokenizer, items) for _ in range(3)]
-        shown = [f"=== step {step}: {items[0].prompt} (!)"]
-        for i, (prompt, seen) in enumerate(zip(prompts, saved["mask"], strict=True)):
-            answer = saved["tokens"][i][seen].tolist()
-            text = "".join(saved["pieces"][i][: len(answer)]).removesuffix("<eos>")
-            shown.append(f"[{saved['rewards'][i]:g}] {text}")
-            assert saved["rewards"][i] == task.reward(text, None)
-            logp = plain.log_probs(policy, prompt, answer).detach()
-            torch.testing.assert_close(saved[key][i][seen], logp, rtol=1e-4, atol=1e-5)
-        assert "\n".join(shown[:4]) in samples
+        items = [item for item in batches[step - 1] for _ in range(3)]
+        assert saved["prompts"] == [item.prompt for item in items[::3]]
+        answers = SimpleNamespace(prompt_ids=train.encode(policy, task, items, config), **saved)
+        logp = train.log_probs(policy, answers, 1.0).detach()
+        torch.testing.assert_close(saved[key], logp, rtol=1e-4, atol=1e-5)
+        text = "".join(saved["pieces"][0][: saved["mask"][0].sum()]).removesuffix("<eos>")
+        R = task.reward(text, None)
+        assert saved["rewards"][0] == R
+        assert f"=== step {step}: {items[0].prompt} (!)\n[{R:g}] {text}\n" in samples
 
 
 @pytest.mark.skipif(not os.environ.get("LONG"), reason="minutes: LONG=1")
@@ -108,24 +102,17 @@ def test_a_run_that_has_ended_resumes_with_more_steps_and_another_rate(
     whole, tmp_path, monkeypatch
 ):
     """From elsewhere, and its first steps stay. The linear schedule is that of a run with the new
-    steps. What would be another experiment is refused. A tracker knows the run again."""
-    opened, logged = [], []
-    wandb = SimpleNamespace(log=lambda numbers, step: logged.append(numbers["lr"]))
-    wandb.init = lambda **options: opened.append((options["name"], options["id"]))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    steps. What would be another experiment is refused."""
     folder, before = shutil.copytree(whole, tmp_path / "run"), metrics(whole)
     resume = ["--resume", str(folder)]
     monkeypatch.chdir(tmp_path)
     for flag in ("--method gspo", "--seed 1", "--eval-items 5", "--width 8", "--task sums"):
         with pytest.raises(SystemExit):
             train.main([*resume, *flag.split()])
-    train.main([*resume, *"--steps 6 --lr 0.002 --eval-every 5 --track wandb".split()])
+    train.main([*resume, *"--steps 6 --lr 0.002 --eval-every 5".split()])
     lines = metrics(folder)
     assert lines[:5] == before and ["greedy" in line for line in lines[5:]] == [True, True]
-    assert logged == [line["lr"] for line in lines[5:]]
     assert [line["lr"] for line in lines[4:]] == pytest.approx([0.001 / 4, 0.002 / 3, 0.002 / 6])
-    train.main(resume)
-    assert opened[0] == opened[1] and len(opened) == 2
 
 
 class Killed(BaseException):
@@ -176,12 +163,6 @@ def test_the_reference_of_a_kl_term_is_the_policy_after_the_warm_start(tmp_path,
     assert abs(line[1]["kl"]) < 1e-9 < 1e-4 < line[2]["kl"]
 
 
-def test_of_equal_evaluations_the_first_is_the_best(tmp_path):
-    lines = [{"step": k, "greedy": 0.5, "sampled": x} for k, x in enumerate((0.1, 0.3, 0.3))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert runs.best_of(tmp_path)["step"] == 1
-
-
 # ---------------- flags
 
 MISTAKES = ["lr -1", "grad-clip -1", "temperature 0", "hyper eps=0.1", "minibatches 3", "task gsm8"]
@@ -196,28 +177,19 @@ def test_a_flag_that_would_train_something_else_is_refused(flag, tmp_path, monke
 
 
 def test_settings_follow_the_model_then_the_task_then_the_flags():
-    def parsed(flags):
-        config, _ = train.parse(flags.split())
-        return config.lr, config.max_tokens, config.minibatches, config.warm_steps
-
-    assert parsed("") == (1e-3, 26, 4, 700)
-    assert parsed("--model some/model") == (3e-6, 256, 1, 0)
-    assert parsed("--task sums --lr 1") == (1.0, 24, 1, 0)
-    assert parsed("--task tasks/five_words.py --model m") == (1e-5, 24, 1, 0)
+    config, _ = train.parse("--task tasks/five_words.py --model m --prompts 1".split())
+    assert (config.warm_steps, config.lr, config.prompts) == (0, 1e-5, 1)
 
 
 # ---------------- models
 
 
 def test_a_policy_is_in_eval_mode_with_fp32_weights_and_every_eos_id(tmp_path):
-    """Those of the tokenizer, of the generation config, and of a chat's turn. A sampler that
-    transformers refuses to store is not stored."""
+    """Those of the tokenizer, of the generation config, and of a chat's turn."""
     path = build("qwen2", tmp_path, torch.bfloat16)
     tokenizer = TOY.make_tokenizer()
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     tokenizer.save_pretrained(path)
-    config = Path(path, "generation_config.json")
-    config.write_text(config.read_text().replace('"do_sample": true', '"do_sample": false'))
     once = load(path)
     runs.write_model(once, tmp_path / "saved")
     for policy in (once, load(tmp_path / "saved")):
@@ -241,12 +213,8 @@ def test_a_model_that_a_number_would_be_wrong_for_is_refused(tmp_path, scratch):
 
 
 def test_a_prompt_has_what_the_tokenizer_puts_before_a_text_and_nothing_behind():
-    words, tokenizer, item = GSM8K.__new__(GSM8K), TOY.make_tokenizer(), Item("1+1", "2", "")
-    prompts = [(TOY, "1+1"), (words, "Question: 1+1\nAnswer:\n")]
-    bare = [tokenizer(text)["input_ids"] for _, text in prompts]
+    tokenizer = TOY.make_tokenizer()
+    bare = tokenizer("1+1")["input_ids"]
     parts = dict(single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)])
     tokenizer._tokenizer.post_processor = TemplateProcessing(**parts)
-    for (task, _), ids in zip(prompts, bare, strict=True):
-        assert task.encode(tokenizer, [item]) == [[0, *ids]]
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert TOY.encode(tokenizer, [item]) == bare[:1]  # a chat template brings its own
+    assert TOY.encode(tokenizer, [Item("1+1", "2", "")]) == [[0, *bare]]

@@ -190,14 +190,11 @@ def test_a_wrong_setting_is_refused(qwen_path, options, said):
 # ---------------- the example
 
 
-def test_the_example_learns_and_resumes(tmp_path, monkeypatch, capsys):
+def test_the_example_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    example.main("--max_steps 20 --save_strategy steps --save_steps 15".split())
-    example.main("--max_steps 20 --resume_from_checkpoint out/checkpoint-15".split())
-    printed = re.findall(r"step (\d+): reward (\S+)", capsys.readouterr().out)
-    steps, rewards = zip(*printed, strict=True)
-    assert steps == ("5", "10", "15", "20", "20")
-    assert float(rewards[3]) > float(rewards[0]) + 0.05
+    example.main(["--max_steps", "20"])
+    first, *_, last = re.findall(r"step \d+: reward (\S+)", capsys.readouterr().out)
+    assert float(last) > float(first) + 0.05
     with pytest.raises(SystemExit):  # more prompts in a batch than ROWS; TRL would only warn
         example.main(["--num_generations", "4"])
 
