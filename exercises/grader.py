@@ -7,7 +7,7 @@
 
 lessons.json has the cases and the hints on known mistakes. results.json has what the solutions
 return, and what each mistake returns instead. A student whose results differ gets the hint on the
-mistake that returns the same. A prediction is only noted. Each file runs in a process of its own.
+mistake that returns the same. A prediction is only noted.
 
 Exit code 0: all functions pass. 1: some do not pass yet.
 """
@@ -15,14 +15,14 @@ Exit code 0: all functions pass. 1: some do not pass yet.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
+
+from exercises.call import answer_all
 
 FOLDER = Path(__file__).parent
 LESSONS, RESULTS = (
@@ -36,23 +36,9 @@ DONE = ("PASS", "NOTED")
 
 def grade(key: str, path: Path) -> dict[str, tuple[str, list[str]]]:
     """Of each function of an exercise: PASS, NOTED, NOT YET or NOT YET (blank), and what to say."""
-    with tempfile.TemporaryDirectory() as folder:
-        answers = Path(folder, "answers.json")
-        command = [sys.executable, "-m", "exercises.call", key, path.resolve(), answers]
-        subprocess.run(command, cwd=FOLDER.parent)
-        if answers.exists():
-            return judge_all(key, json.loads(answers.read_text("utf-8")))
-    error = {"error": "Python ended before it had all answers: see above."}
-    return judge_all(key, dict.fromkeys(LESSONS[key]["functions"], error))
-
-
-def judge_all(key: str, answers: dict) -> dict[str, tuple[str, list[str]]]:
     functions = LESSONS[key]["functions"]
-    verdicts = {name: judge(name, lesson, answers[name]) for name, lesson in functions.items()}
-    for (above, (before, _)), (_, (state, lines)) in itertools.pairwise(verdicts.items()):
-        if state == "NOT YET" and before not in DONE:
-            lines.append(f"(If it calls your {above}, fix that one first.)")
-    return verdicts
+    answers = answer_all(path, functions)
+    return {name: judge(name, lesson, answers[name]) for name, lesson in functions.items()}
 
 
 def judge(name: str, lesson: dict, yours: list | dict) -> tuple[str, list[str]]:
@@ -93,16 +79,6 @@ def check(lesson: dict, yours) -> list[str]:
 
 # ---------------- hints
 
-ERRORS = {  # what torch says: what a student may not know
-    "must match the size": "A mean over rows has the shape (P,). keepdim=True makes it (P, 1).",
-    "torch.return_types": "With a dim, min and max return values and indices. Try amin.",
-    "does not require grad": "The log-probs have no part in it: are they missing, or detached?",
-    "not a tensor": "A loss must be differentiable: return it without item() or float().",
-    "scalar outputs": "A loss is one number. Add up its terms.",
-    "local variable": "It has no value yet. Is none of the ifs before it true?",
-    "ambiguous": "A tensor of several numbers is not true or false. See torch.where.",
-}
-
 
 def explain(name: str, lesson: dict, yours: list) -> list[str]:
     """The first case that fails, and what to look at. Nothing if none fails.
@@ -120,7 +96,11 @@ def explain(name: str, lesson: dict, yours: list) -> list[str]:
     wrong = differ(yours, right)
     if not wrong:
         return []
-    hint, most = find_form(yours, right), 2 / 3
+    hint, most = [], 2 / 3
+    if None in yours:
+        hint = ["Your function returns nothing. Is a return missing, or is none of its ifs true?"]
+    elif all(is_same(x, y, 0.01) for x, y in zip(yours, right, strict=True)):
+        hint = ["It is nearly right. Is there a small number in a divisor, or float32?"]
     for (*_, said), differs in zip(lesson["mistakes"], mistakes, strict=True):
         theirs = [differs.get(str(k), x) for k, x in enumerate(right)]
         agreement = 1 - len(differ(yours, theirs)) / len(wrong | differ(theirs, right))
@@ -133,16 +113,6 @@ def explain(name: str, lesson: dict, yours: list) -> list[str]:
         f"expected  {show(right[k])}",
         *hint,
     ]
-
-
-def find_form(yours: list, right: list) -> list[str]:
-    """Nothing, the right numbers but for rounding, or an error that many meet."""
-    if None in yours:
-        return ["Your function returns nothing. Is a return missing, or is none of its ifs true?"]
-    if all(is_same(x, y, 0.01) for x, y in zip(yours, right, strict=True)):
-        return ["It is nearly right. Is there a small number in a divisor, or float32?"]
-    errors = " ".join(y["error"] for y in yours if isinstance(y, dict))
-    return [hint for words, hint in ERRORS.items() if words in errors][:1]
 
 
 # ---------------- showing

@@ -25,14 +25,9 @@ def as_a_process_begins():
     torch.set_default_dtype(torch.float32)  # call.answer sets another
 
 
-def judge(key: str, path: Path) -> dict:
-    """As `grader.grade`, but in this process, to save time."""
-    return grader.judge_all(key, call.answer_all(path, grader.LESSONS[key]["functions"]))
-
-
 @pytest.mark.parametrize("key", grader.LESSONS)
 def test_solutions_pass(key):
-    assert {state for state, _ in judge(key, SOLUTIONS).values()} <= {*grader.DONE}
+    assert {state for state, _ in grader.grade(key, SOLUTIONS).values()} <= {*grader.DONE}
 
 
 @pytest.mark.parametrize("name", teacher.FUNCTIONS)
@@ -75,7 +70,7 @@ ANSWERS = [
     (
         "net_push_by_length(T, A)",
         "sum(a / t for a, t in zip(A, T)) / 3",
-        r"expected  [\d.-]+ \(If it calls your net_push, fix that one first.\)$",
+        r"expected  [\d.-]+$",
     ),
     ("net_push(r, A)", "r * sum(A) / (1 + 1e-3)", "nearly right"),
     ("net_push(r, A)", "__import__('sys').exit()", r"SystemExit:  \(line 3, in net_push\)"),
@@ -83,7 +78,7 @@ ANSWERS = [
     (
         "grpo_symmetric(batch, a, b)",
         "1.0",
-        r"batch = \(r = \[\[1\], .* expected  \[0, \[\[1\], \[-1\]\]\] .* without item",
+        r"batch = \(r = \[\[1\], .* expected  \[0, \[\[1\], \[-1\]\]\]",
     ),
     ("blind_spot()", "[1, 3, 0]", "4 numbers"),
     ("blind_spot()", "[1, 3, 0, 2]", "is not above 0.1"),
@@ -95,7 +90,7 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said, tmp_path):
     name, path = head.partition("(")[0], tmp_path / "mine.py"
     key = next(k for k, exercise in grader.LESSONS.items() if name in exercise["functions"])
     path.write_text(f"import torch\ndef {head}:\n    return {body}")
-    state, lines = judge(key, path)[name]
+    state, lines = grader.grade(key, path)[name]
     assert re.search(said, " ".join([state, *lines]))
 
 
@@ -106,11 +101,8 @@ def test_exercise_4_ends_where_its_text_says():
     assert ends == pytest.approx([0.2, 0.6], abs=0.015)
 
 
-def test_half_an_exercise_is_no_pass_and_a_file_may_end_python(tmp_path, monkeypatch):
-    path, ran = tmp_path / "mine.py", []
-    path.write_text("import os\nos._exit(0)")
-    [(state, lines), _] = grader.grade("ex04", path).values()
-    assert state == "NOT YET" and "Python ended" in lines[0]
+def test_half_an_exercise_is_no_pass(monkeypatch):
+    ran = []
     monkeypatch.setattr(grader.subprocess, "run", ran.append)  # which trains after a pass
     for state, code in ("NOT YET", 1), ("NOTED", 0):
         verdicts = {"loss": ("PASS", []), "prediction": (state, [])}
