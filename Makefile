@@ -46,9 +46,9 @@ exercise: .venv/ready
 exercises: .venv/ready-dev
 	@$(BIN)/python -m pytest -v --tb=no exercises || [ $$? = 1 ]
 
-# The long ones: the default run, every command of the READMEs in small, TRL on two processes.
+# The long ones: the default run, TRL on two processes.
 test-long: .venv/ready-dev
-	LONG=1 $(BIN)/python -m pytest -q -rA $(patsubst %,tests/test_%.py,run readme trl)
+	LONG=1 $(BIN)/python -m pytest -q -rA tests/test_run.py tests/test_trl.py
 
 # torch comes first and alone. So pip asks the index of CPU builds once, and does without it if there is no answer.
 .venv/ready: pyproject.toml constraints.txt

@@ -39,11 +39,8 @@ def test_where_the_model_computes_in_bf16_numbers_and_gradients_are_fp32(kind, t
         assert 0 < (rounded - exact).norm() < 0.2 * exact.norm()
 
 
-STEPS = ["nthr --prefix-baseline", "ibpo --offload --micro-rows 1 --hyper kl=0.1"]
-
-
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no GPU")
-@pytest.mark.parametrize("flags", STEPS)
+@pytest.mark.parametrize("flags", ["nthr --prefix-baseline", "ibpo --offload --hyper kl=0.1"])
 def test_a_step_runs_on_a_real_gpu(tmp_path, flags):
     seeing = {key: x for key, x in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     command = [sys.executable, "train.py", *TINY, "--out", tmp_path / "run", "--method"]

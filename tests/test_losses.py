@@ -21,12 +21,7 @@ LOSSES["with kl"] = lambda batch: losses.grpo(batch, kl=0.3)
 
 
 def loss_and_pushes(name, **garbage):
-    """Group 0 has losers only, as after a credit rule, and group 1 has no signal. In group 2 one
-    answer is empty, and one has A = 0."""
-    adv = TREE.rows(TREE.adv) * (1 + 0.5 * TREE.noise)
-    adv[:7], adv[14] = -adv[:7].abs(), 0.0
-    batch = TREE.batch(0.6, adv=adv)
-    batch.mask[-1] = False
+    batch = TREE.batch(0.6)
     for key, x in garbage.items():
         batch = replace(batch, **{key: getattr(batch, key).masked_fill(~batch.mask, x)})
     batch = replace(batch, logp=batch.logp.detach().requires_grad_())
