@@ -4,10 +4,9 @@
     python -m exercises.teacher ../class    write the copy for students into this new folder
 
 results.json has for each function what the solution returns in every case, and then a row for each
-mistake of lessons.json: what it returns instead, in the cases where it differs. A mistake is pieces
-of the solution's text, each followed by the text that takes its place, and then the hint. The first
-command also names the mistakes that do not get their hint, because no case shows them, or because
-another one returns the same.
+mistake of lessons.json: what it returns. A mistake is pieces of the solution's text, each followed
+by the text that takes its place, and then the hint. The first command also names the mistakes that
+do not get their hint, because no case shows them, or because another one returns the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from exercises import solutions
 from exercises.call import answer, load
-from exercises.grader import FOLDER, LESSONS, RESULTS, explain, is_same
+from exercises.grader import FOLDER, LESSONS, RESULTS, explain
 
 # The functions that have one right answer.
 FUNCTIONS = {
@@ -40,23 +39,20 @@ def find_results(name: str, lesson: dict) -> list:
         function = [*load(f"import math, torch\n{text}").values()][-1]
         return [answer(function, kinds, case) for case in lesson["cases"]]
 
-    results = [right := run(source)]
+    results = [run(source)]
     for *edits, _ in lesson["mistakes"]:
         text = source
         for old, new in zip(edits[::2], edits[1::2], strict=True):
             text = text.replace(old, new)
-        pairs, tolerance = zip(run(text), right, strict=True), lesson.get("tolerance", 1e-5)
-        results.append(
-            {str(k): x for k, (x, y) in enumerate(pairs) if not is_same(x, y, tolerance)}
-        )
+        results.append(run(text))
     return results
 
 
 def find_problems(name: str, lesson: dict) -> list[str]:
     """The mistakes that do not get their hint."""
-    problems, (right, *mistakes) = [], RESULTS[name]
-    for (*edits, hint), differs in zip(lesson["mistakes"], mistakes, strict=True):
-        said = explain(name, lesson, [differs.get(str(k), x) for k, x in enumerate(right)])[-1:]
+    problems, (_, *mistakes) = [], RESULTS[name]
+    for (*edits, hint), theirs in zip(lesson["mistakes"], mistakes, strict=True):
+        said = explain(name, lesson, theirs)[-1:]
         if said != [hint]:
             problems.append(f"{name}: {edits} gets {said or 'PASS'}, not {hint!r}")
     return problems

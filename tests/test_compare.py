@@ -15,7 +15,7 @@ from toy.figure import interval
 
 
 def make_run(folder: Path, rewards: list[float], **flags) -> Path:
-    (folder / "model").mkdir(parents=True)
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(asdict(train.Config(steps=6, **flags))))
     lines = [dict(step=t, reward=x, greedy=t % 6, entropy=1) for t, x in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -37,7 +37,7 @@ def test_a_table_has_students_interval_and_differences_paired_by_seed(tmp_path, 
         make_run(tmp_path / f"a{seed}", [seed / 2] * 6, seed=seed)
     for seed, reward in enumerate([0.1, 0.62, 9.0]):  # the last run has no pair
         last = make_run(tmp_path / f"b{seed}", [reward] * 6, seed=seed, lr=0.1)
-    (make_run(tmp_path / "cut-off", [0.1] * 2, lr=0.5) / "model").rmdir()
+    make_run(tmp_path / "cut-off", [0.1] * 2, lr=0.5)
     compare.main(["--runs", *map(str, sorted(tmp_path.iterdir()))])
     _, *rows = (" ".join(row.split()) for row in capsys.readouterr().out.splitlines())
     base, other, cut, gap, *_ = rows
