@@ -212,14 +212,14 @@ def test_a_run_shows_its_last_batch_and_runs_no_text_of_a_model(tmp_path, easy):
     data = json.loads(zlib.decompress(base64.b64decode(packed)))
     assert data["start"] | {"method": "grpo", "baseline": "on"} == data["start"]
     saved = torch.load(folder / "batches" / "step-000003.pt", weights_only=True)
-    scene = json.loads(data["scenes"][data["start"]["group"]])
-    k = saved["prompts"].index(scene["prompt"])
-    R, mask, old, new = (
-        saved[key][3 * k : 3 * k + 3] for key in ("rewards", "mask", "logp_old", "logp")
-    )
-    assert R.std() > 0 and scene["rewards"] == R.tolist()
-    assert scene["texts"][1] == saved["pieces"][3 * k + 1][: mask[1].sum()]
-    change = ((new - old).sum(1) / mask.sum(1)).exp()
-    assert scene["s"] == [[1.0] * 3, pytest.approx(change.tolist())]
-    assert scene["losses"]["grpo"]["A"] == pytest.approx((R - R.mean()).tolist())
+    for scene in map(json.loads, [*data["scenes"].values()][:2]):
+        k = saved["prompts"].index(scene["prompt"])
+        R, mask, old, new = (
+            saved[key][3 * k : 3 * k + 3] for key in ("rewards", "mask", "logp_old", "logp")
+        )
+        assert R.std() > 0 and scene["rewards"] == R.tolist()
+        assert scene["texts"][1] == saved["pieces"][3 * k + 1][: mask[1].sum()]
+        change = ((new - old).sum(1) / mask.sum(1)).exp()
+        assert scene["s"] == [[1.0] * 3, pytest.approx(change.tolist())]
+        assert scene["losses"]["grpo"]["A"] == pytest.approx((R - R.mean()).tolist())
     assert "innerHTML" not in page  # a text is never markup

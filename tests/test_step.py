@@ -179,13 +179,6 @@ def test_a_wrong_number_makes_no_update(scratch):
         train.assess(policy, None, rollout, method, replace(config, epochs=2))
 
 
-def test_a_reward_that_is_no_number_is_named(scratch):
-    task = Letters()
-    task.rewards = lambda texts, items: [0.5, math.nan]
-    with pytest.raises(ValueError, match=r"to '23=' is nan"):
-        train.ask(scratch, task, task.train[:2], train.Config(), 1.0, train.rng(0))
-
-
 def test_no_prompt_is_too_long_for_the_model(scratch):
     long = [Item("1" * 1000, "", "")]
     assert train.encode(scratch, Letters(), long, train.Config(max_tokens=23)).shape == (1, 1001)
