@@ -17,7 +17,8 @@ def commands() -> list[str]:
     found = set()
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
         found |= {*COMMAND.findall(page.read_text("utf-8").replace("\\\n", " "))}
-    return sorted(x for x in found if "..." not in x and "--resume" not in x and "$s" not in x)
+    unread = re.compile(r"\.\.\.|--resume|\$s|--model$")  # cut off, or of a run that is not here
+    return sorted(x for x in found if not unread.search(x))
 
 
 @pytest.mark.parametrize("command", commands())
