@@ -1,6 +1,10 @@
-"""Call the functions of a student's file in each case, and tell what they return in plain Python.
+"""Call the functions of a student's file, and write down what they return. The grader starts it.
 
-The file has all your rights: grade what you would run yourself.
+    python -m exercises.call ex02 FILE ANSWERS.json
+
+The file runs in this process of its own, so nothing that it changes (a dtype, the grad mode, torch
+itself) reaches the grader, the next file or a notebook. It has all your rights nevertheless: grade
+what you would run yourself.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import math
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +105,6 @@ def load(source: str | bytes) -> dict:
 
 def answer_all(path: Path, functions: dict) -> dict:
     """Name -> the answers to all cases of this function, or {"error": why there are none}."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)  # which the next file begins anew
     try:
         defined = load(path.read_bytes())
     except (Exception, SystemExit) as error:  # the file's own, outside of its functions
@@ -112,5 +116,13 @@ def answer_all(path: Path, functions: dict) -> dict:
             answers[name] = [answer(defined[name], kinds, case) for case in lesson["cases"]]
         else:
             answers[name] = {"error": "The file has no function of this name."}
-    faulthandler.cancel_dump_traceback_later()
     return answers
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    torch.set_default_dtype(torch.float64)
+    key, file, answers = sys.argv[1:]
+    lessons = json.loads(Path(__file__).with_name("lessons.json").read_text("utf-8"))
+    text = json.dumps(answer_all(Path(file), lessons[key]["functions"]))
+    Path(answers).write_text(text, "utf-8")

@@ -25,9 +25,16 @@ def as_a_process_begins():
     torch.set_default_dtype(torch.float32)  # call.answer sets another
 
 
+def grade(key: str, path: Path) -> dict:
+    """As grader.grade, but in this process, to save time."""
+    functions = grader.LESSONS[key]["functions"]
+    answers = call.answer_all(path, functions)
+    return {name: grader.judge(name, x, answers[name]) for name, x in functions.items()}
+
+
 @pytest.mark.parametrize("key", grader.LESSONS)
 def test_solutions_pass(key):
-    assert {state for state, _ in grader.grade(key, SOLUTIONS).values()} <= {*grader.DONE}
+    assert {state for state, _ in grade(key, SOLUTIONS).values()} <= {*grader.DONE}
 
 
 @pytest.mark.parametrize("name", teacher.FUNCTIONS)
@@ -84,7 +91,7 @@ def test_a_students_answer_gets_what_it_deserves(head, body, said, tmp_path):
     name, path = head.partition("(")[0], tmp_path / "mine.py"
     key = next(k for k, exercise in grader.LESSONS.items() if name in exercise["functions"])
     path.write_text(f"import torch\ndef {head}:\n    return {body}")
-    state, lines = grader.grade(key, path)[name]
+    state, lines = grade(key, path)[name]
     assert re.search(said, " ".join([state, *lines]))
 
 
@@ -93,6 +100,17 @@ def test_exercise_4_ends_where_its_text_says():
     mine = call.load(f"{grader.FILES['ex04'].read_text()}\n{SOLUTIONS.read_text()}")
     ends = [fmean(mine["train"](name, 0)[-80:]) for name in ("grpo", "dr-grpo")]
     assert ends == pytest.approx([0.2, 0.6], abs=0.015)
+
+
+def test_a_file_leaves_no_traces(tmp_path, capfd):
+    """Whatever it does to torch, and even if it ends Python."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\ntorch.set_grad_enabled(False)\n{SOLUTIONS.read_text()}")
+    assert grader.main(["7", str(path)]) == 0
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    path.write_text("import os\nos._exit(0)")
+    assert grader.main(["7", str(path)]) == 1
+    assert "Python ended" in capfd.readouterr().out
 
 
 def test_half_an_exercise_is_no_pass(monkeypatch):
