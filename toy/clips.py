@@ -1,6 +1,7 @@
 """What a clip does: how hard a winner and a loser push a token, against the token's ratio.
 
-    python -m toy.clips --plot toy/clips.png   the picture (needs matplotlib)
+    python -m toy.clips                        clips.png (needs matplotlib)
+    python -m toy.clips mine.py                PPO's clip beside your loss, or a method
 
 A shared token has one ratio r in all answers. losses.py computes |push| / |A| for a winner (A = 1)
 and a loser (A = -1) of one length. Where the two differ, the pushes on a shared token do not
@@ -10,6 +11,7 @@ cancel. The article of toy/tree.py has such a figure for each method of NAMES.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import losses
 from losses import METHODS, Batch, token_pushes
-from toy.figure import make_figure, parse_plot, save
+from toy.figure import make_figure, save
 
 NAMES = "reinforce grpo grpo-symmetric cispo gspo dfpo-min".split()
 OLD = 0.5  # the token's probability when it was sampled; a loss may clip a probability
@@ -61,13 +63,16 @@ def weights() -> dict[str, list[list[float]]]:
     return {name: (weight + 0.0).tolist() for name, weight in rounded.items()}  # -0 becomes 0
 
 
-def plot():
-    """Winners push up, losers down; the area is what they come to."""
+def plot(name: str = ""):
+    """Winners push up, losers down; the area is what they come to. name: a loss to show beside
+    PPO's clip."""
     figure = make_figure("PPO's clip stops one side only, so a shared token gets a net push", 3.5)
-    shown = (
+    shown = [
         ("PPO's clip, as in GRPO", losses.grpo, "only winners push", "only losers push"),
         ("a clip that ignores the sign of A", losses.grpo_symmetric, *["nobody pushes"] * 2),
-    )
+    ]
+    if name:
+        shown[1] = (name, losses.bind(name, {}).passes[0], "", "")
     axes = figure.subplots(1, len(shown), sharey=True)
     for axis, (title, loss, below, above) in zip(axes, shown, strict=True):
         win, lose = weigh(loss, RATIOS)
@@ -77,7 +82,7 @@ def plot():
         axis.axhline(0, color="black", linewidth=0.8)
         axis.text(1, 1.3, "winners, A > 0", color="#0072b2", ha="center")
         axis.text(1, -1.3, "losers, A < 0", color="#d55e00", ha="center", va="top")
-        axis.text(1, 2.2, "both push,\nand cancel", ha="center", va="top")
+        axis.text(1, 2.2, "both push,\nand cancel" if below else "", ha="center", va="top")
         axis.text(0.4, -0.15, below, ha="center", va="top")
         axis.text(1.6, 0.15, above, ha="center")
         axis.set(title=title, xlabel="r = probability now / when sampled", ylim=(-2.1, 2.3))
@@ -88,4 +93,4 @@ def plot():
 
 
 if __name__ == "__main__":
-    save(plot(), parse_plot(__doc__) or Path("clips.png"))
+    save(plot(*sys.argv[1:]), Path("clips.png"))
