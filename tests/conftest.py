@@ -129,22 +129,6 @@ def load(path, **options):
     return train.load_policy(train.Config(**options), TOY, str(path))
 
 
-ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
-PROBLEMS = [
-    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
-    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
-]
-
-
-@pytest.fixture
-def small_gsm8k(tmp_path):
-    """GSM8K's two files: two problems to train on, and the first of them to test."""
-    first, second = map(json.dumps, PROBLEMS)
-    (tmp_path / "train.jsonl").write_text(f"{first}\n{second}\n")
-    (tmp_path / "test.jsonl").write_text(first)
-    return str(tmp_path)
-
-
 @pytest.fixture
 def easy(monkeypatch):
     """Few sums, and a reward that an untrained model earns about half of the time."""

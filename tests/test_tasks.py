@@ -1,27 +1,20 @@
 """To whoever brings data or trusts a reward: a table is read as it is written or refused with its
 row, what is held out is not trained on, and a reward pays for the answer that was given.
-
-GSM8K's own files are read where they are: $GSM8K_DATA, or ../shared/gsm8k.
 """
 
-import os
+import json
 import re
 import string
 from collections import Counter
 from pathlib import Path
 
-import pandas
 import pytest
-from conftest import ANN, BOB, PROBLEMS, TINY, TOY, build, metrics, run
-from datasets import Dataset
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from conftest import TINY, TOY, build, metrics, run
+from tokenizers import Tokenizer
 
 import train
 from experiments import format_reward
-from llm.unpack import split_as_trained
 from tasks.arithmetic import Arithmetic
-from tasks.chat import ChatTask
 from tasks.gsm8k import GSM8K, extract
 from tasks.task import BaseTask, Item
 
@@ -48,68 +41,51 @@ def table(path: Path, text: str, held_out: str = ""):
     return train.find_task(str(path))(held_out)
 
 
-def as_file(folder: Path, row: str) -> tuple[Path, str]:
-    """The path and the text of "name|text". In a file of JSON, words get their quotes."""
-    name, _, text = row.partition("|")
-    if "json" in name:
-        text = re.sub(r"[\w<#][\w</># -]*", r'"\g<0>"', text).replace('"12e4"', "12e4")
-    return folder / name, text
-
-
 # A file of two rows, and what the first comes to: what is asked, and all right answers.
 READ = {
     'a[1].CSV|\ufeffQuestion;id;Answer\n"a\n""b""";1;1.10\n;;\nc;2;d\n': ('a\n"b"', "1.10"),
     "a.tsv|prompt\tlabel\ta, b\na\tNone\t\nc\td\t": ("a", "None"),
-    "a.jsonl|{instruction: a, input: b, output: 12e4}\n\n{input: a, output: 2021-03-04}": (
-        "a\nb",
-        "12e4",
-    ),
-    "a.json|[{context: p, question: a, answer: [b, c]}, {question: c, answer: d}]": (
-        "p\na",
-        "b",
-        "c",
-    ),
-    "a.jsonl|{question: a, choices: [3, 4], answer: 1}\n{question: b, choices: x, answer: d}": (
-        "a\nA. 3\nB. 4",
-        "B",
-        "4",
-        "B. 4",
-    ),
-    "b.jsonl|{problem: a, solution: so #### 7}\n{problem: b, solution: <think>5</think> d}": (
-        "a",
-        "7",
-    ),
+    """a.jsonl|{"instruction": "a", "input": "b", "output": 12e4}
+
+{"input": "a", "output": "2021-03-04"}""": ("a\nb", "12e4"),
+    """a.json|[{"context": "p", "question": "a", "answer": ["b", "c"]},
+{"question": "c", "answer": "d"}]""": ("p\na", "b", "c"),
+    """a.jsonl|{"question": "a", "choices": [3, 4], "answer": 1}
+{"question": "b", "choices": "x", "answer": "d"}""": ("a\nA. 3\nB. 4", "B", "4", "B. 4"),
+    """b.jsonl|{"problem": "a", "solution": "so #### 7"}
+{"problem": "b", "solution": "<think>5</think> d"}""": ("a", "7"),
 }
 
 
 @pytest.mark.parametrize("file", READ)
 def test_a_row_is_read_as_it_is_written(file, tmp_path):
-    task = table(*as_file(tmp_path, file))
+    name, _, text = file.partition("|")
+    task = table(tmp_path / name, text)
     items = {item.prompt: (item.answer, *item.others) for item in task.train + task.test}
     prompt, *right = READ[file]
     assert len(items) == 2 and items[prompt] == (*right,)
 
 
-REFUSED = {
+REFUSED = {  # what would be another answer, or a shifted one
     "a.csv|question,answer\na,b\nc, d, e\n": "row 3: 3 cells",
     'a.csv|question,answer\n"a,b\nc,d\n': "row 2: unexpected end",
     "a.csv|question,answer\na,b\nc,\n": "row 3: '' is no text",
     "a.csv|question,note\na,b\nc,d\n": "row 2: None is no text",
-    "a.csv|": "there are no rows",
-    "a.xlsx|": "a table is .csv, .tsv",
-    "a.jsonl|{question: a, answer: b}\n{question: c, answer: {d: e}}": "row 2: {'d': 'e'} is no",
-    "a.jsonl|{question: a, answer: b}\n\n{question: c": "row 3: Expecting",
-    "a.jsonl|{question: a, choices: [1, 3], answer: 1}": "more than one, of the options",
-    "a.jsonl|{problem: a, solution: so #### none}": "None is no text",
-    "a.jsonl|{messages: [{role: user, content: a}]}": "row 1: not enough",
-    "b.jsonl|{messages: [{role: system, content: a}, {role: user, content: a}]}": "but: system",
+    """a.jsonl|{"question": "a", "answer": "b"}
+
+{"question": "c", "answer": {"d": "e"}}""": "row 3: {'d': 'e'} is no",
+    'a.jsonl|{"question": "a", "choices": [1, 3], "answer": 1}': "more than one, of the options",
+    'a.jsonl|{"problem": "a", "solution": "so #### none"}': "None is no text",
+    """b.json|[{"messages": [{"role": "system", "content": "a"},
+{"role": "user", "content": "a"}]}]""": "row 1: it is not a user who asks",
 }
 
 
 @pytest.mark.parametrize("file", REFUSED)
 def test_a_row_that_cannot_be_used_is_named(file, tmp_path):
+    name, _, text = file.partition("|")
     with pytest.raises(ValueError, match=re.escape(REFUSED[file])):
-        table(*as_file(tmp_path, file))
+        table(tmp_path / name, text)
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, capsys):
@@ -123,17 +99,8 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, capsys):
     assert wanted in capsys.readouterr()[0]
     backwards = "".join(reversed(rows.splitlines(True)))
     halves = [table(tmp_path / "b.csv", "question,answer,_\n" + x) for x in (rows, backwards)]
-    assert len(halves[0].test) == 2 and halves[0].test == halves[1].test
-
-
-def test_numbers_of_parquet_and_splits_of_the_hub(tmp_path, monkeypatch):
-    frame = pandas.DataFrame({"question": ["a", "b"], "answer": [0.1, 72]}).astype({"answer": "f4"})
-    frame.to_parquet(tmp_path / "a.parquet")
-    task = train.find_task(str(tmp_path / "a.parquet"))()
-    assert {(x.prompt, x.answer) for x in task.train + task.test} == {("a", "0.1"), ("b", "72")}
-    hub = {("me/mine", "main", "valid"): Dataset.from_pandas(frame)}
-    monkeypatch.setattr("datasets.load_dataset", lambda *names, split: hub[(*names, split)])
-    assert train.find_task("me/mine:main:valid")().test == task.test
+    assert (len(halves[0].train), len(halves[0].test)) == (8, 2)
+    assert halves[0].test == halves[1].test
 
 
 CHAT = '[{"role": "system", "content": "S"}, {"role": "user", "content": "%s"}%s]'
@@ -178,14 +145,14 @@ def test_any_right_answer_of_a_table_is_paid(tmp_path):
 
 
 def test_a_thought_is_no_answer():
-    seen, task, tokenizer = [], ChatTask.__new__(ChatTask), TOY.make_tokenizer()
-    task.reward = lambda text, item: seen.append(text) or 0
+    """Some chat templates have opened it already."""
+    task, tokenizer = BaseTask(), TOY.make_tokenizer()
+    task.reward = lambda text, item: text
     texts = ["<think>5</think> 7", "5</think>7", "7", "<think>7", "<think></think>7<think>8"]
-    task.rewards(texts, texts)
+    assert task.rewards(texts, texts) == [" 7", "7", "7", "", ""]
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
     task.encode(tokenizer, [Item("7=", "", "")])
-    task.rewards(texts[1:3], texts[1:3])
-    assert seen == [" 7", "7", "7", "", "", "7", ""]
+    assert task.rewards(texts[1:3], texts[1:3]) == ["7", ""]
 
 
 OWN = """
@@ -221,18 +188,6 @@ def test_a_run_that_was_moved_resumes_with_its_own_files(tmp_path, monkeypatch, 
     assert metrics(tmp_path / "half") == lines
 
 
-def test_a_chat_task_is_prompts_and_a_reward(tmp_path, chat_model, small_gsm8k):
-    """So is tasks/five_words.py; GSM8K trains from local files, whatever sampler a model has."""
-    flags = f"--model {chat_model} --threads 1 --max-tokens 20 --steps 1 --warm-steps 0".split()
-    gsm8k = f"--task gsm8k --data {small_gsm8k} --method ibpo".split()
-    for k, more in enumerate((["--task", "tasks/five_words.py"], gsm8k)):
-        assert len(metrics(run(tmp_path / str(k), *flags, *more))) == 2
-    task = train.find_task("tasks/five_words.py")()
-    said = {"A cat is an animal.": 1, "A cat is an animal that purrs.": 1 / 3, "": 1 / 6}
-    assert {text: task.reward(text, task.train[0]) for text in said} == said
-    assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}
-
-
 class Judged(Arithmetic):
     """The longest answers of all win."""
 
@@ -253,15 +208,6 @@ def test_a_task_from_a_cell_may_judge_answers_together(tmp_path, monkeypatch):
 # ---------------- the toy
 
 
-def test_problems_are_all_sums_and_always_the_same_are_held_out():
-    for task, first, test, all_sums in (
-        (TOY, "25+60=", 500, 90**2),
-        (SUMS, "What is 4 + 18?", 200, 28**2),
-    ):
-        prompts = [item.prompt for item in task.test + task.train]
-        assert (prompts[0], len(task.test), len({*prompts})) == (first, test, all_sums)
-
-
 def test_the_toy_pays_for_the_final_answer_and_demonstrates_mostly_wrong_guesses():
     texts = "#85;hm #84,#85;7+8=1,#85;;85;#;#8;#855;#085;# 85;#85#84;#85,;#٨٥".split(";")
     assert [TOY.reward(text, ITEMS["37+48="]) for text in texts] == [1] * 3 + [0] * 10
@@ -269,31 +215,15 @@ def test_the_toy_pays_for_the_final_answer_and_demonstrates_mostly_wrong_guesses
     assert Counter(demos) == {(False, 0): 5806, (False, 1): 289, (True, 1): 2005}
 
 
-@pytest.mark.parametrize(
-    "problem, demo",
-    [
-        ("10+10=so #21=hm 0+0=0,10+10=20,#20=", "so #20"),
-        # A slip in a column, carried into the sum. The demonstration is a copy, on purpose.
-        ("56+78=hm 50+60=110,6+8=14,#124=ok 50+70=120,", "hm 50+60=110,6+8=14,#124"),
-    ],
-)
-def test_the_warm_start_of_ibpo_shows_an_answer_and_siblings_and_corrects_the_answer(problem, demo):
-    made = TOY.correction(ITEMS[problem[:6]], 3)
-    assert made.prompt.startswith(problem) and made.prompt.count("#") == 4 and made.demo == demo
+def test_the_warm_start_of_ibpo_shows_an_answer_and_siblings_and_corrects_the_answer():
+    """This one has a slip in a column, carried into the sum. Its demonstration is a copy, on
+    purpose."""
+    made = TOY.correction(ITEMS["56+78="], 3)
+    assert made.prompt.startswith("56+78=hm 50+60=110,6+8=14,#124=ok 50+70=120,")
+    assert made.prompt.count("#") == 4 and made.demo == "hm 50+60=110,6+8=14,#124"
 
 
 # ---------------- GSM8K and sums
-
-REAL = Path(os.environ.get("GSM8K_DATA", Path(__file__).parents[2] / "shared" / "gsm8k"))
-
-
-@pytest.mark.skipif(not (REAL / "train.jsonl").exists(), reason=f"no GSM8K files in {REAL}")
-def test_every_gold_answer_of_the_real_files_is_read():
-    task = GSM8K(str(REAL))
-    assert (len(task.train), len(task.test)) == (7473, 1319)
-    for item in task.train + task.test:
-        assert extract(item.demo) == item.answer.replace(",", "")
-
 
 # A text, and the number that is read, or None where it is refused. "|" parts lines.
 READS = r"""
@@ -335,19 +265,25 @@ def test_a_sum_is_right_if_it_is_equal_exactly_and_a_word_in_front_has_its_bonus
     item = ITEMS["What is 27 + 25?"]
     assert [SUMS.reward(text, item) for text in texts] == [1, 1.1, 0.1, 0, 0]
     assert SUMS.shares([item] * 5, texts) == {"right": 2 / 5, "words": 2 / 5}
+    assert not {*SUMS.train} & {*SUMS.test}
 
 
+ANN, BOB = "Ann has 48 pens and sells half. How many are left?", "Bob’s flat costs $1,200. And 4?"
+PROBLEMS = [
+    {"question": ANN, "answer": "48/2=<<48/2=24>>24, so <<24=24>>24 left.\n#### 24"},
+    {"question": BOB, "answer": "4*1200 = $<<4*1200=4800>>4800\n#### 4,800"},
+]
 ROWS = [
     Item(ANN, "24", "48/2=24, so 24 left.\n\\boxed{24}"),
     Item(BOB, "4,800", "4*1200 = $4800\n\\boxed{4,800}"),
 ]
 
 
-def test_gsm8k_has_solutions_without_marks_and_is_asked_with_a_wish(small_gsm8k, monkeypatch):
-    hub = {("openai/gsm8k", "main"): {"train": PROBLEMS, "test": PROBLEMS[:1]}}
-    monkeypatch.setattr("datasets.load_dataset", lambda *names: hub[names])
-    for task in (GSM8K(small_gsm8k), GSM8K(None)):
-        assert (task.train, task.test) == (ROWS, ROWS[:1])
+def test_gsm8k_has_solutions_without_marks_and_is_asked_with_a_wish(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, PROBLEMS)))
+    task = GSM8K(str(tmp_path))
+    assert task.train == task.test == ROWS
     task.train.append(Item(string.printable, "", ""))
     tokenizer = task.make_tokenizer()
     assert tokenizer.decode(task.encode(tokenizer, ROWS)[1]) == f"Question: {BOB}\nAnswer:\n"
@@ -357,15 +293,3 @@ def test_gsm8k_has_solutions_without_marks_and_is_asked_with_a_wish(small_gsm8k,
     assert asked == [f"<user>{BOB}{task.wish}<ai>", f"<user>{BOB}<ai>"] and len(task.wish) > 9
     problem = task.repair(ROWS[0], "48 left.\n#### 48", ["24 left.\n#### 24", "none"])
     assert re.search("Ann has 48.*#### 48.*#### 24.*none.*correct", problem.prompt, re.DOTALL)
-    assert problem.answer == "24"
-
-
-# ---------------- SmolLM2
-
-
-def test_white_space_before_a_number_is_one_token_as_in_the_models_training():
-    vocabulary = {token: i for i, token in enumerate(["a", "Ġ", "Ċ", "1", "2", "12", "ĊĊ"])}
-    bpe = models.BPE(vocabulary, [("Ċ", "Ċ"), ("1", "2")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(bpe))
-    split_as_trained(tokenizer)
-    assert tokenizer.tokenize("a\n\n12") == ["a", "ĊĊ", "1", "2"]
