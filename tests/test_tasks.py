@@ -9,12 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import TINY, TOY, build, metrics, run
+from conftest import TOY, build, metrics, run
 from tokenizers import Tokenizer
 
 import train
 from experiments import format_reward
-from tasks.arithmetic import Arithmetic
 from tasks.gsm8k import GSM8K, extract
 from tasks.task import BaseTask, Item
 
@@ -106,16 +105,12 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, capsys):
 CHAT = '[{"role": "system", "content": "S"}, {"role": "user", "content": "%s"}%s]'
 
 
-def test_a_table_trains_and_a_chat_is_asked_as_one(tmp_path, chat_model):
+def test_a_chat_is_asked_as_one(tmp_path, chat_model):
     """By a tokenizer that splits as its file says. transformers' own for this model would not."""
     end = ', {"role": "assistant", "content": "May 3"}'
     rows = [f'{{"messages": {CHAT % (i, end)}}}' for i in range(4)]
     rows += [f'{{"prompt": {CHAT % ("a  b", "")}, "answer": "12"}}']
     task = table(tmp_path / "chats.jsonl", "\n".join(rows))
-    flags = f"--task {task.path} --model {chat_model} --threads 1 --steps 1 --warm-steps 0"
-    folder = run(tmp_path / "run", *flags.split(), "--minibatches", "1")
-    assert len(metrics(folder)) == 2
-    assert (folder / "task.jsonl").read_text() == Path(task.path).read_text()
     tokenizer = train.load_policy(train.Config(), task, chat_model).tokenizer
     own = Tokenizer.from_file(f"{chat_model}/tokenizer.json")
     asked = [own.encode(f"<S><{x}>").ids for x in (*range(4), "a  b")]
@@ -186,23 +181,6 @@ def test_a_run_that_was_moved_resumes_with_its_own_files(tmp_path, monkeypatch, 
     Path("mine.py").unlink()
     train.main(["--resume", str(tmp_path / "half"), "--steps", "4"])
     assert metrics(tmp_path / "half") == lines
-
-
-class Judged(Arithmetic):
-    """The longest answers of all win."""
-
-    def rewards(self, texts, items):
-        longest = max(map(len, texts))
-        return [float(len(text) == longest) for text in texts]
-
-
-def test_a_task_from_a_cell_may_judge_answers_together(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train.main([*TINY, "--warm-steps", "0"], Judged())
-    (folder,) = Path("runs").iterdir()
-    assert folder.name.startswith("Judged-grpo-s0-") and metrics(folder)[1]["reward"] > 0.05
-    train.main(["--resume", str(folder), "--steps", "5"], Judged())
-    assert len(metrics(folder)) == 6
 
 
 # ---------------- the toy
