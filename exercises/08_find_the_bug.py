@@ -19,9 +19,8 @@ KL(pi || pi_ref), with q = pi_ref / pi at each token:
 
     python verify.py exercises/08_find_the_bug.py:kl_penalty
 
-On this page the reference is the old policy. Look at WEIGHT of a token, by its ratio. Which token
-should be pulled back most, one whose probability has fallen to a tenth, or one whose probability is
-ten times as high?
+Look at PULL on a token at 2 and 0.5 times its reference. By the formula, which of the two should be
+pulled back more?
 
 **c)** `score` should give the log-probs that `sample` draws with, because the ratio of a loss is
 the quotient of the two. train.py logs the largest difference of one batch as max_logp_gap:
