@@ -203,6 +203,16 @@ def test_the_warm_start_of_ibpo_shows_an_answer_and_siblings_and_corrects_the_an
 
 # ---------------- GSM8K and sums
 
+REAL = Path(__file__).parents[2] / "shared" / "gsm8k"
+
+
+@pytest.mark.skipif(not REAL.exists(), reason=f"no GSM8K files in {REAL}")
+def test_every_gold_answer_of_the_real_files_is_read():
+    task = GSM8K(str(REAL))
+    for item in task.train + task.test:
+        assert extract(item.demo) == item.answer.replace(",", "")
+
+
 # A text, and the number that is read, or None where it is refused. "|" parts lines.
 READS = r"""
 #### 5|No:|#### 72 clips; 2 months -> 72

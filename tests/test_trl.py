@@ -201,24 +201,36 @@ def test_the_examples_flags_reach_the_trainer(qwen_path):
     assert trainer.prefix_baseline and trainer.method.scale == "mean"
 
 
-# ---------------- TRL's own losses as losses of ours
+# ---------------- other trainers' losses as losses of ours
 
-CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default
-TWINS = [  # a setting of TRL's, and its twin in losses.py with its hyperparameters
-    ({}, losses.token_grpo, CLIP),
-    ({"loss_type": "grpo", "kl": 0.04}, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
-    ({"loss_type": "grpo", "kl": 0.04, "kl_ratio": False}, losses.grpo, {"kl": 0.04}),
-    ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, losses.gspo, CLIP),
-    ({"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
-    ({"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
+CLIP = dict(eps_low=0.2, eps_high=0.2)  # TRL's default, and verl's
+TWINS = [  # a setting of theirs, and its twin in losses.py with its hyperparameters
+    ("trl", {}, losses.token_grpo, CLIP),
+    ("trl", {"loss_type": "grpo", "kl": 0.04}, losses.grpo, {"kl": 0.04, "kl_ratio": True}),
+    ("trl", {"loss_type": "grpo", "kl": 0.04, "kl_ratio": False}, losses.grpo, {"kl": 0.04}),
+    ("trl", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, losses.gspo, CLIP),
+    ("trl", {"loss_type": "dr_grpo"}, losses.dr_grpo, {}),
+    ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, losses.cispo, {}),
+    ("verl", {"name": "grpo", "divisor": "own length"}, losses.grpo, {}),
 ]
 
 
-@pytest.mark.parametrize("settings, ours, hyper", TWINS, ids=[str(x[0]) for x in TWINS])
-def test_value_and_gradient_are_those_of_losses(settings, ours, hyper):
+def verls_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+    """In place of verl, which is too large to install here. Its losses have these arguments."""
+    assert loss_agg_mode == config.loss_agg_mode == "own length"
+    G, L = config.rollout_n, response_mask.shape[1]
+    return losses.grpo(Batch(log_prob, old_log_prob, advantages, response_mask > 0, G, L)), {}
+
+
+@pytest.mark.parametrize("engine, settings, ours, hyper", TWINS, ids=[str(x[1]) for x in TWINS])
+def test_value_and_gradient_are_those_of_losses(engine, settings, ours, hyper, monkeypatch):
     """Of answers of unequal lengths, with ratios on both sides of 5, where cispo clips."""
+    core = SimpleNamespace(get_policy_loss_fn={"grpo": verls_loss}.get)
+    config = SimpleNamespace(ActorConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
+    monkeypatch.setitem(sys.modules, "verl.workers.config", config)
     batch = Tree(0, 5).batch(2.0, garbage=0.0)
-    [theirs] = bind(str(ROOT / "engines" / "trl_loss.py"), settings).passes
+    [theirs] = bind(str(ROOT / "engines" / f"{engine}_loss.py"), settings).passes
     pair = ours(batch, **hyper), theirs(batch)
     pushes = [losses.token_pushes(loss, batch.logp) for loss in pair]
     torch.testing.assert_close((pair[1], pushes[1]), (pair[0], pushes[0]), rtol=1e-6, atol=1e-8)
