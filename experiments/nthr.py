@@ -34,9 +34,8 @@ COMPARED |= {name: METHODS[name] for name in ("nthr", "pos-only")}
 def measure_delta(policy, task, answers, method: Method, config) -> float:
     trial = replace(policy, model=copy.deepcopy(policy.model))
     train.assess(policy, None, answers, method, config)
-    if method.credit:
-        ways = train.ask, train.read_answers
-        credit.assign(policy, task, answers, method, config, *ways, None)  # no repairs
+    if method.credit:  # without repairs, so without random numbers
+        credit.assign(policy, task, answers, method, config, train.ask, train.read_answers, None)
     train.learn(trial, train.adamw(trial.model), answers, method, 1, config)
     with torch.no_grad():
         before, after = (train.log_probs(x, answers, config.temperature) for x in (policy, trial))

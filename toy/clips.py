@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,38 +28,32 @@ OLD = 0.5  # the token's probability when it was sampled; a loss may clip a prob
 RATIOS = sorted([*(k / 100 for k in range(1, 200, 2)), 1.0])
 
 
-def make_group(
-    adv: Sequence[float],
-    lengths: Sequence[int],
-    log_ratio: Tensor | float = 0.0,
-    log_old: float = -3.0,
-) -> Batch:
-    """One group of answers with these advantages and lengths; the longest has L tokens.
+def weigh(loss: Callable[[Batch], Tensor]) -> Tensor:
+    """|push| / |A| of a winner and of a loser at all RATIOS. (2, ratios).
 
-    The log-prob of each token was log_old. log_ratio is (N, T), or expands to it.
+    Every ratio has a batch of its own: two answers of one token, which both share.
     """
-    A, T = torch.tensor([adv, lengths], dtype=torch.float64)[..., None]  # (N, 1) each
-    mask = torch.arange(max(lengths)) < T
-    logp_old = torch.full(mask.shape, log_old, dtype=torch.float64)
-    logp, adv = (logp_old + log_ratio).requires_grad_(), A.expand(mask.shape)
-    return Batch(logp, logp_old, adv, mask, *mask.shape, logp_ref=logp_old)
-
-
-def weigh(loss: Callable[[Batch], Tensor], ratios: Sequence[float], old: float = OLD) -> Tensor:
-    """|push| / |A| of a winner and of a loser at these ratios. (2, ratios).
-
-    Every ratio has a batch of its own: two answers of one token, whose probability was old.
-    """
-    columns = []
-    for ratio in ratios:
-        batch = make_group([1, -1], [1, 1], math.log(ratio), math.log(old))
-        columns.append(token_pushes(loss(batch), batch.logp) / batch.adv)  # (2, 1)
+    adv = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    logp_old, columns = torch.full_like(adv, math.log(OLD)), []
+    for ratio in RATIOS:
+        batch = Batch(
+            logp=(logp_old + math.log(ratio)).requires_grad_(),
+            logp_old=logp_old,
+            adv=adv,
+            mask=adv != 0,
+            group_size=2,
+            max_tokens=1,
+            logp_ref=logp_old,
+            tokens=torch.zeros(2, 1, dtype=torch.long),
+            rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        )
+        columns.append(token_pushes(loss(batch), batch.logp) / adv)  # (2, 1)
     return torch.cat(columns, 1)
 
 
 def weights() -> dict[str, list[list[float]]]:
     """|push| / |A| of the winner and of the loser at all RATIOS, for each method."""
-    rounded = {name: weigh(METHODS[name].passes[0], RATIOS).round(decimals=6) for name in NAMES}
+    rounded = {name: weigh(METHODS[name].passes[0]).round(decimals=6) for name in NAMES}
     return {name: (weight + 0.0).tolist() for name, weight in rounded.items()}  # -0 becomes 0
 
 
@@ -67,15 +61,13 @@ def plot(name: str = ""):
     """Winners push up, losers down; the area is what they come to. name: a loss to show beside
     PPO's clip."""
     figure = make_figure("PPO's clip stops one side only, so a shared token gets a net push", 3.5)
-    shown = [
-        ("PPO's clip, as in GRPO", losses.grpo, "only winners push", "only losers push"),
-        ("a clip that ignores the sign of A", losses.grpo_symmetric, *["nobody pushes"] * 2),
-    ]
+    first = "PPO's clip, as in GRPO", losses.grpo, "only winners push", "only losers push"
+    other = "a clip that ignores the sign of A", losses.grpo_symmetric, *["nobody pushes"] * 2
     if name:
-        shown[1] = (name, losses.bind(name, {}).passes[0], "", "")
-    axes = figure.subplots(1, len(shown), sharey=True)
-    for axis, (title, loss, below, above) in zip(axes, shown, strict=True):
-        win, lose = weigh(loss, RATIOS)
+        other = name, losses.bind(name, {}).passes[0], "", ""
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (title, loss, below, above) in zip(axes, (first, other), strict=True):
+        win, lose = weigh(loss)
         axis.fill_between(RATIOS, win - lose, color="#cc79a7", alpha=0.35, linewidth=0)
         axis.plot(RATIOS, win, color="#0072b2", linewidth=3)
         axis.plot(RATIOS, -lose, color="#d55e00", linewidth=3)
